@@ -1,0 +1,1 @@
+"""Tests on real gloo ranks: `pool.run(world_size, function, *args)`."""

@@ -1,0 +1,16 @@
+"""The pool of gloo workers, started at its first use and shared by the whole pytest session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Runs functions on real ranks: `pool.run(world_size, function, *args) -> results by rank`."""
+    with Pool() as shared:
+        yield shared

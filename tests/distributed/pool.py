@@ -1,0 +1,206 @@
+"""A pool of real worker processes: start once, run many small distributed tests.
+
+Starting eight Pythons with torch costs seconds, so the workers are forked from a server that has
+imported torch once, and are kept. Each run makes a default gloo group of just its world size (about
+10 ms) and destroys it afterwards, so no run sees the groups of another. A run that fails leaves its
+ranks at unknown places inside collectives: then the workers are ended and the next run starts new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+# What the fork server imports once for all workers. A name that cannot be imported is skipped by
+# multiprocessing and then simply costs each worker its own import.
+PRELOAD = [
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "pytest",
+    "omegaconf",
+    "parallel3d.trainer",
+]
+START_SECONDS = 120.0
+
+
+class WorkerFailure(AssertionError):
+    """A rank raised, died or hung; the message names the rank and carries its traceback."""
+
+
+def _worker(connection: Connection) -> None:
+    """Serve runs until the parent closes the connection."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
+    torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            sys.path[:], job = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            reply = (True, _run(*pickle.loads(job)))
+            message = pickle.dumps(reply)
+        except BaseException:  # noqa: BLE001  whatever it is, the parent reports it as this rank's
+            message = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(message)
+
+
+def _run(
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    """One rank of one run, inside a default group of `world_size` ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        # Sooner than the parent's: a rank stuck in a collective then says where, with a traceback.
+        timeout=timedelta(seconds=0.75 * timeout_s),
+    )
+    result = function(*args)
+    # Not in a `finally`: after a failure the peers are mid-collective, and this worker is thrown away.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
+
+
+class Pool:
+    """Up to `limit` gloo ranks. Use as a context manager; workers start when first needed."""
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = limit
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._runs = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="parallel3d-pool-")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._folder.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live workers, by rank."""
+        return [process.pid for process, _ in self._workers]
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """Call `function(*args)` on ranks 0 … world_size - 1 at once; return the results by rank.
+
+        `torch.distributed` is initialised (gloo, one thread a rank) while the function runs.
+        `function` must be a module-level function; arguments and results must pickle. A function that
+        needs the rank asks `torch.distributed.get_rank()`. Raises WorkerFailure for the first rank
+        that raises or dies, or when `timeout_s` seconds pass; the workers are then replaced.
+        """
+        if not 1 <= world_size <= self.limit:
+            raise ValueError(f"world_size={world_size}: the pool has 1 to {self.limit} ranks")
+        self._start(world_size)
+        self._runs += 1
+        store = str(Path(self._folder.name) / f"store-{self._runs}")
+        connections = [connection for _, connection in self._workers[:world_size]]
+        # Pickled before anything is sent: an argument that cannot be pickled leaves the workers idle.
+        jobs = [
+            pickle.dumps((rank, world_size, store, timeout_s, function, args))
+            for rank in range(world_size)
+        ]
+        try:
+            for connection, job in zip(connections, jobs, strict=True):
+                # The path goes first and apart: the function's module is imported while unpickling.
+                connection.send_bytes(pickle.dumps((sys.path, job)))
+            return self._collect(connections, function.__name__, time.monotonic() + timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store)
+
+    def end(self) -> None:
+        """End this pool's own workers; the next run starts new ones."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join()
+            process.close()
+        self._workers.clear()
+
+    def _start(self, count: int) -> None:
+        fresh = []
+        for rank in range(len(self._workers), count):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_worker, args=(theirs,), daemon=True, name=f"rank{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+            fresh.append(ours)
+        try:
+            for connection in fresh:
+                if not connection.poll(START_SECONDS):
+                    raise WorkerFailure(f"a worker did not start within {START_SECONDS:.0f} s")
+                connection.recv_bytes()
+        except BaseException:
+            self.end()
+            raise
+
+    def _collect(self, connections: list[Connection], what: str, deadline: float) -> list[Any]:
+        """Results by rank; the first rank to fail, in order of arrival, decides the failure."""
+        results: dict[int, Any] = {}
+        pending = {connection: rank for rank, connection in enumerate(connections)}
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stuck = ", ".join(str(rank) for rank in sorted(pending.values()))
+                raise WorkerFailure(f"{what}: no result in time from rank {stuck}")
+            raised = []
+            for connection in ready:
+                rank = pending.pop(connection)
+                who = f"{what}: rank {rank} of {len(connections)}"
+                try:
+                    passed, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    # A death is the cause of what its peers raise, so it is reported before them.
+                    process = self._workers[rank][0]
+                    process.join()
+                    raise WorkerFailure(f"{who} died, exit code {process.exitcode}") from None
+                if passed:
+                    results[rank] = value
+                else:
+                    raised.append(f"{who} raised\n{value}")
+            if raised:
+                raise WorkerFailure(raised[0])
+        return [results[rank] for rank in range(len(connections))]

@@ -1,0 +1,183 @@
+"""The transformer in plain torch modules, one matrix per projection, one step per formula.
+
+`named_parameters()` yields exactly the logical names of parallel3d (`layers.0.attention.q.weight`),
+so that weights go in and out as a dictionary. Slow and obvious on purpose: softmax attention is
+spelled out, RoPE is a complex multiplication, the loss is a log-sum-exp over the real vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelShape(Protocol):
+    """The fields of a model configuration that define the function it computes."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None
+    ffn_hidden_size: int | None
+    seq_length: int
+    max_position_embeddings: int | None
+    vocab_size: int
+    norm: str
+    norm_eps: float
+    position_embedding: str
+    rotary_percent: float
+    rotary_base: float
+    activation: str
+    bias: bool
+    tie_embeddings: bool
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        root_mean_square = (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+        return x / root_mean_square * self.weight
+
+
+def make_norm(shape: ModelShape) -> nn.Module:
+    """The norm that the configuration names."""
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps)
+    assert shape.norm == "rmsnorm", shape.norm
+    return RMSNorm(shape.hidden_size, shape.norm_eps)
+
+
+def rotate(x: Tensor, rotary_percent: float, base: float) -> Tensor:
+    """RoPE (Su et al. 2021): dimension d and d + rot/2 as one complex number, turned by the position.
+
+    `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where rot
+    is head_dim · rotary_percent rounded down to an even number; the others pass.
+    """
+    head_dim = x.shape[-1]
+    pairs = int(head_dim * rotary_percent) // 2
+    turning, passing = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    frequency = torch.tensor(
+        [base ** (-2 * d / (2 * pairs)) for d in range(pairs)], dtype=torch.float64
+    )
+    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency)
+    turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
+    turned = torch.complex(turning[..., :pairs], turning[..., pairs:]) * turn
+    return torch.cat([turned.real, turned.imag, passing], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key/value heads, written out."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.heads = shape.num_attention_heads
+        self.kv_heads = shape.num_query_groups or shape.num_attention_heads
+        self.head_dim = shape.hidden_size // self.heads
+        kv_size = self.kv_heads * self.head_dim
+        self.q = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=shape.bias)
+        self.k = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
+        self.v = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
+        self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=shape.bias)
+
+    def split_heads(self, x: Tensor, heads: int) -> Tensor:
+        """(batch, sequence, heads·head_dim) to (batch, heads, sequence, head_dim)."""
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split_heads(self.q(x), self.heads)
+        k = self.split_heads(self.k(x), self.kv_heads)
+        v = self.split_heads(self.v(x), self.kv_heads)
+        if self.shape.position_embedding == "rope":
+            q = rotate(q, self.shape.rotary_percent, self.shape.rotary_base)
+            k = rotate(k, self.shape.rotary_percent, self.shape.rotary_base)
+        group = self.heads // self.kv_heads
+        # Head by head: query head h looks at key/value head h // group.
+        outputs = []
+        length = x.shape[1]
+        future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
+        for h in range(self.heads):
+            keys, values = k[:, h // group], v[:, h // group]
+            scores = q[:, h] @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)
+            weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+            outputs.append(weights @ values)
+        return self.out(torch.cat(outputs, dim=-1))
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))), down(relu(up(x))) or down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        width = shape.ffn_hidden_size or 4 * shape.hidden_size
+        self.activation = shape.activation
+        if shape.activation == "swiglu":
+            self.gate = nn.Linear(shape.hidden_size, width, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden_size, width, bias=shape.bias)
+        self.down = nn.Linear(width, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        if self.activation == "swiglu":
+            gate = self.gate(x)
+            return self.down(gate * gate.sigmoid() * up)
+        if self.activation == "relu":
+            return self.down(up.clamp_min(0))
+        assert self.activation == "gelu", self.activation
+        return self.down(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer layer."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.input_norm = make_norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = make_norm(shape)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.input_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ReferenceModel(nn.Module):
+    """Tokens (batch, sequence) to logits (batch, sequence, vocab_size); no padded vocabulary."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embedding = nn.ModuleDict({"word": nn.Embedding(shape.vocab_size, shape.hidden_size)})
+        if shape.position_embedding == "learned":
+            positions = shape.max_position_embeddings or shape.seq_length
+            self.embedding["position"] = nn.Embedding(positions, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.final_norm = make_norm(shape)
+        if not shape.tie_embeddings:
+            self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding["word"](tokens)
+        if "position" in self.embedding:
+            x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        x = self.final_norm(x)
+        if hasattr(self, "head"):
+            return self.head(x)
+        return x @ self.embedding["word"].weight.T
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each token in nats: logits (batch, sequence, vocab), labels and result (batch, sequence)."""
+    target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return logits.logsumexp(dim=-1) - target

@@ -1,0 +1,153 @@
+"""The reference training loop: the whole global batch in one forward, one process, plain optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.reference.model import ModelShape, ReferenceModel, token_losses
+
+
+class SampleLike(Protocol):
+    """`tokens` is int64 (seq + 1,); `loss_mask` is bool (seq,), true where the next token is learned."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+
+
+class Source(Protocol):
+    """Anything that gives sample i of the run."""
+
+    def sample(self, i: int) -> SampleLike: ...
+
+
+class OptimSettings(Protocol):
+    """The optimizer's keys."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    momentum: float
+    clip_grad: float
+
+
+class RunSettings(Protocol):
+    """The keys of a whole configuration that the reference looks at."""
+
+    model: Any
+    optim: Any
+    global_batch_size: int
+
+
+class ReferenceRun(NamedTuple):
+    """What `train_reference` measured; tensors by logical name, full shapes."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+    first_gradients: dict[str, Tensor]
+
+
+def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
+    """A model with exactly these weights; a missing, unknown or misshapen name raises RuntimeError."""
+    model = ReferenceModel(shape).to(dtype)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, strict=True)
+    return model
+
+
+def batch_loss(model: ReferenceModel, source: Source, first: int, count: int) -> Tensor:
+    """Samples first … first + count - 1 in one forward: sum of unmasked losses / unmasked tokens."""
+    samples = [source.sample(i) for i in range(first, first + count)]
+    tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
+    mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
+    losses = token_losses(model(tokens[:, :-1]), tokens[:, 1:])
+    return losses[mask].sum() / mask.sum()
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, algorithm 2, with bias correction; decay on matrices only."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimSettings) -> None:
+        self.settings = settings
+        self.step_count = 0
+        self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+    ) -> None:
+        s = self.settings
+        self.step_count += 1
+        for name, parameter in parameters.items():
+            gradient = gradients[name]
+            decay = s.weight_decay if parameter.dim() >= 2 else 0.0
+            self.mean[name] = s.beta1 * self.mean[name] + (1 - s.beta1) * gradient
+            self.square[name] = s.beta2 * self.square[name] + (1 - s.beta2) * gradient**2
+            mean = self.mean[name] / (1 - s.beta1**self.step_count)
+            square = self.square[name] / (1 - s.beta2**self.step_count)
+            new = parameter - lr * decay * parameter - lr * mean / (square.sqrt() + s.eps)
+            parameter.copy_(new)
+
+
+class SGD:
+    """velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity (torch's form)."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: OptimSettings) -> None:
+        self.settings = settings
+        self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+    ) -> None:
+        for name, parameter in parameters.items():
+            decay = self.settings.weight_decay if parameter.dim() >= 2 else 0.0
+            change = gradients[name] + decay * parameter
+            self.velocity[name] = self.settings.momentum * self.velocity[name] + change
+            parameter.copy_(parameter - lr * self.velocity[name])
+
+
+def train_reference(
+    config: RunSettings,
+    weights: Mapping[str, Tensor],
+    source: Source,
+    steps: int,
+    dtype: torch.dtype,
+    learning_rates: Sequence[float] | None = None,
+) -> ReferenceRun:
+    """Train `steps` steps from `weights`, everything in `dtype`.
+
+    Step s (from 0) takes samples s · global_batch_size onwards. `learning_rates` has one rate a step;
+    None keeps `config.optim.lr`. Gradient norms are those before clipping, over each parameter once.
+    """
+    rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
+    assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"
+    model = build(config.model, weights, dtype)
+    parameters = dict(model.named_parameters())
+    assert config.optim.name in ("adamw", "sgd"), config.optim.name
+    optimizer = (AdamW if config.optim.name == "adamw" else SGD)(parameters, config.optim)
+    losses, grad_norms, first_gradients = [], [], {}
+    for step, lr in enumerate(rates):
+        first = step * config.global_batch_size
+        loss = batch_loss(model, source, first, config.global_batch_size)
+        gradients = dict(
+            zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
+        )
+        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
+        if step == 0:
+            first_gradients = {name: g.clone() for name, g in gradients.items()}
+        if config.optim.clip_grad > 0:
+            factor = min(1.0, config.optim.clip_grad / (norm + 1e-6))
+            gradients = {name: g * factor for name, g in gradients.items()}
+        with torch.no_grad():
+            optimizer.step(parameters, gradients, lr)
+        losses.append(loss.item())
+        grad_norms.append(norm)
+    final = {name: p.detach().clone() for name, p in parameters.items()}
+    return ReferenceRun(losses, grad_norms, final, first_gradients)
