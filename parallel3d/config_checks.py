@@ -1,0 +1,323 @@
+"""Cross-checks of a whole configuration: a bad one ends here, in one sentence, before any group.
+
+The checks live in the library, not in the command line: who builds a `Config` by hand gets them
+as well. Nothing here imports torch, so that an answer takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from parallel3d.config import Config, ModelConfig
+from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
+from parallel3d.config_overrides import explain_override_error
+from parallel3d.errors import UserError
+
+__all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end of text
+
+
+def check_config(config: Config, world_size: int | None = None) -> Config:
+    """Prove a whole configuration consistent and return it with its derived values filled in.
+
+    Filled in: `dp` (what is left of `world_size` ranks; 1 where that is None),
+    `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`.
+    Pure: the argument is left as it is, and a checked configuration passes unchanged.
+
+    Raises:
+        UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    """
+    if not isinstance(config, Config):
+        kind = type(config).__name__
+        raise UserError(f"a {kind} is not a Config; make one by OmegaConf.to_object or Config().")
+    check_fields(config)
+    _check_model(config.model)
+    _check_tensor_parallel(config)
+    _check_pipeline(config)
+    dp = _data_parallel_size(config, world_size)
+    _check_batch(config, dp)
+    _check_sequence(config)
+    _check_data(config)
+    _check_learning_rate(config)
+    _check_run_name(config)
+    model = dataclasses.replace(
+        config.model,
+        num_query_groups=config.model.kv_heads,
+        ffn_hidden_size=config.model.ffn_size,
+        max_position_embeddings=config.model.max_positions,
+    )
+    return dataclasses.replace(config, dp=dp, model=model)
+
+
+def _closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
+    """The number of 1…limit closest to `value` that fits (ties: the smaller), or None."""
+    start = max(1, min(value, limit))
+    for distance in range(limit):
+        for candidate in (start - distance, start + distance):
+            if 1 <= candidate <= limit and fits(candidate):
+                return candidate
+    return None
+
+
+def _nearest_multiple(value: int, unit: int) -> int:
+    """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
+    below = value // unit * unit
+    return max(unit, below if value - below <= below + unit - value else below + unit)
+
+
+def _divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
+    common = math.gcd(*dividends.values())
+    return lambda divisor: common % divisor == 0
+
+
+# --- the model -------------------------------------------------------------------------------
+
+
+def _check_model(model: ModelConfig) -> None:
+    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
+    if hidden % heads:
+        raise UserError(
+            f"model.hidden_size={hidden} must be a multiple of model.num_attention_heads={heads}; "
+            f"the nearest is model.hidden_size={_nearest_multiple(hidden, heads)}."
+        )
+    if heads % kv_heads:
+        close = _closest(kv_heads, lambda n: heads % n == 0, heads)
+        raise UserError(
+            f"model.num_query_groups={kv_heads} must divide model.num_attention_heads={heads}; "
+            f"the nearest is model.num_query_groups={close}."
+        )
+    if model.position_embedding == "learned" and model.seq_length > model.max_positions:
+        raise UserError(
+            f"model.seq_length={model.seq_length} must be at most "
+            f"model.max_position_embeddings={model.max_positions} with learned positions; the "
+            f"nearest is model.seq_length={model.max_positions}."
+        )
+    if model.position_embedding == "rope" and int(model.head_dim * model.rotary_percent) < 2:
+        _refuse_rotary(model)
+
+
+def _refuse_rotary(model: ModelConfig) -> None:
+    """RoPE turns pairs of dimensions: fewer than two turn nothing."""
+    if model.head_dim < 2:
+        raise UserError(
+            f"model.position_embedding=rope needs heads at least 2 wide, but model.hidden_size="
+            f"{model.hidden_size} over model.num_attention_heads={model.num_attention_heads} makes "
+            f"them {model.head_dim}; the nearest is model.hidden_size="
+            f"{2 * model.num_attention_heads}."
+        )
+    # Rounded up, so that the product with head_dim is not a hair below 2.
+    least = math.ceil(2 / model.head_dim * 1e4) / 1e4
+    raise UserError(
+        f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
+        f"{model.head_dim} dimensions of a head; the nearest is model.rotary_percent={least:g}."
+    )
+
+
+# --- the dimensions --------------------------------------------------------------------------
+
+
+def _tp_dividends(config: Config) -> dict[str, int]:
+    """Everything that tp must divide; the padded vocabulary comes last."""
+    model = config.model
+    sizes = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.kv_heads,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_size,
+        "the padded vocabulary": model.padded_vocab_size,
+    }
+    if config.sp:
+        sizes["model.seq_length"] = model.seq_length
+    return sizes
+
+
+def _nearest_tp(config: Config) -> int:
+    """The tensor-parallel size closest to the one asked for that this model can be split by."""
+    sizes = _tp_dividends(config)
+    close = _closest(config.tp, _divides_all(sizes), min(sizes.values()))
+    assert close is not None  # 1 divides everything
+    return close
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    tp, model = config.tp, config.model
+    heads, kv_heads = model.num_attention_heads, model.kv_heads
+    if heads % tp == 0 and kv_heads < tp and kv_heads < heads:
+        raise UserError(
+            f"tp={tp} is more than model.num_query_groups={kv_heads}: key/value heads are split "
+            f"over tp, and copies of them come with a later version; the nearest is "
+            f"tp={_nearest_tp(config)}."
+        )
+    sizes = _tp_dividends(config)
+    vocabulary = sizes.pop("the padded vocabulary")
+    sizes.pop("model.seq_length", None)  # has a sentence of its own, which names sp
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if wrong:
+        raise UserError(
+            f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
+            f"tp={_nearest_tp(config)}."
+        )
+    if vocabulary % tp:
+        multiple = _closest(
+            model.vocab_multiple,
+            lambda m: dataclasses.replace(model, vocab_multiple=m).padded_vocab_size % tp == 0,
+            model.vocab_multiple + tp,
+        )
+        raise UserError(
+            f"tp={tp} must divide the padded vocabulary, {vocabulary} rows by model.vocab_size="
+            f"{model.vocab_size} and model.vocab_multiple={model.vocab_multiple}; the nearest is "
+            f"model.vocab_multiple={multiple} or tp={_nearest_tp(config)}."
+        )
+
+
+def _check_sequence(config: Config) -> None:
+    """With sp the sequence is split over tp; sp=true with tp=1 splits nothing and is accepted."""
+    tp, length = config.tp, config.model.seq_length
+    if config.sp and length % tp:
+        raise UserError(
+            f"sp=true needs tp={tp} to divide model.seq_length={length}; the nearest is "
+            f"model.seq_length={_nearest_multiple(length, tp)} or tp={_nearest_tp(config)}."
+        )
+
+
+def _check_pipeline(config: Config) -> None:
+    pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
+    stages = pp * config.vpp
+    if stages > layers:
+        raise UserError(
+            f"pp={pp} must be at most model.num_layers={layers}, as no stage may be empty; the "
+            f"nearest is pp={max(1, layers // config.vpp)}."
+        )
+    if given is None:
+        return
+    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    name = "schedule.layers_per_stage"
+    if len(given) != stages:
+        wrong = f"has {len(given)} entries for pp={pp} stages"
+    elif min(given) < 1:
+        wrong = "has a stage with no layer, and each needs at least 1"
+    elif sum(given) != layers:
+        wrong = f"adds up to {sum(given)} layers, but model.num_layers={layers}"
+    else:
+        return
+    raise UserError(f"{name}={show(given)} {wrong}; an even split is {name}={show(even)}.")
+
+
+def _data_parallel_size(config: Config, world_size: int | None) -> int:
+    """dp as given or as left over by the others; raises UserError if the ranks do not add up."""
+    if world_size is None:
+        return config.dp or 1
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise UserError(
+            f"a world size of {show(world_size)} must be a whole number, at least 1; the nearest "
+            f"is 1."
+        )
+    replica = config.tp * config.pp * config.cp
+    if world_size == replica * (config.dp or max(1, world_size // replica)):
+        return world_size // replica
+    factors = f"tp={config.tp}, pp={config.pp}, cp={config.cp}"
+    if config.dp is None:
+        wrong = f"must be a multiple of {replica}, the product of {factors}"
+        fewer = max(replica, world_size // replica * replica)
+    else:
+        fewer = replica * config.dp
+        wrong = f"must be {fewer}, the product of {factors} and dp={config.dp}"
+    choices = [*_fitting_sizes(config, world_size), f"{fewer} ranks"]
+    raise UserError(f"a world size of {world_size} {wrong}; what fits is {' or '.join(choices)}.")
+
+
+def _fitting_sizes(config: Config, world_size: int) -> list[str]:
+    """The changes of one size alone, of dp, tp or pp, that make the product `world_size`."""
+    tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
+    splits = _divides_all(_tp_dividends(config))
+
+    def fits(product: int) -> bool:
+        return world_size % product == 0 and dp in (None, world_size // product)
+
+    choices = []
+    if dp is not None and world_size % (tp * pp * cp) == 0:
+        choices.append(f"dp={world_size // (tp * pp * cp)}")
+    near_tp = _closest(tp, lambda n: splits(n) and fits(n * pp * cp), world_size)
+    near_pp = _closest(pp, lambda n: fits(tp * n * cp), min(world_size, config.model.num_layers))
+    choices += [f"tp={near_tp}"] if near_tp else []
+    choices += [f"pp={near_pp}"] if near_pp else []
+    return choices
+
+
+def _check_batch(config: Config, dp: int) -> None:
+    batch, micro = config.global_batch_size, config.micro_batch_size
+    if batch % (micro * dp) == 0:
+        return
+    choices = [f"global_batch_size={_nearest_multiple(batch, micro * dp)}"]
+    if batch % dp == 0:
+        share = batch // dp
+        close = _closest(micro, lambda n: share % n == 0, share)
+        choices.append(f"micro_batch_size={close}")
+    raise UserError(
+        f"global_batch_size={batch} must be a multiple of {micro * dp}, the product of "
+        f"micro_batch_size={micro} and dp={dp}; the nearest is {' or '.join(choices)}."
+    )
+
+
+# --- data, learning rate, run ----------------------------------------------------------------
+
+
+def _check_data(config: Config) -> None:
+    data, vocabulary = config.data, config.model.vocab_size
+    if data.tokenizer == "byte" and vocabulary < BYTE_VOCABULARY:
+        raise UserError(
+            f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
+            f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
+        )
+    if data.name == "text" and not data.path:
+        raise UserError(
+            f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "
+            f"glob, as in data.path=book.txt, or leave data=stdlib."
+        )
+    if data.name == "stdlib" and data.path is not None:
+        raise UserError(
+            f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
+            f"which reads it."
+        )
+
+
+def _check_learning_rate(config: Config) -> None:
+    optim = config.optim
+    if optim.min_lr > optim.lr:
+        raise UserError(
+            f"optim.min_lr={show(optim.min_lr)} must be at most optim.lr={show(optim.lr)}; the "
+            f"nearest is optim.min_lr={show(optim.lr)}."
+        )
+    if optim.lr_warmup_fraction > 0 and optim.lr_warmup_steps > 0:
+        raise UserError(
+            f"optim.lr_warmup_fraction={show(optim.lr_warmup_fraction)} and optim.lr_warmup_steps="
+            f"{optim.lr_warmup_steps} both give the warm-up; keep one of them, the nearest is "
+            f"optim.lr_warmup_fraction=0."
+        )
+    steps = optim.lr_decay_steps or config.train.steps
+    span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
+    if optim.lr_warmup_steps >= steps:
+        raise UserError(
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} must be below {span}={steps}; the "
+            f"nearest is optim.lr_warmup_steps={steps - 1}."
+        )
+    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
+    # The margin lets 0.8 and 0.2 add up to 1 in floating point.
+    if optim.lr_decay_style == "wsd" and warmup + optim.wsd_decay_fraction > 1 + 1e-9:
+        raise UserError(
+            f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "
+            f"{warmup:g} of {span}={steps} must add up to at most 1; the nearest is "
+            f"optim.wsd_decay_fraction={show(round(1 - warmup, 9))}."
+        )
+
+
+def _check_run_name(config: Config) -> None:
+    run = config.run
+    if run is not None and (run.strip() in ("", ".", "..") or "/" in run or "\\" in run):
+        raise UserError(
+            f"run={show(run)} must be the plain name of a folder inside runs_dir="
+            f"{show(config.runs_dir)}; null makes a name, and runs_dir moves the place."
+        )
