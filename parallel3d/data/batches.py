@@ -1,0 +1,89 @@
+"""Micro-batches as tensors. The global batch of a step is the same samples for every layout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from parallel3d.data.sampler import Sample
+
+
+class SampleSource(Protocol):
+    """Anything with samples of one length.
+
+    A source whose loss masks are all True may say so by an attribute `masks` = False beside
+    `seq_length`; `Batches.token_count` then need not read it.
+    """
+
+    def sample(self, i: int) -> Sample:
+        """Sample `i` >= 0, always the same for the same i."""
+        ...
+
+
+class MicroBatch(NamedTuple):
+    """Three tensors of shape (micro batch, seq): tokens and labels int64, loss_mask bool."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+class Batches:
+    """One data-parallel rank's micro-batches.
+
+    Step s (from 0) trains on samples s·gbs … (s+1)·gbs-1, whatever dp_size and micro_batch_size
+    are; rank d has a contiguous share of them, its micro-batches in order.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        micro_batch_size: int,
+        num_microbatches: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device | str,
+    ) -> None:
+        self._source = source
+        self._micro_batch_size = micro_batch_size
+        self._num_microbatches = num_microbatches
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._device = torch.device(device)
+
+    def indices(self, step: int, m: int) -> range:
+        """The samples of micro-batch `m` of `step`; IndexError if there is no such micro-batch."""
+        if not 0 <= m < self._num_microbatches:
+            raise IndexError(f"micro-batch {m} of {self._num_microbatches}")
+        share = self._num_microbatches * self._micro_batch_size
+        first = (step * self._dp_size + self._dp_rank) * share + m * self._micro_batch_size
+        return range(first, first + self._micro_batch_size)
+
+    def micro_batch(self, step: int, m: int) -> MicroBatch:
+        """Micro-batch `m` of `step`, on the device."""
+        samples = [self._source.sample(i) for i in self.indices(step, m)]
+        tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
+        mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
+        return MicroBatch(
+            self._moved(tokens[:, :-1].contiguous()),
+            self._moved(tokens[:, 1:].contiguous()),
+            self._moved(mask),
+        )
+
+    def token_count(self, step: int) -> int:
+        """Unmasked tokens of this data-parallel rank's share of `step`."""
+        if not getattr(self._source, "masks", True):
+            return self._num_microbatches * self._micro_batch_size * self._source.seq_length
+        return sum(
+            int(np.count_nonzero(self._source.sample(i).loss_mask))
+            for m in range(self._num_microbatches)
+            for i in self.indices(step, m)
+        )
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return tensor.to(self._device)
+        # From pinned memory the copy need not wait; torch keeps the pages until it is done.
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,273 @@
+"""The token cache: one memory-mapped file per text, built once, whole or not there.
+
+    header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
+
+A build goes to a temporary file in the same folder, is flushed to disk and renamed, so that a name
+never stands for half a file. The kernel drops a builder's lock when it dies. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.data.sources import Document
+from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.errors import UserError
+
+Report = Callable[[str], None]
+
+_MAGIC = b"P3DTOKEN"
+_VERSION = 1
+# magic, version, bytes a token, tokens, digest of the tokens
+_HEADER = struct.Struct("<8sIIQ16s")
+_HEADER_CRC = struct.Struct("<I")  # of the fields above, right after them
+_TOKENS_AT = 64
+_BLOCK = 4 << 20  # bytes
+_CHECKED_BLOCKS = 64
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Cached(NamedTuple):
+    """Tokens on disk: shape (tokens,), read-only; `digest` is of the tokens alone."""
+
+    tokens: npt.NDArray[np.uint16]
+    digest: str
+
+
+def default_folder() -> Path:
+    """`$XDG_CACHE_HOME/parallel3d`, or `~/.cache/parallel3d`. Raises UserError without a home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification: relative ones are to be ignored
+        base = os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        raise UserError("data.cache_dir is null and this user has no home folder: give a folder")
+    return Path(base) / "parallel3d"
+
+
+def cache_key(documents: Sequence[Document], tokenizer: ByteTokenizer) -> str:
+    """Name of the cache of these files as they are: any change of name, size or time is another.
+
+    Absolute paths count, since images with normalised times hold other text under the same names.
+    """
+    listing = [_VERSION, tokenizer.name]
+    listing += [(d.name, os.path.realpath(d.path), d.size, d.mtime_ns) for d in documents]
+    return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+
+
+def token_count(documents: Sequence[Document]) -> int:
+    """Tokens of the packed stream: the bytes, and an end-of-text after each document."""
+    return sum(d.size for d in documents) + len(documents)
+
+
+def check_folder(folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:
+    """Raises UserError if there is no cache yet and `folder` cannot take one. Writes nothing."""
+    if os.path.exists(_token_file(folder, documents, tokenizer)):
+        return
+    existing = folder
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        raise _unusable(folder, f"{existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unusable(folder, f"{existing} is not writable")
+
+
+def cached_tokens(
+    folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer, report: Report
+) -> Cached:
+    """The packed tokens of `documents`, from the cache in `folder`, which is built if need be.
+
+    Of several processes that come at the same time one builds, the others wait for it. `report`
+    takes a sentence when there is something to wait for. Raises UserError if the folder or a
+    document cannot be used.
+    """
+    path = _token_file(folder, documents, tokenizer)
+    count = token_count(documents)
+    try:
+        cached = _load(path, count, report)
+        if cached is None:
+            # Private: the text may be. A folder that is already there is the user's own choice.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _lock(path.with_suffix(".lock"), report) as locked:
+                cached = _load(path, count, report)  # somebody else may have just built it
+                if cached is None:
+                    if locked:  # else they may be another builder's, alive
+                        _remove_leftovers(path)
+                    _build(path, documents, tokenizer, report)
+                    cached = _load(path, count, report)
+    except OSError as error:
+        raise _unusable(folder, error.strerror or str(error)) from error
+    if cached is None:
+        raise _unusable(folder, "what was written there reads back damaged")
+    return cached
+
+
+def _token_file(folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer) -> Path:
+    return folder / f"{cache_key(documents, tokenizer)}.tokens"
+
+
+def _unusable(folder: Path, reason: str) -> UserError:
+    other = Path(tempfile.gettempdir()) / "parallel3d-cache"
+    return UserError(
+        f"data.cache_dir={folder} cannot hold the token cache, {reason}: give a folder that you "
+        f"may write, such as data.cache_dir={other}"
+    )
+
+
+def _load(path: Path, count: int, report: Report) -> Cached | None:
+    """The cache at `path`, or None if there is none that is intact and has `count` tokens."""
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with file:
+        digest = _verify(file, count)
+        if digest is None:
+            report(f"the token cache {path} is damaged")
+            return None
+        tokens = np.memmap(file, dtype="<u2", mode="r", offset=_TOKENS_AT, shape=(count,))
+    return Cached(np.asarray(tokens), digest)
+
+
+def _verify(file: BinaryIO, count: int) -> str | None:
+    """The tokens' digest if the file is intact, else None.
+
+    Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
+    and the last among them: each rank of a job pays for this at its start. By reading, not by the
+    map, where a bad sector would be a SIGBUS.
+    """
+    header = file.read(_TOKENS_AT)
+    if len(header) < _TOKENS_AT:
+        return None
+    magic, version, width, stored, digest = _HEADER.unpack_from(header)
+    (header_crc,) = _HEADER_CRC.unpack_from(header, _HEADER.size)
+    blocks = -(-2 * count // _BLOCK)
+    size = _TOKENS_AT + 2 * count + 4 * blocks
+    if zlib.crc32(header[: _HEADER.size]) != header_crc or os.fstat(file.fileno()).st_size != size:
+        return None
+    if (magic, version, width, stored) != (_MAGIC, _VERSION, 2, count):
+        return None
+    file.seek(_TOKENS_AT + 2 * count)
+    crcs = np.frombuffer(file.read(4 * blocks), dtype="<u4")
+    checked = min(blocks, _CHECKED_BLOCKS)
+    for block in sorted({i * (blocks - 1) // max(1, checked - 1) for i in range(checked)}):
+        start = block * _BLOCK
+        file.seek(_TOKENS_AT + start)
+        if zlib.crc32(file.read(min(_BLOCK, 2 * count - start))) != crcs[block]:
+            return None
+    return digest.hex()
+
+
+@contextlib.contextmanager
+def _lock(path: Path, report: Report) -> Iterator[bool]:
+    """Holds the lock file; yields False where the file system (some network ones) has no locks.
+
+    Without a lock two runs may both build: that costs time, the rename still keeps the file whole.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another run is building the token cache: waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            report(f"{path.parent} is on a file system without locks: another run may build too")
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)  # which unlocks; the file stays, to remove it would race
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes the temporary files of builders that died."""
+    for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _build(
+    path: Path, documents: Sequence[Document], tokenizer: ByteTokenizer, report: Report
+) -> None:
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=_BLOCK) as file:
+            size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
+            report(f"building the token cache: {size} of text")
+            _write(file, documents, tokenizer)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # an interrupt too must not leave gigabytes behind
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    crcs: list[int] = []
+    crc = filled = count = 0
+    end = np.array([tokenizer.eot], dtype="<u2")
+    file.write(bytes(_TOKENS_AT))
+    for document in documents:
+        for text in _pieces(document):
+            tokens = end if text is None else tokenizer.encode(text)
+            count += tokens.size
+            view = memoryview(tokens).cast("B")
+            file.write(view)
+            digest.update(view)
+            while view:
+                part, view = view[: _BLOCK - filled], view[_BLOCK - filled :]
+                crc, filled = zlib.crc32(part, crc), filled + len(part)
+                if filled == _BLOCK:
+                    crcs.append(crc)
+                    crc = filled = 0
+    if filled:
+        crcs.append(crc)
+    file.write(np.array(crcs, dtype="<u4").tobytes())
+    header = _HEADER.pack(_MAGIC, _VERSION, 2, count, digest.digest())
+    file.seek(0)
+    file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
+
+
+def _pieces(document: Document) -> Iterator[bytes | None]:
+    """The document's bytes piece by piece, then None for its end. Raises UserError."""
+    try:
+        with open(document.path, "rb", buffering=0) as file:
+            left = document.size
+            while left and (text := file.read(min(left, _BLOCK))):
+                left -= len(text)
+                yield text
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"data file {document.path} cannot be read ({error.strerror}): give text that you may "
+            f"read in data.path"
+        ) from error
+    if left or (status.st_size, status.st_mtime_ns) != (document.size, document.mtime_ns):
+        raise UserError(
+            f"data file {document.path} changed while it was being read: start again when it is "
+            f"complete, or give another data.path"
+        )
+    yield None

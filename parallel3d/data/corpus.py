@@ -1,0 +1,98 @@
+"""The packed text of a run: one stream of tokens, split by position: training, then held out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.data import cache
+from parallel3d.data.sources import Document, find_documents, origin
+from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.errors import UserError
+
+if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
+    from parallel3d.config import DataConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Packed documents, each followed by `eot`; `train` and `valid` are disjoint, in that order.
+
+    Both are read-only uint16 views of the memory-mapped cache, shapes (train tokens,) and
+    (held-out tokens,). `fingerprint` is a digest of the whole stream of tokens: equal for equal
+    text in equal order, on any machine and whatever the files' times are.
+    """
+
+    train: npt.NDArray[np.uint16]
+    valid: npt.NDArray[np.uint16]
+    fingerprint: str
+    vocab_size: int
+    eot: int
+
+
+def open_corpus(
+    data: DataConfig,
+    seq_length: int,
+    cache_dir: str | os.PathLike[str] | None = None,
+    report: cache.Report = _log.info,
+) -> Corpus:
+    """The corpus that `data` describes; its token cache is built if it is not there yet.
+
+    The last `data.valid_fraction` of the tokens, and at least one sample of `seq_length` + 1, is
+    held out. `cache_dir` wins over `data.cache_dir`, which wins over the user's cache folder.
+    `report` takes a sentence when there is something to wait for. Raises UserError.
+    """
+    tokenizer = ByteTokenizer()
+    documents = find_documents(data)
+    held_out = _held_out(data, seq_length, documents)
+    folder = _folder(data, cache_dir)
+    tokens, digest = cache.cached_tokens(folder, documents, tokenizer, report)
+    split = tokens.size - held_out
+    return Corpus(tokens[:split], tokens[split:], digest, tokenizer.vocab_size, tokenizer.eot)
+
+
+def check_data(
+    data: DataConfig, seq_length: int, cache_dir: str | os.PathLike[str] | None = None
+) -> None:
+    """Raises the UserError that `open_corpus` would, as far as names, sizes and rights can tell.
+
+    Opens no file, writes nothing and imports no torch: for the launcher, before workers start.
+    """
+    documents = find_documents(data)
+    _held_out(data, seq_length, documents)
+    cache.check_folder(_folder(data, cache_dir), documents, ByteTokenizer())
+
+
+def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
+    given = cache_dir if cache_dir is not None else data.cache_dir
+    return cache.default_folder() if given is None else Path(os.path.expanduser(given)).absolute()
+
+
+def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document]) -> int:
+    """Tokens of the held-out split. Raises UserError if either split is too short for a sample."""
+    tokens = cache.token_count(documents)
+    share = int(tokens * data.valid_fraction)
+    sample = seq_length + 1
+    if tokens - max(share, sample) >= sample:
+        return max(share, sample)
+    # What the held-out split leaves must fit a sample, and so must the held-out split itself.
+    longest = min(tokens // 2, tokens - share) - 1
+    there = tokens - len(documents)  # bytes: the rest are end-of-text tokens
+    fits = (
+        f"the longest model.seq_length that fits is {longest}"
+        if longest >= 1
+        else "no model.seq_length fits"
+    )
+    raise UserError(
+        f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} bytes, one "
+        f"sample to train on and one held out need {2 * sample - len(documents)}, {fits}"
+    )

@@ -1,0 +1,94 @@
+"""Which window of the stream is sample i: a pure function of (seed, i), no state, no table."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 8
+
+
+class Sample(NamedTuple):
+    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,)."""
+
+    tokens: npt.NDArray[np.int64]
+    loss_mask: npt.NDArray[np.bool_]
+
+
+class Sampler:
+    """Windows of seq_length + 1 tokens that start at multiples of seq_length, epoch after epoch.
+
+    Neighbours share one token, the last label of one and the first input of the next, so that
+    every token but the first is a label once an epoch. What is left over at the end of the stream
+    is not used.
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer],
+        seq_length: int,
+        seed: int,
+        shuffle: bool,
+        eot: int,
+        eod_mask_loss: bool,
+    ) -> None:
+        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch."""
+        self.seq_length = seq_length
+        self.windows = (len(tokens) - 1) // seq_length
+        if self.windows < 1:
+            raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
+        self._tokens = tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._eot = eot
+        self._eod_mask_loss = eod_mask_loss
+
+    @property
+    def masks(self) -> bool:
+        """Whether a loss mask can have a False in it."""
+        return self._eod_mask_loss
+
+    def window(self, i: int) -> int:
+        """The window that is sample `i` >= 0; each window comes once in an epoch."""
+        if i < 0:
+            raise IndexError(f"sample {i}: samples count from 0")
+        epoch, place = divmod(i, self.windows)
+        if not self._shuffle:
+            return place
+        key = hashlib.blake2b(f"{self._seed}:{epoch}".encode(), digest_size=32).digest()
+        return permuted(place, self.windows, key)
+
+    def sample(self, i: int) -> Sample:
+        """Sample `i` >= 0 of the endless sequence of epochs."""
+        start = self.window(i) * self.seq_length
+        tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
+        if self._eod_mask_loss:
+            # The label of an end-of-text is the first token of another document: nothing tells it.
+            return Sample(tokens, tokens[:-1] != self._eot)
+        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_))
+
+
+def permuted(x: int, n: int, key: bytes) -> int:
+    """Where a pseudo-random permutation of [0, n), chosen by `key`, sends `x`, in O(1) memory.
+
+    A Feistel network whose halves are numbers modulo a = ⌈√n⌉ permutes [0, a²), barely more than
+    [0, n); walking along its cycle until it is back below n leaves a permutation of [0, n).
+    Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
+    """
+    a = math.isqrt(n - 1) + 1
+    while True:
+        right, left = divmod(x, a)
+        for step in range(_ROUNDS):
+            left, right = right, (left + _hash(step, right, key)) % a
+        x = a * right + left
+        if x < n:
+            return x
+
+
+def _hash(step: int, value: int, key: bytes) -> int:
+    message = step.to_bytes(1, "little") + value.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(message, key=key, digest_size=8).digest(), "little")

@@ -1,0 +1,205 @@
+"""Which files make the text, and in which order: found by name, size and time, none is opened here.
+
+The order is a function of the relative names alone, so that two machines which list their folders
+differently pack the same stream. Documents are ordered by a hash of the name: the tail of the
+stream, which is held out, is then a fair sample and not whatever sorts last.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from parallel3d.errors import UserError, nearest
+
+if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
+    from parallel3d.config import DataConfig
+
+# Tests hold broken text on purpose; the others are not part of every Python of the same version.
+_NOT_STDLIB = frozenset(
+    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
+)
+_HOW = "give files, folders or globs, joined by commas"
+
+
+class Document(NamedTuple):
+    """A file that is not empty. `name` is relative to what the user named, with `/` everywhere."""
+
+    name: str
+    path: str
+    size: int  # bytes
+    mtime_ns: int
+
+
+def origin(data: DataConfig) -> str:
+    """How to name the source in a message: the key and what the user gave it."""
+    return "data=stdlib" if data.name == "stdlib" else f"data.path={data.path}"
+
+
+def find_documents(data: DataConfig) -> list[Document]:
+    """All documents of the source in the order in which they are packed.
+
+    Raises UserError for what is missing, empty or unreadable, and for a data.path that is absent
+    with data=text or would be ignored with data=stdlib.
+    """
+    if data.name == "stdlib":
+        if data.path is not None:
+            raise UserError(
+                f"data.path={data.path} has no meaning with data=stdlib, which reads Python's own "
+                f"sources: leave it out, or choose data=text"
+            )
+        found = _stdlib_documents()
+    else:
+        found = _text_documents(data.path)
+    return sorted(found, key=lambda d: hashlib.blake2b(os.fsencode(d.name)).digest())
+
+
+def _stdlib_documents() -> list[Document]:
+    root = sysconfig.get_paths()["stdlib"]
+    files = [
+        (name, path)
+        for name, path in _files_below(root, lambda folder: folder in _NOT_STDLIB, "data=stdlib")
+        # A distribution may leave a dangling link here (sitecustomize.py); nobody asked for it.
+        if name.endswith(".py") and os.path.exists(path)
+    ]
+    documents = [d for d in (_document(*f, "data=stdlib") for f in files) if d and d.size]
+    if not documents:
+        raise UserError(
+            f"data=stdlib finds no Python sources in {root}, this Python comes without them: "
+            f"choose data=text and a data.path"
+        )
+    return documents
+
+
+def _text_documents(path: str | None) -> list[Document]:
+    if not path:
+        raise UserError(f"data.path is missing, data=text needs it: {_HOW}, or choose data=stdlib")
+    # A name that holds a comma or a bracket is taken as it stands if there is such a file.
+    whole = os.path.lexists(os.path.expanduser(path))
+    items = [path] if whole else [item.strip() for item in path.split(",")]
+    if not all(items):
+        raise UserError(f"data.path={path} has an empty item between its commas: {_HOW}")
+    found: dict[str, Document] = {}
+    for item in items:
+        for document in _documents_of(item):
+            # What is reached twice, by a folder and a glob or by a link, is still one document.
+            found.setdefault(os.path.realpath(document.path), document)
+    return list(found.values())
+
+
+def _documents_of(item: str) -> list[Document]:
+    """The documents behind one file, folder or glob of data.path."""
+    key, path = f"data.path={item}", os.path.expanduser(item)
+    try:
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        if not glob.has_magic(path) or os.path.islink(path):
+            raise UserError(_missing(item, path)) from None
+        files = _glob(path, key)
+    except OSError as error:
+        raise _unreadable(key, path, error.strerror) from error
+    else:
+        if not is_folder:
+            document = _document(os.path.basename(path), path, key)
+            if document is None:
+                raise UserError(f"{key} is not a regular file: {_HOW}")
+            if not document.size:
+                raise UserError(f"{key} is an empty file: give one that holds text")
+            return [document]
+        files = _files_below(path, _hidden, key)
+    if not files:
+        verb = "holds no files (hidden ones do not count)"
+        raise UserError(f"{key} {verb if os.path.isdir(path) else 'matches no file'}: {_HOW}")
+    documents = [d for d in (_document(*f, key) for f in files) if d and d.size]
+    if not documents:
+        raise UserError(f"{key} has only empty files ({len(files)}): give some that hold text")
+    return documents
+
+
+def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
+    """Name and path of what matches; a folder that matches counts with all that is below it."""
+    fixed = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+    root = os.path.dirname(fixed)
+    files: list[tuple[str, str]] = []
+    for path in sorted(glob.glob(pattern, recursive=True)):
+        name = _slashed(os.path.relpath(path, root or "."))
+        if os.path.isdir(path):
+            below = _files_below(path, _hidden, key)
+            files += [(f"{name}/{inner}" if name != "." else inner, full) for inner, full in below]
+        else:
+            files.append((name, path))
+    return files
+
+
+def _files_below(root: str, skip: Callable[[str], bool], key: str) -> list[tuple[str, str]]:
+    """Name relative to `root` and path of every file below it, sorted; folders by link included.
+
+    `skip` tells by their name which folders to leave out; hidden files are left out too.
+    """
+    files: list[tuple[str, str]] = []
+    pending, seen = [("", root)], set()
+    while pending:
+        prefix, folder = pending.pop()
+        try:
+            status = os.stat(folder)
+            with os.scandir(folder) as entries:
+                listing = sorted((entry.name, entry.is_dir(), entry.path) for entry in entries)
+        except OSError as error:
+            raise _unreadable(key, folder, error.strerror) from error
+        if (status.st_dev, status.st_ino) in seen:  # a link that leads back
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        for name, is_folder, path in listing:
+            if is_folder and not skip(name):
+                pending.append((f"{prefix}{name}/", path))
+            elif not is_folder and not _hidden(name):
+                files.append((prefix + name, path))
+    return sorted(files)
+
+
+def _document(name: str, path: str, key: str) -> Document | None:
+    """The document at `path`, perhaps of size 0; None if it is a pipe, a socket or a device."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise _unreadable(key, path, error.strerror) from error
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    if not os.access(path, os.R_OK):
+        raise _unreadable(key, path, "Permission denied")
+    return Document(_slashed(name), path, status.st_size, status.st_mtime_ns)
+
+
+def _unreadable(key: str, path: str, reason: str) -> UserError:
+    return UserError(f"{key} cannot be read, {path}: {reason}; give text that you may read")
+
+
+def _missing(item: str, path: str) -> str:
+    """The sentence about a path that is not there, with the nearest name where it goes wrong."""
+    wrong = os.path.abspath(path)
+    while not os.path.isdir(os.path.dirname(wrong)):
+        wrong = os.path.dirname(wrong)
+    folder, name = os.path.split(wrong)
+    try:
+        guess = nearest(name, os.listdir(folder))
+    except OSError:
+        guess = None  # a folder that we may not list has no suggestion to offer
+    if os.path.lexists(wrong):
+        reason = "is a dangling link" if os.path.islink(wrong) else "is not a folder"
+        return f"data.path={item} does not exist, {wrong} {reason}: {_HOW}"
+    hint = f"the nearest name in {folder} is {guess}" if guess else f"{folder} has nothing like it"
+    return f"data.path={item} does not exist, {hint}: {_HOW}"
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def _slashed(name: str) -> str:
+    return name.replace(os.sep, "/")

@@ -1,0 +1,88 @@
+"""Micro-batches: the global batch is the same samples in the same order for every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.data.batches import Batches, MicroBatch
+from parallel3d.data.sampler import Sample, Sampler
+
+EOT, SEQ, GLOBAL = 256, 8, 36
+
+
+def source(eod_mask_loss: bool) -> Sampler:
+    tokens = np.random.default_rng(0).integers(240, 257, 4000).astype("<u2")
+    return Sampler(tokens, SEQ, 5, shuffle=True, eot=EOT, eod_mask_loss=eod_mask_loss)
+
+
+def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
+    """The step's micro-batches of all ranks, one after the other."""
+    count = GLOBAL // (dp * micro)
+    ranks = [Batches(source(True), micro, count, d, dp, "cpu") for d in range(dp)]
+    parts = [rank.micro_batch(step, m) for rank in ranks for m in range(count)]
+    return tuple(torch.cat(field) for field in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("step", [0, 2])
+def test_global_batch_is_the_same_for_every_layout(dp: int, micro: int, step: int) -> None:
+    samples = [source(True).sample(i) for i in range(step * GLOBAL, (step + 1) * GLOBAL)]
+    tokens, labels, mask = global_batch(dp, micro, step)
+    assert tokens.tolist() == [s.tokens[:-1].tolist() for s in samples]
+    assert labels.tolist() == [s.tokens[1:].tolist() for s in samples]
+    assert mask.tolist() == [s.loss_mask.tolist() for s in samples]
+    assert not mask.all()
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_token_counts_of_the_ranks_add_up_to_the_unmasked_tokens(dp: int) -> None:
+    count = GLOBAL // (dp * 3)
+    ranks = [Batches(source(True), 3, count, d, dp, "cpu") for d in range(dp)]
+    expected = [
+        sum(int(rank.micro_batch(1, m).loss_mask.sum()) for m in range(count)) for rank in ranks
+    ]
+    assert [rank.token_count(1) for rank in ranks] == expected
+    assert sum(expected) == int(global_batch(1, 3, 1)[2].sum()) < GLOBAL * SEQ
+
+
+def test_token_count_without_masks_does_not_read_the_data() -> None:
+    class Untouchable:
+        masks, seq_length = False, SEQ
+
+        def sample(self, i: int) -> Sample:
+            raise AssertionError(f"sample {i} was read")
+
+    assert Batches(Untouchable(), 2, 3, 0, 2, "cpu").token_count(0) == 2 * 3 * SEQ
+    assert source(False).masks is False
+
+
+def test_token_count_reads_a_source_that_says_nothing_about_masks() -> None:
+    class Half:
+        def sample(self, i: int) -> Sample:
+            return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.arange(SEQ) < i)
+
+    assert Batches(Half(), 1, 2, 1, 2, "cpu").token_count(0) == 2 + 3
+
+
+def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
+    batch = Batches(source(True), 2, 3, 0, 4, "cpu").micro_batch(0, 1)
+    assert isinstance(batch, MicroBatch)
+    assert [t.dtype for t in batch] == [torch.int64, torch.int64, torch.bool]
+    assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch)
+
+
+def test_a_micro_batch_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(IndexError):
+        Batches(source(True), 2, 3, 0, 4, "cpu").micro_batch(0, 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_on_the_gpu_equal_those_on_the_cpu() -> None:
+    here = Batches(source(True), 2, 3, 1, 4, "cpu")
+    there = Batches(source(True), 2, 3, 1, 4, "cuda")
+    for m in range(3):
+        for a, b in zip(here.micro_batch(4, m), there.micro_batch(4, m), strict=True):
+            assert b.device.type == "cuda" and torch.equal(a, b.cpu())
