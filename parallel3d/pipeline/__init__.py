@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data (no torch), their checker, clock and pictures."""

@@ -1,0 +1,123 @@
+"""Which layers go to which pipeline stage: balanced by cost, or as the user says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from parallel3d.errors import UserError
+
+
+def balance(
+    costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0
+) -> list[int]:
+    """How many consecutive layers each stage gets so that the most expensive stage is cheapest.
+
+    `costs` are those of the layers in model order, in any unit; `first_extra` (embedding) burdens
+    the first stage and `last_extra` (final norm, head, loss) the last one. Every stage has at
+    least one layer. The largest stage cost is the exact minimum. Of the splits that reach it, the
+    one with the most even costs (least sum of squares) is taken, then the one whose layers lie
+    closest to the middle stages, then to the earlier ones: a layer too many never lands on the
+    last stage, which also holds the logits, when another stage could take it at the same cost.
+    Raises UserError if there are more stages than layers.
+    """
+    if stages < 1:
+        raise ValueError(f"stages={stages} must be at least 1")
+    if not all(math.isfinite(c) and c >= 0 for c in (*costs, first_extra, last_extra)):
+        raise ValueError("costs of layers must be finite and not negative")
+    if stages > len(costs):
+        raise UserError(
+            f"pp={stages} is more than model.num_layers={len(costs)}, but every stage needs a "
+            f"layer: set pp={len(costs)} or less."
+        )
+    layers, first, last = _integers(costs, first_extra, last_extra)
+    prefix = [0]
+    for cost in layers:
+        prefix.append(prefix[-1] + cost)
+    low, high = max(layers), prefix[-1] + first + last
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(prefix, stages, first, last, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return _most_even(prefix, stages, first, last, low)
+
+
+def _integers(
+    costs: Sequence[float], first_extra: float, last_extra: float
+) -> tuple[list[int], int, int]:
+    """The same costs as exact integers of a common unit, so that equal sums compare equal."""
+    exact = [Fraction(c) for c in (*costs, first_extra, last_extra)]
+    unit = math.lcm(*(f.denominator for f in exact))
+    scaled = [int(f * unit) for f in exact]
+    return scaled[:-2], scaled[-2], scaled[-1]
+
+
+def _fits(prefix: Sequence[int], stages: int, first: int, last: int, limit: int) -> bool:
+    """Whether some split keeps each stage within `limit`: let each take all that it can."""
+    layers = len(prefix) - 1
+    taken = 0
+    for stage in range(stages):
+        room = limit - (first if stage == 0 else 0) - (last if stage == stages - 1 else 0)
+        allowed = layers - (stages - 1 - stage)  # the later stages need a layer each
+        start = taken
+        while taken < allowed and prefix[taken + 1] - prefix[start] <= room:
+            taken += 1
+        if taken == start:
+            return False
+    return taken == layers
+
+
+def _most_even(prefix: Sequence[int], stages: int, first: int, last: int, limit: int) -> list[int]:
+    """The preferred split among those within `limit`, by dynamic programming over the stages.
+
+    best[end] is, for the stages so far holding the layers before `end`, the least preference
+    (sum of squared costs, distance of layers from the middle, distance from the front) and the
+    split that has it. All three are sums over stages, so the best of a part is part of the best.
+    """
+    layers = len(prefix) - 1
+    best: dict[int, tuple[tuple[int, int, int], list[int]]] = {0: ((0, 0, 0), [])}
+    for stage in range(stages):
+        room = limit - (first if stage == 0 else 0) - (last if stage == stages - 1 else 0)
+        extra = limit - room
+        off_middle = abs(2 * stage - (stages - 1))
+        grown: dict[int, tuple[tuple[int, int, int], list[int]]] = {}
+        for start, ((squares, distance, lateness), split) in best.items():
+            for end in range(start + 1, layers - (stages - 1 - stage) + 1):
+                cost = prefix[end] - prefix[start]
+                if cost > room:
+                    break
+                count = end - start
+                preference = (
+                    squares + (cost + extra) ** 2,
+                    distance + off_middle * count,
+                    lateness + stage * count,
+                )
+                if end not in grown or preference < grown[end][0]:
+                    grown[end] = (preference, [*split, count])
+        best = grown
+    return best[layers][1]
+
+
+def layers_per_stage_given(given: Sequence[int], num_layers: int, stages: int) -> list[int]:
+    """The user's `schedule.layers_per_stage`, if it is a split of the model; else UserError."""
+    said = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
+    fair = str(balance([1.0] * num_layers, stages)).replace(" ", "")
+    if len(given) != stages:
+        raise UserError(
+            f"{said} has {len(given)} entries, but pp={stages} stages need one each, e.g. {fair}."
+        )
+    if min(given) < 1:
+        stage = next(s for s, count in enumerate(given) if count < 1)
+        raise UserError(
+            f"{said} gives stage {stage} {given[stage]} layers, but every stage needs at least "
+            f"one, e.g. {fair}."
+        )
+    if sum(given) != num_layers:
+        raise UserError(
+            f"{said} adds up to {sum(given)} layers, but model.num_layers={num_layers}, "
+            f"e.g. {fair}."
+        )
+    return list(given)

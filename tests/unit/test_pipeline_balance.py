@@ -1,0 +1,130 @@
+"""Layers over stages: the exact optimum, sensible ties, and the user's own split checked."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.pipeline.balance import balance, layers_per_stage_given
+
+
+def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
+    for cuts in itertools.combinations(range(1, layers), stages - 1):
+        borders = [0, *cuts, layers]
+        yield [b - a for a, b in itertools.pairwise(borders)]
+
+
+def stage_costs(split: list[int], costs: list[int], first: int, last: int) -> list[int]:
+    layer = iter(costs)
+    sums = [sum(itertools.islice(layer, count)) for count in split]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def test_optimum_and_tie_break_agree_with_brute_force() -> None:
+    """Whole-number costs, so that sums are exact; ties are frequent with few distinct values."""
+    random_costs = random.Random(7)
+    for _ in range(400):
+        layers = random_costs.randint(1, 9)
+        stages = random_costs.randint(1, layers)
+        costs = [random_costs.randint(0, 3) for _ in range(layers)]
+        first, last = random_costs.randint(0, 4), random_costs.randint(0, 4)
+
+        def preference(split: list[int]) -> tuple[int, int, int, int]:
+            sums = stage_costs(split, costs, first, last)  # noqa: B023 (called in this round only)
+            middle = len(split) - 1
+            return (
+                max(sums),
+                sum(s * s for s in sums),
+                sum(abs(2 * i - middle) * n for i, n in enumerate(split)),
+                sum(i * n for i, n in enumerate(split)),
+            )
+
+        split = balance(costs, stages, first, last)
+        assert len(split) == stages
+        assert sum(split) == layers
+        assert min(split) >= 1
+        assert preference(split) == min(map(preference, all_splits(layers, stages)))
+
+
+def test_the_largest_stage_counts_before_evenness() -> None:
+    """[2, 1, 1] costs 6, 2, 3: more even in squares than 1, 5, 5, but its largest is larger."""
+    assert balance([1, 5, 2, 3], 3) == [1, 1, 2]
+
+
+def test_optimum_of_uneven_float_costs_agrees_with_brute_force() -> None:
+    rng = random.Random(11)
+    for _ in range(100):
+        layers = rng.randint(2, 9)
+        stages = rng.randint(1, layers)
+        costs = [rng.uniform(0.1, 5.0) for _ in range(layers)]
+        first, last = rng.uniform(0, 3), rng.uniform(0, 9)
+        ours = max(stage_costs(balance(costs, stages, first, last), costs, first, last))
+        best = min(
+            max(stage_costs(split, costs, first, last)) for split in all_splits(layers, stages)
+        )
+        assert ours == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (6, 4, [1, 2, 2, 1]),
+        (7, 4, [2, 2, 2, 1]),
+        (30, 4, [7, 8, 8, 7]),
+        (8, 3, [3, 3, 2]),
+        (3, 2, [2, 1]),
+        (5, 1, [5]),
+        (4, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_leftover_layers_go_to_the_middle_not_to_the_last(
+    layers: int, stages: int, expected: list[int]
+) -> None:
+    # 0.1 has no exact binary form: sums of equal costs must tie all the same.
+    assert balance([0.1] * layers, stages) == expected
+
+
+def test_head_and_embedding_take_layers_from_their_stages() -> None:
+    assert balance([1.0] * 12, 4, first_extra=1.0, last_extra=3.0) == [3, 4, 4, 1]
+    assert balance([1.0] * 12, 4, first_extra=2.0) == [1, 4, 4, 3]
+    assert balance([1.0] * 4, 2, last_extra=100.0) == [3, 1]
+
+
+def test_more_stages_than_layers_is_the_users_error() -> None:
+    with pytest.raises(UserError, match=r"pp=5 .*model.num_layers=4.*pp=4 or less"):
+        balance([1.0] * 4, 5)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_costs_that_are_none_are_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="finite and not negative"):
+        balance([1.0, bad], 1)
+    with pytest.raises(ValueError, match="finite and not negative"):
+        balance([1.0, 1.0], 1, last_extra=bad)
+
+
+def test_given_split_is_taken_as_it_is() -> None:
+    assert layers_per_stage_given([5, 3], 8, 2) == [5, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ([4, 4], r"schedule.layers_per_stage=\[4,4\] has 2 entries, but pp=3 .*e\.g\. \[3,3,2\]"),
+        ([], r"schedule.layers_per_stage=\[\] has 0 entries, but pp=3"),
+        ([4, 0, 4], r"layers_per_stage=\[4,0,4\] gives stage 1 0 layers, but every stage needs"),
+        ([9, -2, 1], r"layers_per_stage=\[9,-2,1\] gives stage 1 -2 layers"),
+        ([3, 3, 3], r"\[3,3,3\] adds up to 9 layers, but model.num_layers=8"),
+        ([2, 2, 2], r"\[2,2,2\] adds up to 6 layers, but model.num_layers=8"),
+    ],
+)
+def test_given_split_that_is_none_is_the_users_error(given: list[int], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        layers_per_stage_given(given, 8, 3)

@@ -1,0 +1,207 @@
+"""The checker accepts every schedule and catches every planted fault, for the right reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from parallel3d.pipeline.check import ScheduleError, check
+from parallel3d.pipeline.schedule import SCHEDULES, Action, Kind, Plan, Step, schedule
+
+
+def plan_of(*ranks: str) -> Plan:
+    """A plan from text: steps apart by blanks, the messages of a group joined by +."""
+    plan: Plan = []
+    for text in ranks:
+        steps: list[Step] = []
+        for word in text.split():
+            actions = tuple(Action.parse(part) for part in word.split("+"))
+            steps.append(actions[0] if actions[0].kind.is_compute else actions)
+        plan.append(steps)
+    return plan
+
+
+def split_groups(plan: Plan, sends_first: Callable[[int], bool]) -> Plan:
+    """The plan of an executor that does one message after the other, sends first on some ranks."""
+    serial: Plan = []
+    for rank, steps in enumerate(plan):
+        out: list[Step] = []
+        for step in steps:
+            if isinstance(step, Action):
+                out.append(step)
+            else:
+                ordered = sorted(step, key=lambda a: a.kind.is_send, reverse=sends_first(rank))
+                out += [(action,) for action in ordered]
+        serial.append(out)
+    return serial
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_every_schedule_is_sound_and_costs_what_theory_says(name: str, stages: int) -> None:
+    for microbatches in range(1, 17):
+        report = check(schedule(name, stages, microbatches), microbatches)
+        assert (report.stages, report.microbatches) == (stages, microbatches)
+        assert report.messages == 2 * (stages - 1) * microbatches
+        live = [min(stages - r, microbatches) if name == "1f1b" else microbatches
+                for r in range(stages)]  # fmt: skip
+        assert list(report.peak_live) == live
+
+
+def test_a_plan_written_by_hand_is_accepted() -> None:
+    report = check(plan_of("F0 SF0+RB0 B0", "RF0 F0 B0 SB0"))
+    assert (report.messages, report.peak_live) == (2, (1, 1))
+
+
+def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
+    """Every rank is ordered in itself here; only the neighbours' view of the order differs."""
+    good = plan_of(
+        "F0 F1 SF0+SF1 RB0 B0 RB1 B1",
+        "RF0+RF1 F0 B0 SB0 F1 B1 SB1",
+    )
+    check(good)
+    good[1][0] = (Action.parse("RF1"), Action.parse("RF0"))
+    with pytest.raises(
+        ScheduleError, match="message 0 from rank 0 to rank 1 is sent as SF0 but rec"
+    ):
+        check(good)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("kind", [Kind.RECV_F, Kind.RECV_B])
+def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> None:
+    swap = {Action(kind, 1): Action(kind, 2), Action(kind, 2): Action(kind, 1)}
+    plan = schedule(name, 4, 6)
+    plan[1] = [s if isinstance(s, Action) else tuple(swap.get(a, a) for a in s) for s in plan[1]]
+    with pytest.raises(ScheduleError, match=rf"rank 1 does [FB]1 before {kind}1"):
+        check(plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str) -> None:
+    """The receiver also computes in the swapped order, so that it is ordered in itself."""
+    number = {1: 2, 2: 1}
+    plan = schedule(name, 2, 6)
+
+    def exchange(a: Action) -> Action:
+        back = a.kind in (Kind.B, Kind.RECV_B)
+        return Action(a.kind, number.get(a.microbatch, a.microbatch)) if back else a
+
+    plan[0] = [exchange(s) if isinstance(s, Action) else tuple(map(exchange, s)) for s in plan[0]]
+    # With m=6, both schedules run F2 on rank 0 before the first of the two backwards.
+    with pytest.raises(ScheduleError, match="message 1 from rank 1 to rank 0.*swapped"):
+        check(plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_single_missing_action_is_caught(name: str) -> None:
+    for rank, steps in enumerate(schedule(name, 3, 4)):
+        for index, step in enumerate(steps):
+            for dropped in (step,) if isinstance(step, Action) else step:
+                plan = schedule(name, 3, 4)
+                rest = () if isinstance(step, Action) else tuple(a for a in step if a != dropped)
+                plan[rank][index : index + 1] = [rest] if rest else []
+                with pytest.raises(ScheduleError, match=f"rank {rank} never does {dropped}$"):
+                    check(plan, 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_single_doubled_action_is_caught(name: str) -> None:
+    for rank, steps in enumerate(schedule(name, 3, 4)):
+        for index, step in enumerate(steps):
+            plan = schedule(name, 3, 4)
+            plan[rank].insert(index, step)
+            first = step if isinstance(step, Action) else step[0]
+            with pytest.raises(ScheduleError, match=f"rank {rank} has {first} twice"):
+                check(plan)
+
+
+def test_missing_microbatch_on_all_ranks_needs_the_number() -> None:
+    plan = schedule("1f1b", 2, 3)
+    assert check(plan).microbatches == 3
+    with pytest.raises(ScheduleError, match="rank 0 never does F3"):
+        check(plan, 4)
+    with pytest.raises(ScheduleError, match="rank 0 has F2, but micro-batches are 0 to 1"):
+        check(plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (("B0 F0",), "rank 0 does B0 before F0"),
+        (("F0 SF0+RB0 B0", "F0 RF0 B0 SB0"), "rank 1 does F0 before RF0"),
+        (("F0 SF0 B0 RB0", "RF0 F0 B0 SB0"), "rank 0 does B0 before RB0"),
+        (("SF0 F0 RB0 B0", "RF0 F0 B0 SB0"), "rank 0 does SF0 before F0"),
+        (("F0 SF0+RB0 B0", "RF0 F0 SB0 B0"), "rank 1 does SB0 before B0"),
+    ],
+)
+def test_wrong_order_on_a_rank_is_caught(ranks: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=sentence):
+        check(plan_of(*ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (("RF0 F0 SF0+RB0 B0", "RF0 F0 B0 SB0"), "rank 0 of 2 has RF0, but has no neighbour"),
+        (("F0 SF0+RB0 B0 SB0", "RF0 F0 B0 SB0"), "rank 0 of 2 has SB0, but has no neighbour"),
+        (("F0 SF0+RB0 B0", "RF0 F0 SF0 B0 SB0"), "rank 1 of 2 has SF0, but has no neighbour"),
+        (("F0 SF0+RB0 B0", "RF0 F0 RB0 B0 SB0"), "rank 1 of 2 has RB0, but has no neighbour"),
+        (("F0.1 B0",), "rank 0 has F0.1, but plans have one chunk"),
+    ],
+)
+def test_actions_alien_to_their_rank_are_caught(ranks: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ScheduleError, match=sentence):
+        check(plan_of(*ranks))
+
+
+def test_malformed_steps_are_caught() -> None:
+    with pytest.raises(ScheduleError, match="SF0 is a message and must stand in a group"):
+        check([[Action.parse("F0"), Action.parse("SF0")]])
+    with pytest.raises(ScheduleError, match="F0 computes and cannot stand in a group"):
+        check([[(Action.parse("F0"),)]])
+    for empty in ([], [[]], [[], []]):
+        with pytest.raises(ScheduleError, match="empty"):
+            check(empty)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_both_sending_first_deadlocks_and_the_circle_is_named(stages: int) -> None:
+    serial = split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: True)
+    with pytest.raises(ScheduleError, match="deadlock: ") as caught:
+        check(serial)
+    last = stages - 1
+    sentence = str(caught.value)
+    assert f"rank {last - 1} is in group (SF1) and waits to send SF1 to rank {last}" in sentence
+    assert f"rank {last} is in group (SB0) and waits to send SB0 to rank {last - 1}" in sentence
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_both_receiving_first_deadlocks(stages: int) -> None:
+    serial = split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: False)
+    with pytest.raises(ScheduleError, match=r"deadlock: .* waits to get RB0 from"):
+        check(serial)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_mirrored_order_is_no_deadlock(stages: int) -> None:
+    """Even ranks send first and odd ones receive first: the checker must not cry wolf."""
+    check(split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: rank % 2 == 0), 16)
+
+
+def test_message_held_back_over_a_group_deadlocks() -> None:
+    """Rank 0 wants its first gradient before it sends what the gradient depends on."""
+    plan = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
+    with pytest.raises(ScheduleError, match="rank 1 is in group .RF0 RF1. and waits to get RF1"):
+        check(plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_64_stages_512_microbatches_in_under_2_s(name: str) -> None:
+    plan = schedule(name, 64, 512)
+    start = time.process_time()
+    report = check(plan, 512)
+    assert time.process_time() - start < 2.0
+    assert report.messages == 2 * 63 * 512

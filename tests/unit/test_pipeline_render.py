@@ -1,0 +1,87 @@
+"""Pictures of schedules: every box is there, in its place, to scale."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from parallel3d.pipeline.render import render_svg, render_text
+from parallel3d.pipeline.schedule import SCHEDULES, schedule
+from parallel3d.pipeline.simulate import simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_text_of_a_small_plan_by_hand() -> None:
+    assert render_text(schedule("1f1b", 2, 3)).splitlines() == [
+        "        F forward, B backward, · idle; bubble 25.0%, of each rank:",
+        "rank 0 |F0 F1 ······B0━━━ F2 B1━━━ ···B2━━━ |  25.0%",
+        "rank 1 |···F0 B0━━━ F1 B1━━━ F2 B2━━━ ······|  25.0%",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_text_shows_every_action_once_in_lines_of_one_width(name: str) -> None:
+    timeline = simulate(schedule(name, 11, 13), 0.3, 0.71, 0.05)
+    _, *rows = render_text(timeline).splitlines()
+    assert len(rows) == 11
+    assert len({len(row) for row in rows}) == 1
+    for row, spans in zip(rows, timeline.spans, strict=True):
+        assert re.findall(r"[FB]\d+", row) == [str(span.action) for span in spans]
+
+
+def test_narrow_text_loses_its_middle_and_tells_no_lies() -> None:
+    plan = schedule("1f1b", 4, 40)
+    whole = render_text(plan).splitlines()[1:]
+    for width in range(40, 200, 3):
+        rows = render_text(plan, width).splitlines()[1:]
+        assert {len(row) for row in rows} == {width}
+        assert len({row.index("…") for row in rows}) == 1
+        for row, full in zip(rows, whole, strict=True):
+            names = re.findall(r"[FB]\d+", row)
+            assert names == [n for n in re.findall(r"[FB]\d+", full) if n in names]
+            head, tail = row.split(" … ")
+            assert re.sub(r"[FB\d─━ ]+$", "", head) in full
+            assert re.sub(r"^[FB\d─━ ]+", "", tail) in full
+    assert render_text(plan, 10_000) == render_text(plan)
+
+
+def test_svg_boxes_are_to_scale_and_numbered() -> None:
+    timeline = simulate(schedule("1f1b", 3, 5), [1.0, 2.0, 1.5], 3.0, 0.5)
+    root = ElementTree.fromstring(render_svg(timeline, title="a < b & c"))
+    boxes = {}
+    for group in root.iter(f"{SVG}g"):
+        tip, rect, text = (
+            group.find(f"{SVG}title"),
+            group.find(f"{SVG}rect"),
+            group.find(f"{SVG}text"),
+        )
+        assert tip is not None
+        assert rect is not None
+        assert text is not None
+        name = str(tip.text).split(":")[0]
+        assert text.text == name[1:]
+        boxes[rect.get("y"), name] = (float(rect.get("x", 0)), float(rect.get("width", 0)))
+    assert len(boxes) == 3 * 5 * 2
+    rows = sorted({y for y, _ in boxes}, key=float)
+    origin = boxes[rows[0], "F0"][0]
+    scale = boxes[rows[0], "F0"][1] / 1.0
+    for y, spans in zip(rows, timeline.spans, strict=True):
+        for span in spans:
+            x, width = boxes[y, str(span.action)]
+            assert x == pytest.approx(origin + span.start * scale, abs=0.3)
+            assert width == pytest.approx((span.end - span.start) * scale, abs=0.3)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert f"a < b & c: {timeline.bubble_fraction:.1%} bubble" in texts
+    assert {"forward", "backward", "idle", "stage 0", "stage 2"} <= set(texts)
+
+
+def test_svg_leaves_out_numbers_that_would_not_be_legible() -> None:
+    root = ElementTree.fromstring(render_svg(simulate(schedule("gpipe", 4, 60), 1.0, 2.0)))
+    assert len(list(root.iter(f"{SVG}g"))) == 4 * 60 * 2
+    numbered = [g for g in root.iter(f"{SVG}g") if g.find(f"{SVG}text") is not None]
+    assert numbered == []
+    sizes = [float(t.get("font-size", 14)) for t in root.iter(f"{SVG}text")]
+    assert min(sizes) >= 9

@@ -1,0 +1,133 @@
+"""Schedules as data: the orders of GPipe and 1F1B, and the messages between them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Plan,
+    add_communication,
+    compute_order,
+    schedule,
+)
+
+
+def words(steps: list) -> str:
+    """A rank's steps as text, groups in parentheses."""
+    return " ".join(
+        str(step) if isinstance(step, Action) else f"({' '.join(map(str, step))})" for step in steps
+    )
+
+
+def test_action_text_round_trip() -> None:
+    for kind in Kind:
+        for microbatch in (0, 7, 123):
+            for chunk in (0, 2):
+                action = Action(kind, microbatch, chunk)
+                assert Action.parse(str(action)) == action
+    compact = [str(Action(kind, number)) for number, kind in enumerate(Kind)]
+    assert compact == ["F0", "B1", "SF2", "RF3", "SB4", "RB5"]
+    assert str(Action(Kind.F, 3, 1)) == "F3.1"
+
+
+@pytest.mark.parametrize("text", ["", "F", "3", "FF1", "S1", "f1", "F-1", "F1.", "F1 ", "F1.2.3"])
+def test_text_that_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no pipeline action"):
+        Action.parse(text)
+
+
+def test_1f1b_plan_by_hand() -> None:
+    plan = schedule("1f1b", 3, 3)
+    assert [words(steps) for steps in plan] == [
+        "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
+        "(RF0) F0 (SF0 RF1) F1 (SF1 RB0) B0 (SB0 RF2) F2 (SF2 RB1) B1 (SB1 RB2) B2 (SB2)",
+        "(RF0) F0 B0 (SB0 RF1) F1 B1 (SB1 RF2) F2 B2 (SB2)",
+    ]
+
+
+def test_gpipe_plan_by_hand() -> None:
+    plan = schedule("gpipe", 2, 3)
+    assert [words(steps) for steps in plan] == [
+        "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
+        "(RF0) F0 (RF1) F1 (RF2) F2 B0 (SB0) B1 (SB1) B2 (SB2)",
+    ]
+
+
+def test_one_stage_only_computes() -> None:
+    assert words(schedule("1f1b", 1, 3)[0]) == "F0 B0 F1 B1 F2 B2"
+    assert words(schedule("gpipe", 1, 3)[0]) == "F0 F1 F2 B0 B1 B2"
+
+
+def test_fewer_microbatches_than_stages() -> None:
+    plan = compute_order("1f1b", 4, 2)
+    assert [words(steps) for steps in plan] == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(name: str) -> None:
+    for stages in range(1, 9):
+        for microbatches in range(1, 17):
+            compute = compute_order(name, stages, microbatches)
+            plan: Plan = add_communication(compute)
+            for rank, steps in enumerate(plan):
+                assert [s for s in steps if isinstance(s, Action)] == compute[rank]
+                for before, after in pairwise(steps):
+                    assert isinstance(before, Action) or isinstance(after, Action)
+                assert () not in steps
+                if stages == 1:
+                    assert all(isinstance(s, Action) for s in steps)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_backwards_run_in_microbatch_order(name: str) -> None:
+    """Gradients then add up in the same order under every schedule, hence to the same bits."""
+    for order in compute_order(name, 4, 9):
+        assert [a.microbatch for a in order if a.kind == Kind.B] == list(range(9))
+
+
+def test_peers_of_messages_are_mutual() -> None:
+    for send, receive in ((Kind.SEND_F, Kind.RECV_F), (Kind.SEND_B, Kind.RECV_B)):
+        assert send.is_send
+        assert not receive.is_send
+        assert send.peer_offset == -receive.peer_offset
+    assert Kind.SEND_F.peer_offset == 1
+    assert Kind.SEND_B.peer_offset == -1
+    assert Kind.F.peer_offset == Kind.B.peer_offset == 0
+
+
+def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"schedule=1f1bb .*gpipe, 1f1b.*nearest: 1f1b"):
+        schedule("1f1bb", 2, 2)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4)])
+def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
+    with pytest.raises(ValueError, match="needs a stage and a micro-batch"):
+        schedule("gpipe", stages, microbatches)
+
+
+def test_chunks_are_refused_by_the_lowering() -> None:
+    with pytest.raises(ValueError, match="rank 1 has several chunks"):
+        add_communication([[Action(Kind.F, 0)], [Action(Kind.F, 0, chunk=1)]])
+
+
+def test_pipeline_plans_need_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from parallel3d.pipeline import balance, check, render, schedule, simulate\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,102 @@
+"""The clock agrees with the bubble of the papers and with schedules worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel3d.pipeline.check import ScheduleError
+from parallel3d.pipeline.schedule import SCHEDULES, Action, Kind, compute_order, schedule
+from parallel3d.pipeline.simulate import Timeline, simulate
+
+
+def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
+    return {str(span.action): (span.start, span.end) for span in timeline.spans[rank]}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_bubble_of_equal_stages(name: str, stages: int) -> None:
+    """(p - 1) / (m + p - 1) of the step: Narayanan et al. 2021, section 2.2.1."""
+    for microbatches in range(1, 17):
+        for forward, backward in ((1.0, 1.0), (1.0, 2.0), (0.3, 0.7)):
+            timeline = simulate(schedule(name, stages, microbatches), forward, backward)
+            bubble = (stages - 1) / (microbatches + stages - 1)
+            assert timeline.bubble == pytest.approx([bubble] * stages, rel=1e-12, abs=1e-12)
+            assert timeline.bubble_fraction == pytest.approx(bubble, rel=1e-12, abs=1e-12)
+            span = (microbatches + stages - 1) * (forward + backward)
+            assert timeline.makespan == pytest.approx(span, rel=1e-12)
+
+
+def test_two_stages_by_hand_with_hops_and_uneven_stages() -> None:
+    timeline = simulate(schedule("1f1b", 2, 2), [1.0, 2.0], [3.0, 5.0], hop_s=0.5)
+    assert times(timeline, 0) == {
+        "F0": (0.0, 1.0),
+        "F1": (1.0, 2.0),
+        "B0": (9.0, 12.0),
+        "B1": (16.0, 19.0),
+    }
+    assert times(timeline, 1) == {
+        "F0": (1.5, 3.5),
+        "B0": (3.5, 8.5),
+        "F1": (8.5, 10.5),
+        "B1": (10.5, 15.5),
+    }
+    assert timeline.makespan == 19.0
+    assert timeline.bubble == (1 - 8 / 19, 1 - 14 / 19)
+    assert timeline.bubble_fraction == pytest.approx(1 - 22 / 38)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
+    stages, hop = 5, 0.25
+    forward, backward = [1.0, 0.5, 2.0, 1.5, 0.7], [2.0, 1.1, 3.0, 2.5, 1.9]
+    timeline = simulate(schedule(name, stages, 7), forward, backward, hop)
+    ends = {(r, s.action): s.end for r, spans in enumerate(timeline.spans) for s in spans}
+    for rank, spans in enumerate(timeline.spans):
+        free = 0.0
+        for span in spans:
+            m = span.action.microbatch
+            inputs = [free]
+            if span.action.kind == Kind.F and rank > 0:
+                inputs.append(ends[rank - 1, Action(Kind.F, m)] + hop)
+            if span.action.kind == Kind.B:
+                inputs.append(ends[rank, Action(Kind.F, m)])
+                if rank < stages - 1:
+                    inputs.append(ends[rank + 1, Action(Kind.B, m)] + hop)
+            # As early as possible, and not earlier.
+            assert span.start == max(inputs)
+            cost = forward[rank] if span.action.kind == Kind.F else backward[rank]
+            assert span.end == span.start + cost
+            free = span.end
+
+
+def test_messages_in_the_plan_do_not_change_the_clock() -> None:
+    plan, bare = schedule("1f1b", 4, 6), compute_order("1f1b", 4, 6)
+    assert simulate(plan, 1.0, 2.0, 0.1) == simulate(bare, 1.0, 2.0, 0.1)
+
+
+def test_slowest_stage_bounds_the_step() -> None:
+    timeline = simulate(schedule("1f1b", 4, 32), [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
+    assert timeline.bubble[2] < 0.1
+    assert timeline.bubble[0] > 0.6
+
+
+def test_orders_that_can_never_run_are_refused() -> None:
+    backward_first = [[Action(Kind.B, 0), Action(Kind.F, 0)]]
+    with pytest.raises(ScheduleError, match="rank 0 waits for ever for the input of B0"):
+        simulate(backward_first, 1.0, 1.0)
+    with pytest.raises(ScheduleError, match="rank 1 waits for ever for the input of F1"):
+        simulate([[Action(Kind.F, 0)], [Action(Kind.F, 1)]], 1.0, 1.0)
+    for empty in ([], [[]]):
+        with pytest.raises(ScheduleError, match="at least one stage"):
+            simulate(empty, 1.0, 1.0)
+
+
+def test_costs_that_do_not_fit_are_refused() -> None:
+    plan = schedule("gpipe", 2, 2)
+    with pytest.raises(ValueError, match="forward_s has 3 entries for 2 stages"):
+        simulate(plan, [1.0, 1.0, 1.0], 1.0)
+    with pytest.raises(ValueError, match="backward_s=0.0 must be positive"):
+        simulate(plan, 1.0, 0.0)
+    with pytest.raises(ValueError, match="hop_s=-1.0 must not be negative"):
+        simulate(plan, 1.0, 1.0, -1.0)
