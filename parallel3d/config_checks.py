@@ -20,12 +20,15 @@ __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 BYTE_VOCABULARY = 257  # 256 bytes and the end of text
 
 
-def check_config(config: Config, world_size: int | None = None) -> Config:
+def check_config(
+    config: Config, world_size: int | None = None, *, own_samples: bool = False
+) -> Config:
     """Prove a whole configuration consistent and return it with its derived values filled in.
 
     Filled in: `dp` (what is left of `world_size` ranks; 1 where that is None),
     `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`.
-    Pure: the argument is left as it is, and a checked configuration passes unchanged.
+    Pure: the argument is left as it is, and a checked configuration passes unchanged. With
+    `own_samples` the caller brings samples of its own and the `data` section is not read.
 
     Raises:
         UserError: one sentence with the key, its value, what is allowed and the nearest choice.
@@ -40,7 +43,8 @@ def check_config(config: Config, world_size: int | None = None) -> Config:
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
     _check_sequence(config)
-    _check_data(config)
+    if not own_samples:
+        _check_data(config)
     _check_learning_rate(config)
     _check_run_name(config)
     model = dataclasses.replace(
@@ -305,7 +309,7 @@ def _check_learning_rate(config: Config) -> None:
             f"nearest is optim.lr_warmup_steps={steps - 1}."
         )
     warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
-    # The margin lets 0.8 and 0.2 add up to 1 in floating point.
+    # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
     if optim.lr_decay_style == "wsd" and warmup + optim.wsd_decay_fraction > 1 + 1e-9:
         raise UserError(
             f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "

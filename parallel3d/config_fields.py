@@ -107,8 +107,13 @@ def all_keys() -> dict[str, Key]:
     return {key.name: key for key in _walk(Config, "")}
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _walk(cls: type, prefix: str) -> Iterator[Key]:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
         if dataclasses.is_dataclass(hint):
@@ -214,9 +219,9 @@ def _has_type(value: Any, kind: type) -> bool:
 def _nearest_in_range(key: Key, value: Any) -> str:
     """The bound that was passed, if it may be used itself, else the default; begins with "; "."""
     low, high = key.meta.get("minimum"), key.meta.get("maximum")
-    if low is not None and value < low:
+    if low is not None and value < low and not refusal(key.name, low):
         return f"; the nearest is {spell(key.name, low)}"
-    if high is not None and value > high:
+    if high is not None and value > high and not refusal(key.name, high):
         return f"; the nearest is {spell(key.name, high)}"
     return f"; the default is {spell(key.name, key.default)}"
 
@@ -269,7 +274,7 @@ def _check_section(section: Any, prefix: str) -> None:
     for name in vars(section):
         if name not in known:
             raise UserError(unknown_key(prefix + name, getattr(section, name)))
-    hints = typing.get_type_hints(type(section))
+    hints = _hints(type(section))
     for f in dataclasses.fields(section):
         if dataclasses.is_dataclass(hints[f.name]):
             value = getattr(section, f.name)

@@ -1,0 +1,411 @@
+"""Cross-checks of a configuration: every rule refuses in one sentence, and the rest passes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from parallel3d import config_fields
+from parallel3d.config import Config, ModelConfig
+from parallel3d.config_checks import NOT_YET, check_config
+from parallel3d.config_fields import all_keys
+from parallel3d.errors import UserError
+
+
+def config(**changes: Any) -> Config:
+    """The default configuration with dotted keys changed: config(**{"model.num_layers": 8})."""
+    made = Config()
+    for name, value in changes.items():
+        target: Any = made
+        *sections, leaf = name.split(".")
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, leaf, value)
+    return made
+
+
+def sentence_of(made: Config, world_size: int | None = None) -> str:
+    with pytest.raises(UserError) as raised:
+        check_config(made, world_size)
+    return str(raised.value)
+
+
+TP = "tp=3 must divide"
+GQA = {"model.num_query_groups": 2}
+ROPE = {"model.position_embedding": "rope"}
+
+# (changes, world size, what the sentence must hold: key and value, what is allowed, nearest)
+BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
+    # one key at a time
+    ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
+    ({"tp": "two"}, None, ["tp=two", "whole number", "default is tp=1"]),
+    ({"tp": 2.0}, None, ["tp=2.0", "whole number"]),
+    ({"tp": True}, None, ["tp=true", "whole number"]),
+    ({"tp": None}, None, ["tp=null", "whole number"]),
+    ({"sp": 1}, None, ["sp=1", "true or false"]),
+    ({"zero": 7}, None, ["zero=7", "at most 3", "default is zero=0"]),
+    ({"launch.master_port": 70000}, None, ["launch.master_port=70000", "=65535"]),
+    ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda"]),
+    ({"optim.name": "adam"}, None, ["optim.name=adam", "adamw, sgd", "nearest is optim=adamw"]),
+    ({"model.norm": "rms"}, None, ["model.norm=rms", "nearest is model.norm=rmsnorm"]),
+    ({"optim.lr": 0.0}, None, ["optim.lr=0.0", "above 0", "0.001"]),
+    ({"optim.lr": float("nan")}, None, ["optim.lr=nan", "above 0"]),
+    ({"optim.lr": float("inf")}, None, ["optim.lr=inf", "above 0"]),
+    ({"optim.beta2": 1.0}, None, ["optim.beta2=1.0", "below 1", "0.95"]),
+    ({"model.rotary_percent": 1.5}, None, ["model.rotary_percent=1.5", "at most 1", "=1"]),
+    ({"logger.tags": ["a", 3]}, None, ["logger.tags=[a,3]", "list of words"]),
+    ({"schedule.layers_per_stage": 4}, None, ["layers_per_stage=4", "list of whole numbers"]),
+    ({"tpp": 2}, None, ["tpp=2", "not a key", "nearest is tp"]),
+    ({"model.num_layer": 2}, None, ["model.num_layer=2", "not a key", "model.num_layers"]),
+    ({"model": None}, None, ["model=null", "ModelConfig"]),
+    # engines of later versions
+    ({"cp": 2}, None, ["cp=2", "later version", "cp=1"]),
+    ({"vpp": 2}, None, ["vpp=2", "later version", "vpp=1"]),
+    ({"zero": 1}, None, ["zero=1", "later version", "zero=0"]),
+    ({"schedule.name": "interleaved"}, None, ["schedule=interleaved", "later", "schedule=1f1b"]),
+    ({"precision.name": "tf32"}, None, ["precision=tf32", "later version", "precision=fp32"]),
+    ({"precision.name": "bf16"}, None, ["precision=bf16", "later version", "precision=fp32"]),
+    ({"precision.name": "fp16"}, None, ["precision=fp16", "later version", "precision=fp32"]),
+    ({"precision.name": "fp8"}, None, ["precision=fp8", "later version", "precision=fp32"]),
+    (
+        {"precision.lm_cross_entropy": "fp16"},
+        None,
+        ["precision.lm_cross_entropy=fp16", "later version", "=fp32"],
+    ),
+    ({"model.dropout": 0.1}, None, ["model.dropout=0.1", "later version", "model.dropout=0"]),
+    # the model
+    (
+        {"model.hidden_size": 130},
+        None,
+        ["model.hidden_size=130", "num_attention_heads=8", "nearest is model.hidden_size=128"],
+    ),
+    (
+        {"model.num_query_groups": 3},
+        None,
+        ["model.num_query_groups=3", "model.num_attention_heads=8", "model.num_query_groups=2"],
+    ),
+    (
+        {"model.max_position_embeddings": 128},
+        None,
+        ["model.seq_length=256", "max_position_embeddings=128", "nearest is model.seq_length=128"],
+    ),
+    (
+        ROPE | {"model.rotary_percent": 0.1},
+        None,
+        ["model.rotary_percent=0.1", "16 dimensions", "nearest is model.rotary_percent=0.125"],
+    ),
+    (
+        ROPE | {"model.hidden_size": 8},
+        None,
+        ["model.position_embedding=rope", "model.hidden_size=8", "nearest is model.hidden_size=16"],
+    ),
+    # tensor parallelism
+    (
+        {"tp": 3},
+        None,
+        [TP, "num_attention_heads=8", "model.hidden_size=128", "ffn_hidden_size=512", "tp=2"],
+    ),
+    ({"tp": 16}, None, ["tp=16", "model.num_attention_heads=8", "tp=8"]),
+    ({"tp": 4, "model.ffn_hidden_size": 342}, None, ["tp=4", "model.ffn_hidden_size=342", "tp=2"]),
+    ({"tp": 4} | GQA, None, ["tp=4", "model.num_query_groups=2", "later version", "tp=2"]),
+    (
+        {"tp": 2, "model.num_attention_heads": 6, "model.hidden_size": 96}
+        | {"model.num_query_groups": 3},
+        None,
+        ["tp=2", "model.num_query_groups=3", "tp=1"],
+    ),
+    (
+        {"tp": 8, "model.vocab_multiple": 1},
+        None,
+        ["tp=8", "257 rows", "model.vocab_multiple=1", "nearest is model.vocab_multiple=8 or tp=1"],
+    ),
+    # sequence parallelism
+    (
+        {"tp": 4, "sp": True, "model.seq_length": 254},
+        None,
+        ["sp=true", "tp=4", "model.seq_length=254", "model.seq_length=252", "tp=2"],
+    ),
+    # pipeline
+    ({"pp": 5}, None, ["pp=5", "model.num_layers=4", "nearest is pp=4"]),
+    (
+        {"pp": 2, "schedule.layers_per_stage": [4]},
+        None,
+        ["layers_per_stage=[4]", "1 entries", "pp=2", "layers_per_stage=[2,2]"],
+    ),
+    (
+        {"pp": 2, "schedule.layers_per_stage": [4, 0]},
+        None,
+        ["layers_per_stage=[4,0]", "at least 1", "layers_per_stage=[2,2]"],
+    ),
+    (
+        {"pp": 3, "schedule.layers_per_stage": [1, 1, 1]},
+        None,
+        ["layers_per_stage=[1,1,1]", "up to 3", "model.num_layers=4", "layers_per_stage=[2,1,1]"],
+    ),
+    # world size
+    ({"tp": 2, "pp": 2, "dp": 1}, 8, ["world size of 8", "dp=1", "must be 4", "dp=2", "tp=4"]),
+    ({"tp": 4, "pp": 2}, 4, ["world size of 4", "multiple of 8", "tp=2", "pp=1", "8 ranks"]),
+    ({"tp": 2}, 3, ["world size of 3", "multiple of 2", "tp=1", "2 ranks"]),
+    ({}, 0, ["world size of 0", "at least 1", "nearest is 1"]),
+    ({}, True, ["world size of true", "whole number"]),
+    # batch
+    (
+        {"dp": 3},
+        None,
+        ["global_batch_size=16", "multiple of 12", "micro_batch_size=4", "global_batch_size=12"],
+    ),
+    (
+        {"micro_batch_size": 3, "global_batch_size": 16},
+        2,
+        ["multiple of 6", "dp=2", "global_batch_size=18", "micro_batch_size=2"],
+    ),
+    # data
+    ({"model.vocab_size": 256}, None, ["model.vocab_size=256", "data.tokenizer=byte", "=257"]),
+    ({"data.name": "text"}, None, ["data=text", "data.path", "null", "data.path=book.txt"]),
+    ({"data.path": "a.txt"}, None, ["data.path=a.txt", "data=stdlib", "data=text"]),
+    # learning rate
+    (
+        {"optim.min_lr": 0.1},
+        None,
+        ["optim.min_lr=0.1", "optim.lr=0.001", "nearest is optim.min_lr=0.001"],
+    ),
+    (
+        {"optim.lr_warmup_fraction": 0.1, "optim.lr_warmup_steps": 5},
+        None,
+        ["optim.lr_warmup_fraction=0.1", "optim.lr_warmup_steps=5", "one of them"],
+    ),
+    (
+        {"optim.lr_warmup_steps": 300},
+        None,
+        ["optim.lr_warmup_steps=300", "train.steps=300", "=299"],
+    ),
+    (
+        {"optim.lr_warmup_steps": 60, "optim.lr_decay_steps": 50},
+        None,
+        ["optim.lr_warmup_steps=60", "optim.lr_decay_steps=50", "=49"],
+    ),
+    (
+        {"optim.lr_decay_style": "wsd", "optim.lr_warmup_fraction": 0.9},
+        None,
+        ["optim.wsd_decay_fraction=0.2", "0.9", "nearest is optim.wsd_decay_fraction=0.1"],
+    ),
+    # run
+    ({"run": ""}, None, ["run=''", "plain name"]),
+    ({"run": "../elsewhere"}, None, ["run=../elsewhere", "runs_dir=runs"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "words"), BAD, ids=[re.sub(r"\W+", "-", str(b[0])) for b in BAD]
+)
+def test_a_bad_configuration_ends_in_one_sentence_with_key_value_and_nearest_choice(
+    changes: dict[str, Any], world_size: int | None, words: list[str]
+) -> None:
+    sentence = sentence_of(config(**changes), world_size)
+    assert [word for word in words if word not in sentence] == [], sentence
+    assert "\n" not in sentence
+    assert sentence.endswith(".")
+    assert not sentence.endswith("..")
+
+
+@pytest.mark.parametrize("label", NOT_YET)
+def test_each_row_of_the_not_yet_table_is_refused_by_some_value(label: str) -> None:
+    row = NOT_YET[label]
+    key = all_keys()[row.key]
+    values = key.meta["choices"] or ((0.5,) if key.type is float else (1, 2))
+    refused = [v for v in values if row.predicate(v)]
+    assert refused
+    assert not row.predicate(key.default), "the default must work"
+    assert sentence_of(config(**{row.key: refused[0]})) == row.sentence(refused[0])
+
+
+def test_a_value_is_accepted_once_its_row_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {label: row for label, row in NOT_YET.items() if label != "precision=bf16"}
+    monkeypatch.setattr(config_fields, "NOT_YET", rows)
+    assert check_config(config(**{"precision.name": "bf16"})).precision.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "dp"),
+    [
+        ({}, None, 1),
+        ({}, 1, 1),
+        ({"tp": 2, "pp": 2}, 8, 2),
+        ({"tp": 2, "pp": 2, "dp": 2}, 8, 2),
+        ({"tp": 8, "global_batch_size": 4}, 8, 1),
+        ({"dp": 4}, None, 4),
+        ({"sp": True}, 2, 2),  # nothing to split with tp=1
+        ({"sp": True, "tp": 4}, 4, 1),
+        (ROPE | {"model.rotary_percent": 0.125}, None, 1),
+        # the table of positions limits learned positions alone
+        (ROPE | {"model.max_position_embeddings": 8}, None, 1),
+        # without rope its keys say nothing
+        ({"model.rotary_percent": 0.01, "model.rotary_base": 2.0}, None, 1),
+        ({"pp": 3, "schedule.layers_per_stage": [1, 2, 1]}, 3, 1),
+        ({"pp": 3}, 3, 1),
+        ({"data.name": "text", "data.path": "a.txt,b.txt"}, None, 1),
+        ({"optim.lr": 1, "optim.min_lr": 1}, None, 1),  # whole numbers are numbers
+        ({"optim.lr_decay_style": "wsd", "optim.lr_warmup_fraction": 0.8}, None, 1),
+        (
+            {"optim.lr_decay_style": "wsd", "optim.lr_warmup_steps": 100}
+            | {"optim.wsd_decay_fraction": 0.666666667},  # of 300 steps: 2/3, rounded up
+            None,
+            1,
+        ),
+        ({"optim.lr_warmup_steps": 400, "optim.lr_decay_steps": 500}, None, 1),
+        ({"tp": 2, "model.vocab_size": 1001, "model.vocab_multiple": 2}, None, 1),
+    ],
+)
+def test_a_good_configuration_passes_with_its_data_parallel_size(
+    changes: dict[str, Any], world_size: int | None, dp: int
+) -> None:
+    assert check_config(config(**changes), world_size).dp == dp
+
+
+def test_derived_values_are_filled_in_and_the_argument_is_left_alone() -> None:
+    given = config(tp=2)
+    before = copy.deepcopy(given)
+    checked = check_config(given, 4)
+    assert given == before
+    assert (checked.dp, checked.num_microbatches) == (2, 2)
+    model = checked.model
+    assert (model.num_query_groups, model.ffn_hidden_size) == (8, 512)
+    assert model.max_position_embeddings == 256
+    assert check_config(checked, 4) == checked
+
+
+def test_own_samples_need_no_vocabulary_of_the_tokenizer() -> None:
+    small = config(**{"model.vocab_size": 50})
+    assert check_config(small, own_samples=True).model.vocab_size == 50
+    assert "model.vocab_size=50" in sentence_of(small)
+
+
+def test_given_values_are_not_replaced_by_derived_ones() -> None:
+    model = ModelConfig(num_query_groups=4, ffn_hidden_size=344, max_position_embeddings=300)
+    checked = check_config(Config(model=model)).model
+    assert (checked.kv_heads, checked.ffn_size, checked.max_positions) == (4, 344, 300)
+    assert (checked.num_query_groups, checked.ffn_hidden_size) == (4, 344)
+
+
+def test_something_else_than_a_config_is_refused() -> None:
+    assert "dict is not a Config" in sentence_of({"tp": 2})  # type: ignore[arg-type]
+
+
+def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
+    """Whatever single change a sentence proposes must lead to a configuration that passes."""
+    followed = 0
+    for changes, world_size, _ in BAD:
+        sentence = sentence_of(config(**changes), world_size)
+        if "nearest" not in sentence or world_size is True:
+            continue
+        advice = sentence.rpartition("nearest")[2]
+        for name, value in re.findall(r"([a-z_][\w.]*)=([\d.]+\d|\d|[a-z]\w*)", advice):
+            key = all_keys()[name if name in all_keys() else f"{name}.name"]
+            if key.name == "data.name":
+                continue  # already given beside it
+            fixed = config(**{**changes, key.name: key.type(value)})
+            check_config(fixed, world_size)
+            followed += 1
+    assert followed > 20
+
+
+def _random_config(rng: random.Random) -> Config:
+    """Mostly plausible, sometimes absurd: each key has a chance to be drawn from anywhere."""
+    small = [1, 1, 1, 2, 2, 3, 4, 8]
+    made = config(
+        tp=rng.choice(small),
+        pp=rng.choice(small),
+        dp=rng.choice([None, *small]),
+        sp=rng.random() < 0.5,
+        micro_batch_size=rng.choice(small),
+        global_batch_size=rng.choice([24, 48, 96, 100]),
+        **{
+            "model.num_layers": rng.randint(1, 12),
+            "model.num_attention_heads": rng.choice([4, 8, 12]),
+            "model.num_query_groups": rng.choice([None, None, 1, 2, 3, 4]),
+            "model.hidden_size": rng.choice([48, 96, 192, 200]),
+            "model.ffn_hidden_size": rng.choice([None, 96, 344]),
+            "model.seq_length": rng.choice([60, 64, 96]),
+            "model.vocab_multiple": rng.choice([1, 24, 128]),
+            "model.position_embedding": rng.choice(["learned", "rope", "none"]),
+            "optim.lr_warmup_steps": rng.choice([0, 10, 10, 400]),
+        },
+    )
+    if rng.random() < 0.2:
+        made.schedule.layers_per_stage = [rng.randint(0, 4) for _ in range(rng.randint(0, 4))]
+    absurd = [None, -1, 0, 10**12, 0.5, float("nan"), float("-inf"), "", "x\ny", True, [], [None]]
+    for key in rng.sample(list(all_keys().values()), k=rng.choice([0, 0, 1, 3])):
+        target: Any = made
+        *sections, leaf = key.name.split(".")
+        for section in sections:
+            target = getattr(target, section)
+        setattr(target, leaf, rng.choice(absurd))
+    return made
+
+
+def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invariant() -> None:
+    rng = random.Random(20)
+    passed = refused = 0
+    for _ in range(4000):
+        made = _random_config(rng)
+        world_size = rng.choice([None, None, None, 2, 4, 8, 24])
+        try:
+            checked = check_config(made, world_size)
+        except UserError as error:
+            assert "\n" not in str(error)
+            assert str(error).endswith(".")
+            refused += 1
+            continue
+        passed += 1
+        model, tp, dp = checked.model, checked.tp, checked.dp
+        assert dp is not None
+        assert world_size in (None, tp * checked.pp * checked.cp * dp)
+        assert checked.num_microbatches * checked.micro_batch_size * dp == checked.global_batch_size
+        for size in (
+            model.num_attention_heads,
+            model.kv_heads,
+            model.hidden_size,
+            model.ffn_size,
+            model.padded_vocab_size,
+            model.seq_length if checked.sp else tp,
+        ):
+            assert size % tp == 0
+        assert model.num_attention_heads % model.kv_heads == 0
+        assert model.head_dim * model.num_attention_heads == model.hidden_size
+        assert model.padded_vocab_size >= model.vocab_size >= 257
+        assert checked.pp <= model.num_layers
+        stages = checked.schedule.layers_per_stage
+        if stages is not None:
+            assert (len(stages), sum(stages)) == (checked.pp, model.num_layers)
+            assert min(stages) >= 1
+    assert passed > 100
+    assert refused > 100
+
+
+def test_a_check_takes_milliseconds() -> None:
+    check_config(Config())  # fills the cached list of keys
+    start = time.perf_counter()
+    for _ in range(20):
+        check_config(Config())
+    assert (time.perf_counter() - start) / 20 < 0.05
+
+
+@pytest.mark.parametrize("name", ["global_batch_size", "micro_batch_size", "tp", "pp"])
+def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
+    start = time.perf_counter()
+    sentence_of(config(**{name: 10**15 + 1}), 10**6)
+    assert time.perf_counter() - start < 2
+
+
+def test_neither_the_schema_nor_its_checks_import_torch() -> None:
+    modules = "parallel3d.config_checks, parallel3d.config_docs"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

@@ -1,0 +1,87 @@
+"""docs/configuration.md is what the dataclasses say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config_docs import configuration_page
+from parallel3d.config_fields import NOT_YET, all_keys
+from parallel3d.config_overrides import groups, presets
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+CLASSIC_FLAGS = [
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "sequence-parallel",
+    "num-layers",
+    "hidden-size",
+    "num-attention-heads",
+    "seq-length",
+    "max-position-embeddings",
+    "micro-batch-size",
+    "global-batch-size",
+    "lr",
+    "train-iters",
+    "lr-decay-iters",
+    "lr-decay-style",
+    "min-lr",
+    "weight-decay",
+    "lr-warmup-fraction",
+    "clip-grad",
+    "fp16",
+    "untie-embeddings-and-output-weights",
+    "position-embedding-type",
+    "rotary-percent",
+    "fp16-lm-cross-entropy",
+    "parallel-output",
+]
+
+
+def test_the_committed_page_is_the_generated_one() -> None:
+    written = PAGE.read_text(encoding="utf-8")
+    assert written == configuration_page(), (
+        "run: python -m parallel3d.config_docs > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize("flag", CLASSIC_FLAGS)
+def test_every_flag_of_the_classic_launch_has_a_row_with_a_key(flag: str) -> None:
+    row = re.search(rf"^\| `--{flag}` \| `([\w.]+)` \|", configuration_page(), re.MULTILINE)
+    assert row is not None
+    assert row[1] in all_keys() or f"{row[1]}.name" in all_keys()
+
+
+def test_opposite_and_refused_flags_say_so() -> None:
+    page = configuration_page()
+    rows = {r[1]: r[0] for r in re.finditer(r"^\| `(--[\w-]+)` .*$", page, re.MULTILINE)}
+    assert "the opposite" in rows["--untie-embeddings-and-output-weights"]
+    assert NOT_YET["precision=fp16"].sentence("fp16") in rows["--fp16"]
+    cross_entropy = NOT_YET["precision.lm_cross_entropy=fp16"].sentence("fp16")
+    assert cross_entropy in rows["--fp16-lm-cross-entropy"]
+    assert "refused" not in rows["--lr"]
+
+
+def test_every_key_and_every_preset_and_every_refusal_is_on_the_page() -> None:
+    page = configuration_page()
+    assert [name for name in all_keys() if f"| `{name}` |" not in page] == []
+    named = [f"| `{group}={preset}` |" for group in groups() for preset in presets(group)]
+    assert [row for row in named if row not in page] == []
+    sentences = re.findall(r"^\| `[^`]+` \| ([^|]+ later version [^|]+\.) \|$", page, re.MULTILINE)
+    assert len(sentences) == len(NOT_YET)
+
+
+def test_every_choice_that_is_a_preset_has_its_file_or_is_refused_for_now() -> None:
+    for group in groups():
+        key = all_keys().get(f"{group}.name")
+        if key is None or key.meta["choices"] is None:
+            continue
+        later = {label.rpartition("=")[2] for label, row in NOT_YET.items() if row.key == key.name}
+        assert set(key.meta["choices"]) == set(presets(group)) | later
+
+
+def test_no_key_lacks_a_help_text() -> None:
+    assert [key.name for key in all_keys().values() if not key.meta["help"]] == []

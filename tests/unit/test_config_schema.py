@@ -1,0 +1,64 @@
+"""The dataclasses: derived sizes, and that OmegaConf takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from parallel3d import config as schema
+from parallel3d.config import Config, ModelConfig, conf_dir, register_schema
+
+
+def test_derived_sizes_of_a_model_with_everything_left_out() -> None:
+    model = ModelConfig(hidden_size=96, num_attention_heads=6, seq_length=64, vocab_size=300)
+    assert (model.head_dim, model.kv_heads, model.ffn_size) == (16, 6, 384)
+    assert (model.max_positions, model.padded_vocab_size) == (64, 384)
+
+
+def test_derived_sizes_of_a_model_with_everything_given() -> None:
+    model = ModelConfig(num_query_groups=2, ffn_hidden_size=100, max_position_embeddings=512)
+    assert (model.kv_heads, model.ffn_size, model.max_positions) == (2, 100, 512)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "multiple", "padded"), [(256, 128, 256), (257, 128, 384), (257, 1, 257), (5, 8, 8)]
+)
+def test_the_vocabulary_is_padded_up_to_the_next_multiple(
+    vocab: int, multiple: int, padded: int
+) -> None:
+    assert ModelConfig(vocab_size=vocab, vocab_multiple=multiple).padded_vocab_size == padded
+
+
+def test_micro_batches_need_the_data_parallel_size() -> None:
+    config = Config(micro_batch_size=2, global_batch_size=24, dp=3)
+    assert config.num_microbatches == 4
+    with pytest.raises(ValueError, match="check_config"):
+        _ = Config().num_microbatches
+
+
+def test_the_schema_survives_omegaconf_there_and_back() -> None:
+    assert OmegaConf.to_object(OmegaConf.structured(Config)) == Config()
+
+
+def test_lists_are_not_shared_between_configurations() -> None:
+    Config().logger.tags.append("mine")
+    assert Config().logger.tags == []
+
+
+def test_registering_twice_is_harmless() -> None:
+    register_schema()
+    register_schema()
+
+
+def test_the_packages_own_conf_folder_wins_over_the_checkouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "parallel3d"
+    package.mkdir()
+    (tmp_path / "conf").mkdir()
+    monkeypatch.setattr(schema, "__file__", str(package / "config.py"))
+    assert conf_dir() == tmp_path / "conf"
+    (package / "conf").mkdir()
+    assert conf_dir() == package / "conf"
