@@ -1,0 +1,1 @@
+"""Parameters as logical full tensors, whatever layout holds them."""

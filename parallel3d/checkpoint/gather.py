@@ -1,0 +1,62 @@
+"""Assembles the logical full parameters from the boxes that the ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.topology.process_groups import ProcessGroups
+
+
+def owned_boxes(
+    parameters: Iterable[nn.Parameter], groups: ProcessGroups
+) -> list[tuple[Piece, Tensor]]:
+    """The boxes that this rank speaks for: each box of the model is owned by exactly one rank.
+
+    Of data-parallel replicas the first, of values replicated over tp the first tp rank, of a tied
+    table the first stage.
+    """
+    if groups.dp.index > 0:
+        return []
+    boxes = []
+    for parameter in parameters:
+        spec = parameter.spec
+        if spec.tied_copy or (spec.replicated and groups.tp.index > 0):
+            continue
+        boxes += [(piece, piece.of_local(parameter.detach())) for piece in spec.pieces]
+    return boxes
+
+
+def gather_parameters(
+    parameters: Iterable[nn.Parameter], groups: ProcessGroups
+) -> dict[str, Tensor]:
+    """Logical name → full, unpadded CPU tensor on rank 0, an empty dict elsewhere; collective.
+
+    For models that fit rank 0's memory: comparison and export of small ones.
+
+    Raises:
+        RuntimeError: the boxes do not cover a tensor exactly once.
+    """
+    mine = [(piece, box.to("cpu").contiguous()) for piece, box in owned_boxes(parameters, groups)]
+    everyone: list[list[tuple[Piece, Tensor]] | None] = [mine]
+    if groups.world.size > 1:
+        everyone = [None] * groups.world.size
+        dist.gather_object(mine, everyone if groups.rank == 0 else None)
+    if groups.rank != 0:
+        return {}
+    full: dict[str, Tensor] = {}
+    covered: dict[str, Tensor] = {}
+    for piece, box in (item for boxes in everyone for item in boxes):
+        if piece.name not in full:
+            full[piece.name] = torch.empty(piece.full_shape, dtype=box.dtype)
+            covered[piece.name] = torch.zeros(piece.full_shape, dtype=torch.int8)
+        piece.of_full(full[piece.name]).copy_(box)
+        piece.of_full(covered[piece.name]).add_(1)
+    for name, times in covered.items():
+        if not bool((times == 1).all()):
+            raise RuntimeError(f"the ranks' boxes do not cover {name} exactly once")
+    return full

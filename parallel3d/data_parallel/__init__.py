@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buckets and their reduction during the backward pass."""

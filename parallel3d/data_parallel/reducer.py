@@ -1,0 +1,115 @@
+"""Sums the gradient buckets over the data-parallel group while the backward pass still runs.
+
+The micro-batches of a step add into the buckets; only the last one's backward triggers reductions
+(Li et al. 2020, §3.2.4: communication is skipped while accumulating). A bucket is started when its
+last gradient has arrived, always in bucket order: every rank issues the same collectives in the
+same order, whatever order its own gradients came in.
+
+The gradients are of (sum of losses) / (tokens of the global batch): the division is part of the
+loss, so the reduction is a plain sum and no pass over memory averages anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from parallel3d import collectives
+from parallel3d.collectives import Work
+from parallel3d.data_parallel.buckets import Bucket
+from parallel3d.topology.process_groups import Group
+
+CommHook = Callable[[Tensor, Group], Work]
+"""Starts the sum of a bucket's flat gradients over the group, in place, and returns its handle.
+
+The default is `collectives.all_reduce_async`; a hook may compress or reduce hierarchically.
+"""
+
+
+class Reducer:
+    """Watches gradients arrive and reduces full buckets.
+
+    Args:
+        buckets: in the order of readiness.
+        group: the data-parallel group; of one: nothing is sent.
+        overlap: start a bucket as soon as it is full; else all at the end.
+        comm_hook: see `CommHook`.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        group: Group,
+        overlap: bool = True,
+        comm_hook: CommHook = collectives.all_reduce_async,
+    ) -> None:
+        self.buckets, self.group = buckets, group
+        self.overlap, self.comm_hook = overlap, comm_hook
+        self.syncing = False
+        self.missing: list[dict[str, int]] = []
+        self.works: list[Work] = []
+        for bucket in buckets:
+            for name, parameter in bucket.params.items():
+                self._watch(bucket.index, name, parameter)
+
+    def _watch(self, index: int, name: str, parameter: nn.Parameter) -> None:
+        def gradient_added() -> None:
+            if self.syncing:
+                self._arrived(index, name)
+
+        def accumulate(p: nn.Parameter) -> None:
+            if p.grad is None:  # the layer added it to the bucket itself and has said so
+                return
+            p.main_grad.add_(p.grad)
+            p.grad = None
+            gradient_added()
+
+        parameter.gradient_added = gradient_added
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def start_step(self) -> None:
+        """Clears the gradients of the step before."""
+        for bucket in self.buckets:
+            bucket.grad.zero_()
+        self.syncing = False
+        self.works = []
+
+    def start_last_microbatch(self) -> None:
+        """From here on every arriving gradient is final."""
+        self.missing = [{n: p.spec.uses for n, p in b.params.items()} for b in self.buckets]
+        self.syncing = True
+
+    def _arrived(self, index: int, name: str) -> None:
+        waiting = self.missing[index]
+        waiting[name] -= 1
+        if waiting[name] == 0:
+            del waiting[name]
+        while self.overlap and self._next_is_full():
+            self._reduce_next()
+
+    def _next_is_full(self) -> bool:
+        i = len(self.works)
+        return i < len(self.buckets) and not self.missing[i]
+
+    def _reduce_next(self) -> None:
+        bucket = self.buckets[len(self.works)]
+        work = collectives.Done()
+        if self.group.size > 1:
+            work = self.comm_hook(bucket.grad, self.group)
+        self.works.append(work)
+
+    def finish_step(self) -> list[str]:
+        """Reduces what is left and waits; after it the gradients are those of the global batch.
+
+        Returns:
+            Names of parameters that got no gradient in the last micro-batch. Their buckets are
+            reduced here, so that an unused parameter costs overlap and a message, never a hang.
+        """
+        unused = [name for waiting in self.missing for name in waiting]
+        while len(self.works) < len(self.buckets):
+            self._reduce_next()
+        for work in self.works:
+            work.wait()
+        self.syncing = False
+        return unused

@@ -1,0 +1,1 @@
+"""The transformer, written once, from the tensor-parallel layers."""

@@ -1,0 +1,73 @@
+"""Norms and rotary positions: the parts of a block that tensor parallelism does not split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.config import ModelConfig
+from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the hidden dimension; its parameters are replicated over tp."""
+
+    def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
+        super().__init__()
+        self.eps, self.size = model.norm_eps, (model.hidden_size,)
+
+        def vector(part: str, fill: float) -> nn.Parameter:
+            piece = Piece(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
+            return init.parameter(ParameterSpec(self.size, (piece,), replicated=True))
+
+        self.weight = vector("weight", 1.0)
+        self.bias = vector("bias", 0.0) if model.norm == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.size, self.weight, self.eps)
+        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates dimension pairs (d, d + r/2) of the first r dimensions of every head by their angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None  # the inverse rotation is the transpose
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE (Su et al. 2021 §3.2.2), rotate-half pairing.
+
+    Args:
+        x: (b, s, heads, head_dim). cos, sin: (s, 1, r/2), r the rotated dimensions of a head.
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+def rotary_tables(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position / base^(2d/r): (seq_length, 1, r/2) each, fp32 or better."""
+    rotated = int(model.head_dim * model.rotary_percent) // 2 * 2
+    wide = torch.float64  # angles of late positions lose their digits below this
+    exponent = torch.arange(0, rotated, 2, dtype=wide) / rotated
+    angle = torch.outer(torch.arange(model.seq_length, dtype=wide), model.rotary_base**-exponent)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    return tuple(t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))

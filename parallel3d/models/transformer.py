@@ -1,0 +1,255 @@
+"""One decoder-only transformer that spells GPT, Llama and what lies between, by configuration.
+
+Free of parallelism but for the layers it is made of: a block reads as in the papers, and what is
+split, gathered and reduced is the business of `tensor_parallel`. Hidden states are
+(batch, sequence, hidden); under sequence parallelism the stream between blocks holds sequence/tp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.config import ModelConfig
+from parallel3d.models.layers import Norm, rotary_tables, rotate
+from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.embedding import (
+    WORD_TABLE,
+    VocabParallelEmbedding,
+    word_table,
+)
+from parallel3d.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel_linear,
+)
+from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, rows_of_replicated
+from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.topology.process_groups import SINGLE, Group
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every layer needs beside the model's shape: who shares it, and its initial values."""
+
+    init: Initializer
+    tp: Group
+    sp: bool
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sp and self.tp.size > 1
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries; whole heads per tensor-parallel rank."""
+
+    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.heads = model.num_attention_heads // ctx.tp.size
+        self.kv_heads = model.kv_heads // ctx.tp.size
+        self.rope = model.position_embedding == "rope"
+        prefix = f"layers.{layer}.attention"
+        kv_rows = model.kv_heads * model.head_dim
+        q_rows = model.num_attention_heads * model.head_dim
+        split = {"group": ctx.tp, "sp": ctx.sequence_parallel, "init": ctx.init, "bias": model.bias}
+        self.qkv = ColumnParallelLinear(
+            prefix,
+            {"q": q_rows, "k": kv_rows, "v": kv_rows},
+            model.hidden_size,
+            std=model.init_std,
+            **split,
+        )
+        self.out = RowParallelLinear(
+            f"{prefix}.out", q_rows, model.hidden_size, std=output_std(model), **split
+        )
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        qkv = self.qkv(x)
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (b, s, heads + 2 kv_heads, head_dim)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        if rotary is not None:
+            qk = rotate(qk, *rotary)
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        if self.kv_heads != self.heads:
+            repeats = self.heads // self.kv_heads
+            k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
+
+    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.activation = model.activation
+        prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
+        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
+        split = {"group": ctx.tp, "sp": ctx.sequence_parallel, "init": ctx.init, "bias": model.bias}
+        self.up = ColumnParallelLinear(
+            prefix, dict.fromkeys(names, ffn), model.hidden_size, std=model.init_std, **split
+        )
+        self.down = RowParallelLinear(
+            f"{prefix}.down", ffn, model.hidden_size, std=output_std(model), **split
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        elif self.activation == "gelu":
+            x = F.gelu(x)
+        else:
+            x = F.relu(x)
+        return self.down(x)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.input_norm = Norm(f"layers.{layer}.input_norm", model, ctx.init)
+        self.attention = Attention(layer, model, ctx)
+        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
+        self.mlp = MLP(layer, model, ctx)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rotary)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Embedding(nn.Module):
+    """Word embedding plus, for GPT, the learned positions."""
+
+    def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
+        super().__init__()
+        self.tp, self.sp = ctx.tp, ctx.sequence_parallel
+        replicated = model.embedding == "replicated"
+        table = _word_table(model, ctx, WORD_TABLE, uses=uses)
+        self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
+        self.position = None
+        if model.position_embedding == "learned":
+            shape = (model.max_positions, model.hidden_size)
+            piece = Piece("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
+            self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.word(tokens)
+        if self.position is None:
+            return x
+        first = x.shape[1] * self.tp.index if self.sp else 0
+        return x + self.position[first : first + x.shape[1]]
+
+
+class Head(nn.Module):
+    """Final norm, logits split over the vocabulary, and the loss of every token."""
+
+    def __init__(
+        self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
+    ) -> None:
+        super().__init__()
+        self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
+        self.norm = Norm("final_norm", model, ctx.init)
+        if tied_table is not None:
+            self.table = tied_table
+        elif model.tie_embeddings:
+            self.table = _word_table(model, ctx, WORD_TABLE, tied_copy=True)
+        else:
+            self.table = _word_table(model, ctx, "head.weight", replicated=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
+        table = self.table
+        if self.model.tie_embeddings and self.model.embedding == "replicated":
+            table = rows_of_replicated(table, self.tp, partial=self.sp)
+        return column_parallel_linear(self.norm(x), table, None, self.tp, self.sp)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Losses (b, s) in fp32 or better."""
+        logits, group = self.logits(x), self.tp
+        if not self.model.parallel_output:
+            logits, group = gather_from_vocabulary(logits, self.tp), SINGLE
+        return vocab_parallel_cross_entropy(
+            logits, labels, self.model.vocab_size, self.model.padded_vocab_size, group
+        )
+
+
+class Stage(nn.Module):
+    """A contiguous run of layers; the first stage embeds, the last one has head and loss.
+
+    Args:
+        layers: global layer numbers of this stage.
+        first, last: whether it holds the embedding, the head. Both: the whole model.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layers: range, first: bool, last: bool, ctx: BuildContext
+    ) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        uses = 2 if first and last and model.tie_embeddings else 1
+        self.embedding = Embedding(model, ctx, uses) if first else None
+        self.layers = nn.ModuleDict({str(i): Block(i, model, ctx) for i in layers})
+        self.head = None
+        if last:
+            shared = first and model.tie_embeddings
+            table = self.embedding.word.weight if shared else None
+            self.head = Head(model, ctx, table)
+        self.rotary = None
+        if model.position_embedding == "rope":
+            self.rotary = rotary_tables(model, ctx.init.dtype, ctx.init.device)
+
+    def forward(
+        self, hidden: Tensor | None, tokens: Tensor, labels: Tensor, loss_mask: Tensor
+    ) -> Tensor:
+        """Hidden states for the next stage or, on the last, the sum of the unmasked losses.
+
+        Args:
+            hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
+            tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by the ends alone.
+        """
+        x = self.embedding(tokens) if self.first else hidden
+        for block in self.layers.values():
+            x = block(x, self.rotary)
+        if not self.last:
+            return x
+        return (self.head(x, labels) * loss_mask).sum()
+
+
+def _word_table(
+    model: ModelConfig,
+    ctx: BuildContext,
+    name: str,
+    *,
+    replicated: bool | None = None,
+    tied_copy: bool = False,
+    uses: int = 1,
+) -> nn.Parameter:
+    if replicated is None:
+        replicated = model.embedding == "replicated"
+    return word_table(
+        model.vocab_size,
+        model.padded_vocab_size,
+        model.hidden_size,
+        name=name,
+        std=model.init_std,
+        group=ctx.tp,
+        replicated=replicated,
+        init=ctx.init,
+        tied_copy=tied_copy,
+        uses=uses,
+    )
+
+
+def output_std(model: ModelConfig) -> float:
+    """Init of the layers that write into the residual stream (Radford et al. 2019 §2.3)."""
+    return model.init_std / math.sqrt(2 * model.num_layers)

@@ -1,0 +1,1 @@
+"""Learning-rate schedules, the global gradient norm, and optimizers on flat buckets."""

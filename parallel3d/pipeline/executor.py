@@ -1,0 +1,141 @@
+"""Runs one rank's part of a pipeline plan: a short interpreter, whatever the schedule.
+
+Lifetimes. A forward's input and output live from F to B (`live`). A received tensor lives from its
+receive to the compute that reads it. A sent tensor is kept in `sending` until its transfer ended:
+autograd may free an activation as soon as its backward is done, and the transport still reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from parallel3d.data.batches import MicroBatch
+from parallel3d.models.transformer import Stage
+from parallel3d.pipeline.p2p import Transfer, post
+from parallel3d.pipeline.schedule import Action, Kind, Step, add_communication
+from parallel3d.topology.process_groups import Group
+
+Loader = Callable[[int], MicroBatch]
+NOTHING = MicroBatch(None, None, None)  # stages between the ends read no batch
+
+
+class Executor:
+    """Interprets plans for one stage.
+
+    Args:
+        stage: the layers of this rank.
+        pp: the pipeline group.
+        hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
+            parallelism: every micro-batch has this shape.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        pp: Group,
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.stage, self.pp = stage, pp
+        self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
+        self.live: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.outbox: dict[Action, Tensor] = {}
+        self.receiving: dict[Action, Transfer] = {}
+        self.sending: list[Transfer] = []
+
+    def train_step(
+        self,
+        plan: Sequence[Step],
+        load: Loader,
+        loss_scale: Tensor,
+        before_last_backward: Callable[[], None],
+    ) -> Tensor:
+        """Forwards and backwards of one step; gradients are of loss_scale · Σ losses.
+
+        Args:
+            plan: this rank's steps, computes and groups of messages.
+            load: micro-batch number → tensors; called on the first and last stage alone.
+            loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
+            before_last_backward: called when the next backward completes the gradients.
+
+        Returns: the sum of this rank's losses (zero on all but the last stage), a scalar tensor.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        last = max(i for i, s in enumerate(plan) if isinstance(s, Action) and s.kind == Kind.B)
+        for i, step in enumerate(plan):
+            if not isinstance(step, Action):
+                self._communicate(step)
+            elif step.kind == Kind.F:
+                total += self._forward(step.microbatch, load)
+            else:
+                if i == last:
+                    before_last_backward()
+                self._backward(step.microbatch, loss_scale)
+        self._finish_sends()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, load: Loader, microbatches: int) -> Tensor:
+        """The sum of the losses of `microbatches` forwards (zero on all but the last stage)."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        forwards = [Action(Kind.F, m) for m in range(microbatches)]
+        plan = add_communication([forwards] * self.pp.size)[self.pp.index]
+        for step in plan:
+            if not isinstance(step, Action):
+                self._communicate(step)
+            else:
+                total += self._forward(step.microbatch, load)
+                self.live.pop(step.microbatch)
+        self._finish_sends()
+        return total
+
+    def _communicate(self, group: Sequence[Action]) -> None:
+        messages = []
+        for action in group:
+            if action.kind.is_send:
+                tensor = self.outbox.pop(action)
+            else:
+                tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+            messages.append((action, tensor))
+        self._finish_sends()  # those of the group before: bounds the buffers in flight
+        for transfer in post(messages, self.pp):
+            if transfer.action.kind.is_send:
+                self.sending.append(transfer)
+            else:
+                self.receiving[transfer.action] = transfer
+
+    def _received(self, action: Action) -> Tensor:
+        transfer = self.receiving.pop(action)
+        transfer.work.wait()
+        return transfer.tensor
+
+    def _finish_sends(self) -> None:
+        for transfer in self.sending:
+            transfer.work.wait()
+        self.sending.clear()
+
+    def _forward(self, m: int, load: Loader) -> Tensor | float:
+        x = None
+        if not self.stage.first:
+            x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
+        ends = self.stage.first or self.stage.last
+        y = self.stage(x, *(load(m) if ends else NOTHING))
+        self.live[m] = (x, y)
+        if self.stage.last:
+            return y.detach().double()
+        self.outbox[Action(Kind.SEND_F, m)] = y.detach()
+        return 0.0
+
+    def _backward(self, m: int, loss_scale: Tensor) -> None:
+        x, y = self.live.pop(m)
+        if self.stage.last:
+            grad = loss_scale.to(y.dtype)
+        else:
+            grad = self._received(Action(Kind.RECV_B, m))
+        torch.autograd.backward(y, grad)
+        if x is not None:
+            self.outbox[Action(Kind.SEND_B, m)] = x.grad.contiguous()

@@ -1,0 +1,48 @@
+"""Messages between neighbouring stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.collectives import Work
+from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.topology.process_groups import Group
+
+
+@dataclass
+class Transfer:
+    """A message in flight; the tensor must live, and on a send stay unchanged, until `work` ends."""
+
+    action: Action
+    tensor: Tensor
+    work: Work
+
+
+def _tag(action: Action) -> int:
+    """Equal on both ends of a message: gradients are odd, activations even."""
+    return 2 * action.microbatch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
+
+
+def post(messages: Sequence[tuple[Action, Tensor]], group: Group) -> list[Transfer]:
+    """Starts one communication group of a plan: all of its sends and receives together.
+
+    On NCCL a message is known by its position alone, so the group goes out as one batch and the
+    checker proves that both ends list the same messages in the same order; gloo also matches tags.
+    """
+    operations = []
+    for action, tensor in messages:
+        peer = group.ranks[group.index + action.kind.peer_offset]
+        call = dist.isend if action.kind.is_send else dist.irecv
+        operations.append(dist.P2POp(call, tensor, peer, group.handle, _tag(action)))
+    works: list[Work]
+    if any(tensor.is_cuda for _, tensor in messages):
+        works = dist.batch_isend_irecv(operations)
+        if len(works) < len(operations):  # NCCL coalesces the batch into one handle
+            works = [works[0]] * len(operations)
+    else:
+        works = [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
+    return [Transfer(a, t, w) for (a, t), w in zip(messages, works, strict=True)]

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the layers that split a transformer block over one group."""

@@ -1,0 +1,92 @@
+"""The word embedding: rows split over the tensor group, or the whole table on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
+from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.topology.process_groups import Group
+
+WORD_TABLE = "embedding.word.weight"
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the table; ids outside of [0, rows) give zeros and no gradient.
+
+    The gradient goes straight into the gradient bucket where there is one: autograd's own would be
+    a dense table per micro-batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        outside = (ids < 0) | (ids >= weight.shape[0])
+        ids = ids.masked_fill(outside, 0)
+        ctx.save_for_backward(ids, outside, weight)
+        return F.embedding(ids, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        ids, outside, weight = ctx.saved_tensors
+        grad = grad.masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            return None, torch.zeros_like(weight).index_add_(0, ids.flatten(), grad)
+        main_grad.index_add_(0, ids.flatten(), grad.to(main_grad.dtype))
+        weight.gradient_added()
+        return None, None
+
+
+def word_table(
+    vocab_size: int,
+    padded: int,
+    hidden: int,
+    *,
+    name: str,
+    std: float,
+    group: Group,
+    replicated: bool,
+    init: Initializer,
+    tied_copy: bool = False,
+    uses: int = 1,
+) -> nn.Parameter:
+    """A (padded/tp, hidden) or, replicated, (padded, hidden) table; padding rows are zero."""
+    rows = padded if replicated else padded // group.size
+    start = 0 if replicated else rows * group.index
+    real = max(0, min(rows, vocab_size - start))
+    pieces = ()
+    if real:
+        pieces = (Piece(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
+    whole = replicated or group.size == 1
+    return init.parameter(ParameterSpec((rows, hidden), pieces, whole, tied_copy, uses))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Looks token ids up in a table whose rows are split over `group` (Shoeybi et al. 2019 §3).
+
+    Each rank looks up the ids that it holds; the sum over the ranks completes the rest. With
+    `replicated` every rank holds the table and nothing is sent; under sequence parallelism it then
+    looks up its own part of the sequence alone.
+
+    Shapes: (b, s) → (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
+    """
+
+    def __init__(self, weight: nn.Parameter, *, group: Group, sp: bool, replicated: bool) -> None:
+        super().__init__()
+        self.weight, self.group, self.sp = weight, group, sp and group.size > 1
+        self.replicated = replicated
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.replicated:
+            if self.sp:
+                ids = ids.chunk(self.group.size, dim=1)[self.group.index]
+            return _Lookup.apply(ids, self.weight)
+        first = self.group.index * self.weight.shape[0]
+        partial = _Lookup.apply(ids - first, self.weight)
+        if self.sp:
+            return scatter_to_sequence(partial, self.group)
+        return reduce_from_tensor_parallel(partial, self.group)

@@ -1,0 +1,149 @@
+"""The autograd pairs of tensor and sequence parallelism.
+
+Shoeybi et al. 2019 (Megatron-LM) §3 names f and g; Korthikanti et al. 2022 §4.2.2 names the
+sequence-parallel pair. Activations are (batch, sequence, hidden).
+
+| function                      | forward                   | backward                  |
+|-------------------------------|---------------------------|---------------------------|
+| copy_to_tensor_parallel (f)   | identity                  | all-reduce                |
+| reduce_from_tensor_parallel (g) | all-reduce              | identity                  |
+| gather_from_sequence          | all-gather along sequence | reduce-scatter            |
+| scatter_to_sequence           | reduce-scatter            | all-gather                |
+| gather_from_vocabulary        | all-gather of last dim    | this rank's part          |
+| rows_of_replicated            | this rank's rows          | all rows (see there)      |
+
+The backward of a gather depends on who reads the result. `gather_from_sequence` feeds a layer that
+is itself split, so the gradients of the ranks differ and must be summed; `gather_from_vocabulary`
+feeds replicated work, so they are equal and a sum would multiply them by tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.topology.process_groups import Group
+
+
+def sequence_first(x: Tensor) -> Tensor:
+    """(b, s, ...) as contiguous (s, b, ...): collectives gather and scatter dimension 0."""
+    return x.transpose(0, 1).contiguous()
+
+
+def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """(b, s/tp, h) of every rank as (b, s, h)."""
+    return collectives.all_gather(sequence_first(x), group).transpose(0, 1).contiguous()
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """The sum of (b, s, h) over the ranks, this rank's (b, s/tp, h) of it."""
+    return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_reduce(grad.clone(), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)  # in place: `x` is the fresh result of a GEMM that nobody else reads
+        return collectives.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_sequence(grad, ctx.group), None
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        parts = collectives.all_gather(x.contiguous().unsqueeze(0), group)
+        return torch.cat(parts.unbind(0), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size, dim=-1)[ctx.group.index].contiguous(), None
+
+
+class _RowsOfReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Group, partial: bool) -> Tensor:
+        ctx.group, ctx.partial, ctx.rows = group, partial, weight.shape[0]
+        return weight.chunk(group.size)[group.index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.partial:
+            return collectives.all_gather(grad, ctx.group), None, None
+        full = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        full.chunk(ctx.group.size)[ctx.group.index].copy_(grad)
+        return full, None, None
+
+
+def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
+    """f: hands a replicated `x` to split work; its gradients are partial sums, so they are added."""
+    return _Copy.apply(x, group) if group.size > 1 else x
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
+    """g: adds the partial results of split work, in place; the gradient is the same for each."""
+    return _Reduce.apply(x, group) if group.size > 1 else x
+
+
+def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
+    """(b, s/tp, h) → (b, s, h) in front of split work."""
+    return _GatherSequence.apply(x, group) if group.size > 1 else x
+
+
+def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """Adds partial (b, s, h) of split work and keeps this rank's (b, s/tp, h)."""
+    return _ScatterSequence.apply(x, group) if group.size > 1 else x
+
+
+def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
+    """(..., v/tp) → (..., v) for replicated work."""
+    return _GatherVocabulary.apply(x, group) if group.size > 1 else x
+
+
+def rows_of_replicated(weight: Tensor, group: Group, partial: bool) -> Tensor:
+    """This rank's rows of a table that every tp rank holds, for a head split over the vocabulary.
+
+    The gradient of a replicated parameter must be the same kind on every use: complete on each
+    rank (`partial=False`, the rows are gathered), or a partial sum that sequence parallelism adds
+    over tp after the backward (`partial=True`, the other ranks' rows are zero here).
+    """
+    return _RowsOfReplicated.apply(weight, group, partial) if group.size > 1 else weight

@@ -1,0 +1,143 @@
+"""What a local parameter is a piece of, and its initial values.
+
+Every local parameter is described by the boxes of the *logical* full matrices that it holds: q, k
+and v apart, gate and up apart, the vocabulary without its padding. Initialisation, gathering,
+comparison and resharding read this one description, so a layout can change nothing but where the
+numbers sit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+TILE = 256  # side of the square tiles in which random matrices are drawn
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one full logical tensor inside a local parameter.
+
+    Attributes:
+        name: logical name, `layers.3.attention.q.weight`.
+        full_shape: shape of the unsharded, unpadded tensor.
+        start: first row (and column) of the box in the full tensor.
+        shape: rows (and columns) of the box.
+        row: first row of the local parameter that the box occupies.
+        std: standard deviation of the initial values around 0; 0 for a constant.
+        fill: the constant.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    std: float = 0.0
+    fill: float = 0.0
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """The box as a view of the full tensor."""
+        for dim, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The box as a view of the local parameter."""
+        return local.narrow(0, self.row, self.shape[0])
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """How a local parameter relates to the model.
+
+    Attributes:
+        shape: local shape, vocabulary padding included.
+        pieces: the boxes it holds; rows that no box covers are padding and stay zero.
+        replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
+            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2), to be added.
+        tied_copy: the last stage's copy of a table that the first stage owns.
+        uses: how often one forward pass reads it: 2 for a tied table on a single stage.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicated: bool
+    tied_copy: bool = False
+    uses: int = 1
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay leaves out biases and norms, alike on all ranks."""
+        return len(self.shape) > 1
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Makes parameters whose values are a function of (seed, name, index) alone.
+
+    A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
+    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, one at a
+    time: it never holds more than its slice and one tile, and no layout changes a value.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, spec: ParameterSpec) -> nn.Parameter:
+        """A parameter with its initial values and its `spec` attached."""
+        local = torch.zeros(spec.shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "meta":
+            for piece in spec.pieces:
+                self.fill(piece, piece.of_local(local))
+        parameter = nn.Parameter(local)
+        parameter.spec = spec
+        return parameter
+
+    def fill(self, piece: Piece, out: Tensor) -> None:
+        """Writes the initial values of a box into `out`, a tensor of the box's shape."""
+        if piece.std == 0.0:
+            out.fill_(piece.fill)
+            return
+        (row0, col0), (rows, cols) = piece.start, piece.shape
+        for i in range(row0 // TILE, (row0 + rows - 1) // TILE + 1):
+            top, bottom = max(row0, i * TILE), min(row0 + rows, (i + 1) * TILE)
+            for j in range(col0 // TILE, (col0 + cols - 1) // TILE + 1):
+                left, right = max(col0, j * TILE), min(col0 + cols, (j + 1) * TILE)
+                tile = self._tile(piece.name, i, j)
+                box = tile[top - i * TILE : bottom - i * TILE, left - j * TILE : right - j * TILE]
+                values = torch.from_numpy(box * np.float32(piece.std)).to(out.dtype)
+                out[top - row0 : bottom - row0, left - col0 : right - col0] = values
+
+    def _tile(self, name: str, i: int, j: int) -> np.ndarray:
+        """(256, 256) standard normal values, float32 whatever the compute type is."""
+        digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
+        key = np.frombuffer(digest, dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key))
+        return stream.standard_normal((TILE, TILE), dtype=np.float32)
+
+
+def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient gradᵀ·x of a linear weight, added where the gradient buckets keep it.
+
+    `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
+    `gradient_added` call. With them the GEMM accumulates in place and autograd gets None; without
+    them (a layer on its own, as in a test) autograd gets the gradient.
+
+    Args:
+        weight: (out, in). grad: (tokens, out). x: (tokens, in).
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return grad.t() @ x
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), x)
+    else:
+        main_grad.add_(grad.t() @ x)
+    weight.gradient_added()
+    return None

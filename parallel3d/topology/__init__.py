@@ -1,0 +1,1 @@
+"""Where ranks sit and which groups they form."""

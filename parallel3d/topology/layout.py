@@ -1,0 +1,94 @@
+"""Rank arithmetic: which (pp, dp, cp, tp) coordinates a rank has, and which ranks form each group.
+
+Pure Python without torch, so that process groups, the planner, checkpoints, error messages and
+tests all read one object, for 8 ranks or a million.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DIMENSIONS = ("tp", "cp", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-dp-pp"
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in the grid, slowest dimension of the default order first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        """`pp 1, dp 0, tp 3`; cp is named only where it is used."""
+        cp = f", cp {self.cp}" if self.cp else ""
+        return f"pp {self.pp}, dp {self.dp}{cp}, tp {self.tp}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The grid tp × cp × dp × pp and the order in which ranks fill it.
+
+    rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
+    §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
+
+    Raises:
+        ValueError: a size below one, or an order that does not name each dimension once.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        for name in DIMENSIONS:
+            if self.size(name) < 1:
+                raise ValueError(f"{name}={self.size(name)} must be at least 1")
+        if sorted(self.order.split("-")) != sorted(DIMENSIONS):
+            raise ValueError(f"order={self.order!r} must name each of {', '.join(DIMENSIONS)} once")
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.size(name) for name in DIMENSIONS)
+
+    def size(self, dim: str) -> int:
+        return getattr(self, dim)
+
+    def stride(self, dim: str) -> int:
+        """Distance in ranks between neighbours along `dim`."""
+        names = self.order.split("-")
+        return math.prod(self.size(name) for name in names[: names.index(dim)])
+
+    def coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside of 0..{self.world_size - 1}")
+        place = {d: rank // self.stride(d) % self.size(d) for d in DIMENSIONS}
+        return Coordinates(**place)
+
+    def rank(self, place: Coordinates) -> int:
+        for dim, index in place._asdict().items():
+            if not 0 <= index < self.size(dim):
+                raise ValueError(f"{dim} index {index} is outside of 0..{self.size(dim) - 1}")
+        return sum(index * self.stride(dim) for dim, index in place._asdict().items())
+
+    def group_of(self, rank: int, *dims: str) -> list[int]:
+        """The ranks that differ from `rank` along `dims` alone, ascending in the order's strides."""
+        place = self.coordinates(rank)
+        base = rank - sum(getattr(place, d) * self.stride(d) for d in dims)
+        return self._spread(base, dims)
+
+    def groups(self, *dims: str) -> list[list[int]]:
+        """Every group along `dims`: a partition of all ranks. Groups are ordered by first rank."""
+        others = tuple(d for d in DIMENSIONS if d not in dims)
+        return [self._spread(base, dims) for base in self._spread(0, others)]
+
+    def _spread(self, base: int, dims: tuple[str, ...]) -> list[int]:
+        ordered = [d for d in reversed(self.order.split("-")) if d in dims]  # slowest first
+        steps = [range(0, self.size(d) * self.stride(d), self.stride(d)) for d in ordered]
+        return [base + sum(offsets) for offsets in itertools.product(*steps)]
