@@ -1,0 +1,174 @@
+"""The peak of a device, which MFU is measured against: the user's, a datasheet's, or measured.
+
+Never one vendor's number for every device: a name that the table does not know is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallel3d.metrics.text import si
+
+TERA = 1e12
+MEASURE_BUDGET_S = 0.25  # for all timed products together; the start-barrier waits for it
+
+_A100 = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0}
+_H100_SXM = {"fp64": 66.9, "fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9}
+_H100_PCIE = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp8": 1513.0}
+_HOPPER_NVL = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5}
+_B200 = {"fp64": 37.0, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp8": 4500.0}
+_GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp8": 5000.0}
+_L4 = {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp8": 242.5}
+_L40S = {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp8": 733.0}
+_RTX_4090 = {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp8": 330.3}
+_MI250X_GCD = {"fp64": 47.9, "fp32": 47.9, "bf16": 191.5}
+_MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp8": 2614.9}
+
+# (pattern of the device's name, dense TFLOP/s by type, public source). Vendors print the numbers
+# with 2:4 sparsity, which are twice these. fp64 is that of the matrix units, fp32 that of the
+# plain ones (where matrix units take true fp32, theirs), fp16 equals bf16, and sums are in fp32.
+DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
+    (r"\bGB200\b", _GB200, "NVIDIA GB200 NVL72 specifications, per GPU"),
+    (r"\bB200\b", _B200, "NVIDIA HGX B200 datasheet, per GPU"),
+    (r"\bH200 NVL\b", _HOPPER_NVL, "NVIDIA H200 NVL datasheet"),
+    (r"\bH200\b", _H100_SXM, "NVIDIA H200 datasheet"),
+    (r"\bH100 NVL\b", _HOPPER_NVL, "NVIDIA H100 NVL datasheet"),
+    (r"\bH100 PCIe\b", _H100_PCIE, "NVIDIA H100 PCIe datasheet"),
+    (r"\bH100\b", _H100_SXM, "NVIDIA H100 SXM datasheet"),
+    (r"\bA100\b", _A100, "NVIDIA A100 datasheet"),
+    (r"\bL40S\b", _L40S, "NVIDIA L40S datasheet"),
+    (r"\bL4\b", _L4, "NVIDIA L4 datasheet"),
+    # The 4090 D and the laptop's 4090 are other, slower chips.
+    (r"\bRTX 4090$", _RTX_4090, "NVIDIA Ada architecture whitepaper"),
+    # PyTorch shows each of the package's two dies as a device: half of AMD's figures.
+    (r"\bMI250X\b", _MI250X_GCD, "AMD Instinct MI250X datasheet, one of two dies"),
+    (r"\bMI300X\b", _MI300X, "AMD Instinct MI300X datasheet"),
+)
+
+_TORCH_TYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # a plain matmul takes no fp8
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s that one device (on CPU: one rank's share of its machine) can reach at best."""
+
+    flops: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{si(self.flops)}FLOP/s ({self.source})"
+
+
+def device_peak_flops(
+    device: torch.device,
+    dtype_name: str,
+    *,
+    local_ranks: int = 1,
+    local_cores: int | None = None,
+    override_tflops: float | None = None,
+) -> Peak:
+    """The peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
+
+    `override_tflops` (`launch.peak_tflops`) wins, then the datasheet, then a measurement: call it
+    on one rank per machine while the others wait, or they disturb it.
+
+    On CPU the ranks of a machine share its cores, so one rank's own speed is not what each of
+    `local_ranks` can have at once. With `t` threads a rank and `c` cores, the peak per rank is the
+    measured one × min(1, c / (t × local_ranks)): the ranks' peaks never add up to more than the
+    machine has, whatever the number of ranks. Cores that no thread was given to do not count.
+    `c` is `local_cores`, the distinct cores that the machine's ranks have together; None takes
+    this process's own, which is the same unless a launcher bound each rank to cores of its own.
+    MFU then is model FLOP/s / (world size × this).
+    """
+    if override_tflops is not None:
+        return Peak(override_tflops * TERA, "launch.peak_tflops")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = datasheet_peak(name, dtype_name)
+        if known is not None:
+            return known
+        return Peak(_measure(device, dtype_name, 8192), f"measured: {name}, {dtype_name} GEMM")
+    cores = local_cores or available_cores()
+    threads = min(torch.get_num_threads(), cores)
+    share = cpu_share(threads, local_ranks, cores)
+    alone = _measure(device, dtype_name, 1024)
+    return Peak(alone * share, _cpu_source(dtype_name, threads, local_ranks, cores, share))
+
+
+def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
+    """The dense peak that the vendor publishes; None if the table lacks the device or the type."""
+    if "MIG" in device_name:  # a slice of a GPU under the whole one's name
+        return None
+    for pattern, tflops, source in DATASHEETS:
+        if re.search(pattern, device_name):
+            value = tflops.get("bf16" if dtype_name == "fp16" else dtype_name)
+            return None if value is None else Peak(value * TERA, f"{source}, dense {dtype_name}")
+    return None
+
+
+def cpu_share(threads: int, local_ranks: int, cores: int) -> float:
+    """Share of its stand-alone speed that a rank has when all `local_ranks` compute at once."""
+    return min(1.0, cores / (threads * local_ranks))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity (Slurm, taskset), its container's CPU quota."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<µs of CPU> <µs of time>" or "max …"
+    if quota_file.is_file():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def _measure(device: torch.device, dtype_name: str, size: int) -> float:
+    """FLOP/s of a square GEMM: the median of as many runs as fit the budget, after a warm-up."""
+    dtype = _TORCH_TYPES[dtype_name]
+    generator = torch.Generator().manual_seed(0)  # not the run's random numbers
+    a = torch.randn(size, size, generator=generator).to(device, dtype)
+    out = torch.empty_like(a)
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
+    try:
+        _time(a, out)
+        times: list[float] = []
+        while not times or sum(times) < MEASURE_BUDGET_S:
+            times.append(_time(a, out))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    return 2 * size**3 / statistics.median(times)
+
+
+def _time(a: torch.Tensor, out: torch.Tensor) -> float:
+    """Seconds of one a @ a, waiting for the device on both sides."""
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    start = time.perf_counter()
+    torch.mm(a, a, out=out)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - start
+
+
+def _cpu_source(dtype_name: str, threads: int, ranks: int, cores: int, share: float) -> str:
+    kind = "bf16" if dtype_name == "fp8" else dtype_name
+    plural = "s" if threads > 1 else ""
+    if share == 1:
+        return f"measured: {kind} GEMM on {threads} CPU thread{plural}"
+    return f"measured: {kind} GEMM × {cores} cores / {threads * ranks} threads"

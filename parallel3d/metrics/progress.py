@@ -1,0 +1,204 @@
+"""Progress on the screen: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from parallel3d.metrics.records import StepRecord
+from parallel3d.metrics.text import Curve, duration, encodable, percent, si, sparkline
+
+REFRESH_PER_SECOND = 4  # a thread of the training process draws: more would only cost steps
+RATE_WINDOW = 50  # steps that the time left is judged by
+MAX_SPARK = 32
+MAX_WIDTH = 100  # lines and panels as wide as a big screen are hard to read
+
+
+def make_console() -> Console:
+    """Standard output. Only a real terminal gets colours and cursor movements, whatever FORCE_COLOR
+    or a scheduler's environment says: a log file must stay readable."""
+    return Console(force_terminal=sys.stdout.isatty(), highlight=False)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as one unbroken line, in characters that the console's encoding has."""
+    line = Text(encodable(text, console.encoding), style=style)
+    console.print(line, soft_wrap=True)
+
+
+class Clock:
+    """Time since the start, and time left by the pace of the last steps, evaluations included."""
+
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
+        self._start = time.perf_counter()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
+
+    def tick(self, step: int) -> None:
+        """`step` has just ended."""
+        self._recent.append((step, time.perf_counter()))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this object was made."""
+        return time.perf_counter() - self._start
+
+    @property
+    def left(self) -> float:
+        """Seconds to the last step; NaN until two steps are known."""
+        if len(self._recent) < 2:
+            return math.nan
+        (first, begin), (last, end) = self._recent[0], self._recent[-1]
+        return (self._last_step - last) * (end - begin) / (last - first)
+
+
+class Bar:
+    """Two live lines: step, bar and time above loss, gradient norm, learning rate and speed.
+
+    `update` only keeps the record; drawing happens in rich's thread, a few times a second.
+    """
+
+    def __init__(self, console: Console, first_step: int, last_step: int, curve: Curve) -> None:
+        """`curve` is the run's loss so far, kept by the caller, drawn small beside the figures."""
+        self._console = console
+        self._first_step = first_step
+        self._last_step = last_step
+        self._curve = curve
+        self._clock = Clock(last_step)
+        self._record: StepRecord | None = None
+        self._live = Live(
+            console=console,
+            get_renderable=self.render,
+            refresh_per_second=REFRESH_PER_SECOND,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def update(self, record: StepRecord) -> None:
+        """A step has ended."""
+        self._record = record
+        self._clock.tick(record.step)
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line above the bar; it stays."""
+        say(self._console, text, style)
+
+    def render(self) -> RenderableType:
+        """What the screen shows now."""
+        done = self._record.step if self._record else self._first_step - 1
+        width = len(str(self._last_step))
+        top = Table.grid(padding=(0, 1))
+        top.width = min(MAX_WIDTH, self._console.width)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True, justify="right")
+        top.add_column(no_wrap=True, justify="right")
+        # Not done before the last step is: 299 of 300 is 99 %.
+        share = f"{math.floor(100 * done / self._last_step):3d} %"
+        times = f"{duration(self._clock.elapsed)} · {duration(self._clock.left)} left"
+        top.add_row(
+            Text(f"step {done:{width}d}/{self._last_step}", style="bold"),
+            ProgressBar(total=self._last_step, completed=done, complete_style="cyan"),
+            share,
+            Text(encodable(times, self._console.encoding), style="cyan"),
+        )
+        return Group(top, self._figures())
+
+    def _figures(self) -> Text:
+        record = self._record
+        if record is None:
+            return Text(
+                "first step …" if self._console.encoding.startswith("utf") else "first step"
+            )
+        loss = (
+            "loss",
+            f"{record.loss:.4f}",
+            "bold green" if math.isfinite(record.loss) else "bold red",
+        )
+        parts = [
+            loss,
+            ("grad", f"{record.grad_norm:#.3g}", ""),
+            ("lr", f"{record.lr:.2e}", ""),
+            ("", f"{si(record.tokens_per_s)} tok/s".replace("  ", " "), ""),
+            ("MFU", percent(record.mfu), ""),
+        ]
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for i, (name, value, style) in enumerate(parts):
+            line.append(" · " if i else "", style="dim")
+            line.append(f"{name} " if name else "", style="dim")
+            line.append(value, style=style)
+        room = min(MAX_SPARK, self._console.width - line.cell_len - 3)
+        if room >= 4:
+            line.append("  " + sparkline(self._curve.values(), room), style="green")
+        if not self._console.encoding.startswith("utf"):
+            return Text(encodable(line.plain, self._console.encoding), no_wrap=True)
+        return line
+
+
+class Lines:
+    """A plain line for the first step, the last one and every `every`-th between."""
+
+    def __init__(self, console: Console, first_step: int, last_step: int, every: int) -> None:
+        self._console = console
+        self._first_step = first_step
+        self._last_step = last_step
+        self._every = every
+        self._clock = Clock(last_step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Nothing is held."""
+
+    def update(self, record: StepRecord) -> None:
+        """A step has ended."""
+        self._clock.tick(record.step)
+        if record.step % self._every and record.step not in (self._first_step, self._last_step):
+            return
+        width = len(str(self._last_step))
+        left = duration(self._clock.left)
+        self.note(
+            f"step {record.step:{width}d}/{self._last_step}  loss {record.loss:8.4f}  "
+            f"grad {record.grad_norm:#8.3g}  lr {record.lr:.2e}  "
+            f"{si(record.tokens_per_s):>6} tok/s  MFU {percent(record.mfu):>6}  left {left:>7}"
+        )
+
+    def note(self, text: str, style: str = "") -> None:
+        """Print a line."""
+        say(self._console, text, style)
+
+
+def make_progress(
+    console: Console, *, bar: bool, first_step: int, last_step: int, log_every: int, curve: Curve
+) -> Bar | Lines:
+    """The bar where it can be drawn and is wanted (`train.progress`), else plain lines."""
+    if bar and console.is_terminal and not console.is_dumb_terminal:
+        return Bar(console, first_step, last_step, curve)
+    return Lines(console, first_step, last_step, log_every)

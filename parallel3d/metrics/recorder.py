@@ -1,0 +1,279 @@
+"""The trainer's one way to the outside: metrics.jsonl, the screen, W&B and summary.json."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from parallel3d.config import Config
+from parallel3d.metrics import report
+from parallel3d.metrics.flops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
+from parallel3d.metrics.jsonl import MetricsFile, finite, value, write_json
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.progress import make_console, make_progress, say
+from parallel3d.metrics.provenance import Provenance
+from parallel3d.metrics.records import Evaluation, StepRecord, Throughput, best_evaluation
+from parallel3d.metrics.text import Curve
+from parallel3d.metrics.wandb_logger import WandbLogger
+
+
+class Recorder:
+    """Records one run. Only world rank 0 makes one; nothing in it communicates.
+
+        with Recorder(config, run_dir, world_size, flops_per_token, peak) as recorder:
+            recorder.start({"data": "…", "device": "…"})
+            recorder.step(...)            # every optimizer step
+            recorder.evaluation(...)      # now and then
+            recorder.finish()             # or leave it to the end of the block
+
+    A block that an exception leaves still closes every file and the W&B run, with status
+    "failed" ("interrupted" for Ctrl-C), and the exception goes on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        world_size: int,
+        flops_per_token: float,
+        peak: Peak,
+        first_step: int = 1,
+        console: Console | None = None,
+    ) -> None:
+        """`peak` is one device's (`peak.device_peak_flops`). `first_step` > 1 resumes: earlier
+        lines of `run_dir`/metrics.jsonl stay and are part of the summary. `run_dir` must exist."""
+        self._config = config
+        self._run_dir = run_dir
+        self._world_size = world_size
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+        self._first_step = first_step
+        self._console = console or make_console()
+        self._resources = ExitStack()
+        self._wandb: WandbLogger | None = None
+        self._curve = Curve()
+        self._throughput = Throughput()
+        self._evaluations: list[Evaluation] = []
+        self._last: StepRecord | None = None
+        self._started_at: str | None = None
+        self._error: str | None = None
+        self._summary: dict[str, Any] | None = None
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Open everything and print the header.
+
+        `facts` are lines of the header, label to text. They replace those that the configuration
+        gives ("model", "layout", "batch", "data", "precision", "device", "peak per rank") or
+        follow them.
+        """
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._start_time = time.perf_counter()
+        self._provenance = Provenance.collect()
+        path = self._run_dir / "metrics.jsonl"
+        self._metrics = self._resources.enter_context(MetricsFile(path, self._first_step))
+        self._recall(self._metrics.earlier)
+        if self._config.logger.name == "wandb":
+            self._wandb = WandbLogger(self._config, self._run_dir, self._provenance, self._say)
+        rows = report.header_facts(self._config, self._world_size, self._peak) | dict(facts)
+        if self._wandb is not None:
+            rows["W&B"] = (
+                self._wandb.url or f"{self._wandb.mode}, project {self._config.logger.project}"
+            )
+        rows["run directory"] = f"{self._run_dir}/"
+        version = self._provenance.parallel3d
+        title = f"parallel3d {version}" if version else "parallel3d"
+        report.print_header(self._console, title, rows)
+        self._progress = self._resources.enter_context(
+            make_progress(
+                self._console,
+                bar=self._config.train.progress,
+                first_step=self._first_step,
+                last_step=self._config.train.steps,
+                log_every=self._config.train.log_every,
+                curve=self._curve,
+            )
+        )
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        step_time_s: float,
+    ) -> None:
+        """Record optimizer step `step` (counts from 1).
+
+        `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
+        the step computed (global batch × sequence length), masked ones too: throughput and MFU are
+        about work. metrics.jsonl's `tokens` is their sum over the run. Raises OSError if
+        metrics.jsonl cannot be written.
+        """
+        self._tokens += tokens
+        rate = tokens / step_time_s
+        mfu = self._mfu(rate)
+        record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, mfu, step_time_s)
+        self._last = record
+        self._throughput.add(tokens, step_time_s)
+        self._curve.add(loss)
+        self._metrics.write(record._asdict())
+        self._progress.update(record)
+        if self._wandb is not None:
+            self._wandb.step(record)
+
+    def evaluation(self, step: int, eval_loss: float) -> None:
+        """Record the held-out loss (nats per token) after `step` steps."""
+        self._evaluations.append(Evaluation(step, eval_loss))
+        self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens})
+        bits = report.bits_per_byte(eval_loss, self._config.data.tokenizer)
+        width = len(str(self._config.train.steps))
+        text = f"eval {step:{width}d}/{self._config.train.steps}  held-out loss {eval_loss:.4f}"
+        self._progress.note(
+            text + (f" · {bits:.3f} bits per byte" if bits is not None else ""), style="bold cyan"
+        )
+        if self._wandb is not None:
+            self._wandb.evaluation(step, eval_loss, self._tokens)
+
+    def finish(self, status: str = "finished") -> dict[str, Any]:
+        """Close everything, write summary.json, print the closing panel; return the summary.
+
+        `status` is "finished", or why the run ended: "failed", "interrupted", "stopped". A second
+        call returns the first one's summary. Raises RuntimeError before `start`.
+        """
+        if self._started_at is None:
+            raise RuntimeError("finish() before start()")
+        if self._summary is not None:
+            return self._summary
+        self._summary = summary = self._summarise(status)
+        with ExitStack() as closing:  # whatever fails, the rest is still closed; in reverse order
+            if self._wandb is not None:
+                exit_code = 0 if status in ("finished", "stopped") else 1
+                closing.callback(self._wandb.finish, summary, exit_code)
+            closing.callback(write_json, self._run_dir / "summary.json", summary)
+            closing.push(self._resources.pop_all())
+        report.print_summary(self._console, summary, self._curve.values())
+        return summary
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._started_at is None:
+            self._resources.close()
+            return
+        if error is None:
+            self.finish()
+            return
+        if self._summary is None:
+            lines = str(error).splitlines()
+            self._error = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+            self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+
+    def _recall(self, earlier: list[dict[str, Any]]) -> None:
+        """Take up the curve, evaluations and token count of the sessions before this one."""
+        per_step = self._config.global_batch_size * self._config.model.seq_length
+        self._tokens = earlier[-1]["tokens"] if earlier else (self._first_step - 1) * per_step
+        for row in earlier:
+            if "eval_loss" in row:
+                self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
+            else:
+                self._curve.add(value(row, "loss"))
+
+    def _mfu(self, tokens_per_s: float) -> float:
+        return tokens_per_s * self._flops_per_token / (self._world_size * self._peak.flops)
+
+    def _say(self, text: str) -> None:
+        say(self._console, text, style="yellow")
+
+    def _summarise(self, status: str) -> dict[str, Any]:
+        """What summary.json holds: losses in nats per token, seconds, tokens, fractions.
+
+        A figure that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
+        """
+        config, last = self._config, self._last
+        evaluation = self._evaluations[-1] if self._evaluations else None
+        best = best_evaluation(self._evaluations)
+        eval_loss = evaluation.loss if evaluation else None
+        content: dict[str, Any] = {
+            "run": self._run_dir.name,
+            "status": status,
+            "steps": last.step if last else self._first_step - 1,
+            "first_step": self._first_step,
+            "tokens": self._tokens,
+            "loss": last.loss if last else None,
+            "grad_norm": last.grad_norm if last else None,
+            "eval_loss": eval_loss,
+            "eval_step": evaluation.step if evaluation else None,
+            "best_eval_loss": best.loss if best else None,
+            "best_eval_step": best.step if best else None,
+            "bits_per_byte": report.bits_per_byte(eval_loss, config.data.tokenizer),
+            "tokens_per_s": self._rates(),
+            "mfu": self._mfu_with_terms(),
+            "wall_time_s": time.perf_counter() - self._start_time,
+            "started": self._started_at,
+            "layout": self._layout(),
+            "model": config.model.name,
+            "parameters": parameter_count(config.model),
+            "precision": config.precision.name,
+            "seed": config.seed,
+            "paths": self._paths(),
+            "code": self._provenance._asdict(),
+            "wandb": self._wandb_place(),
+        }
+        if self._error is not None:
+            content["error"] = self._error
+        return finite(content)
+
+    def _rates(self) -> dict[str, Any]:
+        rates = {"mean": self._throughput.mean, "median": self._throughput.median}
+        usable = {k: v if math.isfinite(v) else None for k, v in rates.items()}
+        return usable | {"warmup_steps_excluded": self._throughput.excluded}
+
+    def _mfu_with_terms(self) -> dict[str, Any]:
+        """The mean MFU and everything that it was made of: a bare percentage says nothing."""
+        mean = self._throughput.mean
+        return {
+            "value": self._mfu(mean) if math.isfinite(mean) else None,
+            "formula": MFU_FORMULA,
+            "flops_per_token": self._flops_per_token,
+            "flops_per_token_formula": FLOPS_FORMULA,
+            "peak_flops_per_device": self._peak.flops,
+            "peak_source": self._peak.source,
+            "world_size": self._world_size,
+        }
+
+    def _layout(self) -> dict[str, int]:
+        config = self._config
+        dp = self._world_size // (config.tp * config.pp * config.cp)
+        sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
+        return sizes | {"world_size": self._world_size}
+
+    def _paths(self) -> dict[str, str]:
+        """The run directory and the files in it that a reader will want."""
+        files = ("metrics.jsonl", "config.yaml", "summary.json")
+        paths = {name.split(".")[0]: str(self._run_dir / name) for name in files}
+        return {"run_dir": str(self._run_dir)} | paths
+
+    def _wandb_place(self) -> dict[str, str | None] | None:
+        if self._wandb is None:
+            return None
+        folder = self._wandb.folder
+        return {
+            "mode": self._wandb.mode,
+            "url": self._wandb.url,
+            "folder": str(folder) if folder else None,
+        }

@@ -1,0 +1,71 @@
+"""What a run remembers of itself: the figures of a step, and the statistics over steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from typing import NamedTuple
+
+WARMUP_STEPS = 3  # slow for reasons of their own: allocators, caches, lazy connections
+
+
+class StepRecord(NamedTuple):
+    """One optimizer step, as it is written to `metrics.jsonl` (same names, same order)."""
+
+    step: int  # counts from 1
+    loss: float  # nats per token, mean over the unmasked tokens of the global batch
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # of the whole run so far
+    tokens_per_s: float
+    mfu: float  # fraction
+    step_time_s: float
+
+
+class Throughput:
+    """Step times and tokens of one session; the first `WARMUP_STEPS` are left out of its figures.
+
+    A session that is no longer than that has nothing else: then all of its steps count, and
+    `excluded` is 0.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = array("d")
+        self._tokens = array("d")
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One step: tokens that it computed and its duration."""
+        self._tokens.append(tokens)
+        self._seconds.append(seconds)
+
+    @property
+    def excluded(self) -> int:
+        """Warm-up steps that the figures leave out."""
+        return WARMUP_STEPS if len(self._seconds) > WARMUP_STEPS else 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens per second: all tokens / all step time. NaN without steps."""
+        seconds = sum(self._seconds[self.excluded :])
+        return sum(self._tokens[self.excluded :]) / seconds if seconds else math.nan
+
+    @property
+    def median(self) -> float:
+        """Median over steps of tokens per second. NaN without steps."""
+        pairs = zip(self._tokens, self._seconds, strict=True)
+        rates = [tokens / seconds for tokens, seconds in pairs][self.excluded :]
+        return statistics.median(rates) if rates else math.nan
+
+
+class Evaluation(NamedTuple):
+    """A held-out loss (nats per token) after `step` steps."""
+
+    step: int
+    loss: float
+
+
+def best_evaluation(evaluations: list[Evaluation]) -> Evaluation | None:
+    """The lowest finite held-out loss, the earliest of equals; None without one."""
+    usable = [e for e in evaluations if math.isfinite(e.loss)]
+    return min(usable, key=lambda e: e.loss, default=None)

@@ -1,0 +1,166 @@
+"""The panel before the first step and the one after the last: what runs, and how it went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from parallel3d.config import Config
+from parallel3d.metrics.flops import parameter_count
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.progress import MAX_WIDTH, say
+from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si
+
+CHART_HEIGHT = 5
+LABEL_WIDTH = 14
+
+
+def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
+    """The header's rows that follow from the configuration: label to text."""
+    model, optim = config.model, config.optim
+    dp = world_size // (config.tp * config.pp * config.cp)
+    microbatches = config.global_batch_size // (config.micro_batch_size * dp)
+    tokens = config.global_batch_size * model.seq_length
+    context = f"cp {config.cp} × " if config.cp > 1 else ""
+    shape = f"{model.num_layers} layers × {model.hidden_size} · sequence {model.seq_length}"
+    decay = optim.lr_decay_style
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
+    return {
+        "model": f"{model.name} · {si(parameter_count(model))} parameters · {shape}",
+        "layout": f"tp {config.tp} × pp {config.pp} × {context}dp {dp} = {ranks}"
+        + (f" · {config.schedule.name}" if config.pp > 1 else "")
+        + (" · sequence parallel" if config.sp else ""),
+        "batch": f"{config.global_batch_size} sequences = {batch} · {tokens:,} tokens",
+        "data": config.data.path or config.data.name,
+        "precision": f"{config.precision.name} · {optim.name}, lr {optim.lr:g} {decay}",
+        "device": config.device,
+        "peak per rank": f"{si(peak.flops)}FLOP/s · {peak.source}",
+    }
+
+
+def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
+    """A panel of labelled lines."""
+    table = _table()
+    for label, text in facts.items():
+        _row(table, console, label, text)
+    _panel(console, title, table, "cyan")
+
+
+def print_summary(console: Console, summary: Mapping[str, Any], losses: list[float]) -> None:
+    """The closing panel: curve, figures of `summary` (summary.json's), then where things are."""
+    table = _table()
+    for label, text in _figures(summary).items():
+        _row(table, console, label, text)
+    finished = summary["status"] == "finished"
+    outer = Table.grid(expand=True)
+    width = min(MAX_WIDTH, console.width) - 4
+    for line in _chart(losses, summary, width):
+        outer.add_row(Text(encodable(line, console.encoding), style="green", no_wrap=True))
+    outer.add_row(table)
+    steps = f"{summary['steps']:,} step{'' if summary['steps'] == 1 else 's'}"
+    title = f"{summary['run']} · {summary['status']} after {steps}"
+    _panel(console, title, outer, "green" if finished else "yellow")
+    for label, text in _places(summary).items():  # outside of the frame: to be copied
+        say(console, f"  {label:{LABEL_WIDTH}} {text}")
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
+    rates, mfu = summary["tokens_per_s"], summary["mfu"]
+    rows = {"train loss": _number(summary["loss"], ".4f") + " nats per token, last step"}
+    if summary["eval_loss"] is not None:
+        parts = [f"{summary['eval_loss']:.4f} nats per token"]
+        if summary["bits_per_byte"] is not None:
+            parts.append(f"{summary['bits_per_byte']:.3f} bits per byte")
+        best = summary["best_eval_loss"]
+        if best is not None and summary["best_eval_step"] != summary["eval_step"]:
+            parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
+        rows["held-out loss"] = " · ".join(parts)
+    rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
+    if rates["mean"] is not None:
+        excluded = rates["warmup_steps_excluded"]
+        without = f" (first {excluded} steps left out)" if excluded else ""
+        rows["speed"] = (
+            f"{si(rates['mean'])} tokens/s · median {si(rates['median'])}{without}"
+        ).replace("  ", " ")
+        peak = f"{si(mfu['peak_flops_per_device'])}FLOP/s"
+        rows["MFU"] = f"{percent(mfu['value'])} of {mfu['world_size']} × {peak}"
+        rows["peak per rank"] = mfu["peak_source"]
+    rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens'])} tokens".replace(
+        "  ", " "
+    )
+    if "error" in summary:
+        rows["error"] = summary["error"]
+    return rows
+
+
+def _places(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Where everything is, by label."""
+    run_dir = Path(summary["paths"]["run_dir"])
+    names = [Path(p).name for k, p in summary["paths"].items() if k != "run_dir"]
+    rows = {"run directory": f"{run_dir}/", "": "  ".join(names)}
+    wandb = summary["wandb"]
+    if wandb is not None and wandb["url"]:
+        rows["W&B"] = wandb["url"]
+    elif wandb is not None and wandb["folder"]:
+        rows["W&B offline"] = f"wandb sync {wandb['folder']}"
+    return rows
+
+
+def _chart(losses: list[float], summary: Mapping[str, Any], width: int) -> list[str]:
+    """The loss over the run with its extremes beside it; nothing for fewer than three steps."""
+    if len(losses) < 3:
+        return []
+    scale = 9  # "12.3456 ┤"
+    columns = resample(losses, width - scale - 1)
+    rows = chart(columns, len(columns), CHART_HEIGHT)
+    top, bottom = f"{max(columns):7.4f} ┤", f"{min(columns):7.4f} ┤"
+    labels = [top, *[f"{'│':>{scale}}"] * (len(rows) - 2), bottom]
+    first, last = f"{summary['first_step']:,}", f"step {summary['steps']:,}"
+    drawn = len(rows[0])
+    axis = f"{'└':>{scale}}" + "─" * drawn
+    gap = max(1, drawn - len(first) - len(last))
+    below = " " * scale + first + " " * gap + last
+    return [label + row for label, row in zip(labels, rows, strict=True)] + [axis, below, ""]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+def _table() -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True, width=LABEL_WIDTH)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _row(table: Table, console: Console, label: str, text: str) -> None:
+    table.add_row(label, Text(encodable(text, console.encoding)))
+
+
+def _panel(console: Console, title: str, content: Table, style: str) -> None:
+    heading = Text(encodable(title, console.encoding), style="bold")
+    width = min(MAX_WIDTH, console.width)
+    console.print(
+        Panel(
+            content,
+            title=heading,
+            title_align="left",
+            border_style=style,
+            width=width,
+            padding=(0, 1),
+        )
+    )
+
+
+def bits_per_byte(eval_loss: float | None, tokenizer: str) -> float | None:
+    """A loss in nats per token as bits per byte: only where a token is a byte."""
+    return eval_loss / math.log(2) if tokenizer == "byte" and eval_loss is not None else None

@@ -1,0 +1,206 @@
+"""Weights & Biases beside metrics.jsonl (`logger=wandb`); its failure is never the run's.
+
+Secrets stay where they are: this module asks whether a key exists and never reads it on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import netrc
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from parallel3d.config import Config, LoggerConfig
+from parallel3d.errors import UserError
+from parallel3d.metrics.provenance import Provenance
+from parallel3d.metrics.records import StepRecord
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+ONLINE_TIMEOUT_S = 30  # then the run goes on offline; W&B's own default keeps a job waiting for 90
+MAX_ID_LENGTH = 64
+
+# Sections of the W&B page. `step` and `tokens` are logged plain: they are the x axes.
+_NAMES = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "step_time_s": "speed/step_time_s",
+}
+
+
+def check_logger(logger: LoggerConfig) -> None:
+    """Raise UserError if `logger` cannot work, before anything has started.
+
+    wandb must be installed, and `logger.mode=online` needs a key; nothing is contacted.
+    """
+    if logger.name != "wandb":
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "logger=wandb needs the wandb package, which is not installed: pip install wandb, "
+            "or logger=none (metrics.jsonl is always written)"
+        )
+    if logger.mode == "online" and not has_credentials():
+        raise UserError(
+            "logger.mode=online needs a W&B key and none was found in WANDB_API_KEY or the netrc "
+            "file: run `wandb login`, or choose logger.mode=auto or logger.mode=offline"
+        )
+
+
+def has_credentials() -> bool:
+    """Whether W&B would find a key: in the environment or, for its host, in the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb  # 0.5 s that only runs with logger=wandb pay
+
+    url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    home = Path.home()
+    named = os.environ.get("NETRC")
+    files = [Path(named)] if named else [home / ".netrc", home / "_netrc"]
+    for file in (f for f in files if f.is_file()):
+        try:
+            entries = netrc.netrc(file)
+        except (netrc.NetrcParseError, OSError):
+            return False  # W&B cannot read it either
+        hosts = [urlsplit(url).netloc, "api.wandb.ai"]
+        return any(entries.authenticators(host) for host in hosts)
+    return False
+
+
+def resolve_mode(mode: str) -> str:
+    """`auto` is online with a key unless W&B's WANDB_MODE says otherwise; else `mode` itself."""
+    if mode != "auto":
+        return mode
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return "offline"
+    return "online" if has_credentials() else "offline"
+
+
+def run_id(run: str) -> str:
+    """W&B's id of a run: its name as far as W&B allows, the same at every restart.
+
+    A name that had to be changed gets a checksum, so that two such names never share an id.
+    """
+    allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
+    if allowed == run and len(run) <= MAX_ID_LENGTH:
+        return run
+    checksum = f"{zlib.crc32(run.encode()):08x}"
+    return f"{allowed[: MAX_ID_LENGTH - 9]}-{checksum}"
+
+
+class WandbLogger:
+    """One W&B run. Its constructor and methods never raise because of W&B: the first failure is
+    said once through `say`, after which every call does nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        provenance: Provenance,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self.mode = resolve_mode(config.logger.mode)
+        self._run: Run | None = None
+        if self.mode == "online":  # this may take a while, and nothing else is on the screen yet
+            self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
+        self._guard(lambda: self._open(config, run_dir, provenance))
+        if self._run is None and self.mode == "online":
+            self.mode = "offline"
+            self._guard(_forget)  # W&B still holds the id that it could not open
+            self._guard(lambda: self._open(config, run_dir, provenance))
+        self.folder = None if self._run is None else Path(self._run.dir).parent
+        self.url = None if self._run is None or self.mode == "offline" else self._run.url
+
+    def step(self, record: StepRecord) -> None:
+        """Log a training step."""
+        row = {_NAMES.get(key, key): value for key, value in record._asdict().items()}
+        self._log(row)
+
+    def evaluation(self, step: int, eval_loss: float, tokens: int) -> None:
+        """Log a held-out loss."""
+        self._log({"step": step, "tokens": tokens, "eval/loss": eval_loss})
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Attach the run's summary, but no path of this machine, and close the run.
+
+        Online, this waits until W&B has everything.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return
+
+        def close() -> None:
+            run.summary.update({k: v for k, v in summary.items() if k not in ("paths", "wandb")})
+            run.finish(exit_code=exit_code)
+
+        self._guard(close)
+
+    def _open(self, config: Config, run_dir: Path, provenance: Provenance) -> None:
+        import wandb
+
+        content = dataclasses.asdict(config) | {"code": provenance._asdict()}
+        run = wandb.init(
+            project=config.logger.project,
+            id=run_id(run_dir.name),
+            name=run_dir.name,
+            group=config.logger.group,
+            tags=list(config.logger.tags),
+            config=content,
+            dir=str(run_dir),
+            mode="online" if self.mode == "online" else "offline",
+            # Offline, each session makes its own folder; `wandb sync` joins them by their id.
+            resume="allow" if self.mode == "online" else None,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_code=True,
+                disable_git=True,  # provenance is in the config, without the remote's address
+                init_timeout=ONLINE_TIMEOUT_S,
+                x_disable_machine_info=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+            ),
+        )
+        for axis in ("step", "tokens"):
+            run.define_metric(axis, hidden=True)
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
+    def _log(self, row: dict[str, float]) -> None:
+        run = self._run
+        if run is not None:
+            self._guard(lambda: run.log(row))
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run `action`; if W&B or its background process fails, say so and never call it again."""
+        try:
+            action()
+        except Exception as error:
+            # Only W&B's own errors, which it keeps in several modules, and a background process
+            # that cannot start or has died. Anything else is a mistake of ours.
+            if not isinstance(error, OSError) and not type(error).__module__.startswith("wandb"):
+                raise
+            self._run = None
+            first_line = str(error).splitlines()[0] if str(error) else ""
+            self._say(
+                f"warning: W&B {self.mode} failed ({type(error).__name__}: {first_line}); "
+                "the training goes on and metrics.jsonl has everything"
+            )
+
+
+def _forget() -> None:
+    """Stop W&B's background process, and with it whatever it has half opened."""
+    import wandb
+
+    wandb.teardown()

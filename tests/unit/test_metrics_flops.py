@@ -1,0 +1,94 @@
+"""FLOPs per token and parameter counts against figures worked out by hand or published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel3d.config import ModelConfig, conf_dir
+from parallel3d.metrics.flops import flops_per_token, parameter_count
+
+
+def preset(name: str) -> ModelConfig:
+    path: Path = conf_dir() / "model" / f"{name}.yaml"
+    return ModelConfig(**yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama_1b", 1_235_814_400),
+    ],
+)
+def test_parameter_count_equals_the_published_one(name: str, published: int) -> None:
+    assert parameter_count(preset(name)) == published
+
+
+def small(**changes: object) -> ModelConfig:
+    shape = {
+        "name": "small",
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 24,
+        "vocab_size": 10,
+        "seq_length": 16,
+    }
+    return ModelConfig(**(shape | changes))
+
+
+def test_parameter_count_by_hand_for_gpt() -> None:
+    layer = 4 * (8 * 8 + 8) + (8 * 24 + 24) + (24 * 8 + 8) + 2 * (8 + 8)
+    assert parameter_count(small()) == 2 * layer + 10 * 8 + 16 * 8 + 16
+
+
+def test_parameter_count_by_hand_for_gqa_swiglu_untied() -> None:
+    model = small(
+        num_query_groups=2,
+        activation="swiglu",
+        norm="rmsnorm",
+        bias=False,
+        position_embedding="rope",
+        tie_embeddings=False,
+    )
+    layer = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8
+    assert parameter_count(model) == 2 * layer + 2 * 10 * 8 + 8
+
+
+def test_swiglu_with_biases_has_one_for_the_gate_too() -> None:
+    plain, gated = small(), small(activation="swiglu")
+    assert parameter_count(gated) - parameter_count(plain) == 2 * (8 * 24 + 24)
+
+
+def test_flops_by_hand_per_product() -> None:
+    # Multiply-adds of one token, forward: q k v out, up and down, scores and values, head.
+    forward = 2 * (4 * 8 * 8 + 2 * 8 * 24 + 2 * 16 * 8) + 8 * 10
+    assert flops_per_token(small(), 16) == 3 * 2 * forward
+
+
+def test_flops_agree_with_narayanan_2021_equation_3() -> None:
+    # 96 B s l h² (1 + s/6h + V/16lh): the layers' part has a recomputed forward, 4 passes of which
+    # 3 are model FLOPs; the head's part (V/16lh) has none.
+    model = preset("megatron_1t")
+    layers, hidden, sequence, vocab = 128, 25600, 2048, 51200
+    unit = 96 * layers * hidden**2
+    in_layers, in_head = 1 + sequence / (6 * hidden), vocab / (16 * layers * hidden)
+    expected = unit * (in_layers * 3 / 4 + in_head)
+    assert flops_per_token(model, sequence) == pytest.approx(expected, rel=1e-12)
+
+
+def test_flops_do_not_depend_on_tying_positions_or_padding() -> None:
+    base = flops_per_token(small(), 16)
+    assert flops_per_token(small(tie_embeddings=False), 16) == base
+    assert flops_per_token(small(vocab_multiple=1), 16) == base
+    assert flops_per_token(small(max_position_embeddings=4096), 16) == base
+
+
+def test_flops_grow_with_the_sequence_by_attention_alone() -> None:
+    model = small()
+    assert flops_per_token(model, 32) - flops_per_token(model, 16) == 12 * 2 * 8 * 16

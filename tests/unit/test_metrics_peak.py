@@ -1,0 +1,96 @@
+"""The peak that MFU is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H100 NVL", "bf16", 835.5),
+        ("NVIDIA H200", "fp8", 1978.9),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI300X", "fp8", 2614.9),
+    ],
+)
+def test_datasheet_gives_each_device_its_own_dense_peak(
+    name: str, dtype: str, tflops: float
+) -> None:
+    peak = datasheet_peak(name, dtype)
+    assert peak is not None
+    assert peak.flops == pytest.approx(tflops * 1e12)
+    assert "datasheet" in peak.source or "whitepaper" in peak.source or "spec" in peak.source
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA H20", "bf16"),  # not an H200
+        ("NVIDIA GH200 480GB", "bf16"),
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of it
+        ("NVIDIA A100-SXM4-80GB", "fp8"),  # has none
+        ("Tesla T4", "fp16"),
+    ],
+)
+def test_what_the_table_does_not_hold_is_not_guessed(name: str, dtype: str) -> None:
+    assert datasheet_peak(name, dtype) is None
+
+
+def test_override_wins_and_is_named() -> None:
+    peak = device_peak_flops(CPU, "fp32", override_tflops=2.5)
+    assert (peak.flops, peak.source) == (2.5e12, "launch.peak_tflops")
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "cores", "share"),
+    [(1, 1, 2, 1.0), (1, 2, 2, 1.0), (1, 4, 2, 0.5), (2, 1, 2, 1.0), (2, 4, 2, 0.25)],
+)
+def test_ranks_share_the_cores_that_there_are(
+    threads: int, ranks: int, cores: int, share: float
+) -> None:
+    assert cpu_share(threads, ranks, cores) == share
+
+
+def test_cpu_is_measured_quickly_and_divided_among_the_ranks() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        start = time.perf_counter()
+        alone = device_peak_flops(CPU, "fp32", local_ranks=1, local_cores=1)
+        seconds = time.perf_counter() - start
+        shared = device_peak_flops(CPU, "fp32", local_ranks=8, local_cores=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert seconds < 3  # 0.35 s on a quiet machine
+    assert alone.flops > 1e9
+    assert alone.source == "measured: fp32 GEMM on 1 CPU thread"
+    assert shared.source == "measured: fp32 GEMM × 1 cores / 8 threads"
+    assert 0.3 < shared.flops * 8 / alone.flops < 3  # equal but for the noise of a busy machine
+
+
+def test_measuring_leaves_the_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    device_peak_flops(CPU, "bf16")
+    assert torch.equal(torch.get_rng_state(), before)

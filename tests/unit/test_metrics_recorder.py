@@ -1,0 +1,251 @@
+"""The recorder: what it writes, what it shows, and what is left when a run ends badly."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from parallel3d.config import Config, ModelConfig
+from parallel3d.metrics.flops import parameter_count
+from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.progress import make_console
+from parallel3d.metrics.recorder import Recorder
+
+STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
+PEAK = Peak(1e9, "a datasheet")
+
+
+def make_config(steps: int = 20) -> Config:
+    config = Config(tp=2, pp=2)
+    config.model = ModelConfig(name="gpt_tiny")
+    config.train.steps = steps
+    return config
+
+
+def make_recorder(
+    folder: Path, config: Config, *, terminal: bool = False, first_step: int = 1
+) -> tuple[Recorder, io.StringIO]:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=80, highlight=False)
+    recorder = Recorder(config, folder, 4, 1000.0, PEAK, first_step=first_step, console=console)
+    return recorder, screen
+
+
+def run_steps(recorder: Recorder, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        recorder.step(step, 5.0 / step, 0.5, 1e-3, 4096, 0.5)
+
+
+def test_a_line_per_step_with_the_promised_keys(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config(2))
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 5.5, 1.25, 1e-3, 4096, 0.5)
+        recorder.step(2, 5.0, 1.5, 2e-3, 4096, 0.25)
+        recorder.evaluation(2, 5.25)
+    first, second, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(first) == STEP_KEYS
+    assert (first["tokens"], second["tokens"]) == (4096, 8192)
+    assert second["tokens_per_s"] == 4096 / 0.25
+    # 1000 FLOPs a token; four devices of 1 GFLOP/s.
+    assert second["mfu"] == pytest.approx(4096 / 0.25 * 1000 / (4 * 1e9))
+    assert evaluation == {"step": 2, "eval_loss": 5.25, "tokens": 8192}
+
+
+def test_summary_states_what_mfu_is_made_of_and_leaves_the_warm_up_out(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config(6))
+    with recorder:
+        recorder.start({})
+        for step, seconds in enumerate([100.0, 100.0, 100.0, 1.0, 1.0, 2.0], start=1):
+            recorder.step(step, 3.0, 0.5, 1e-3, 1000, seconds)
+            recorder.evaluation(step, 2.0 + abs(step - 4))
+        summary = recorder.finish()
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens_per_s"] == {"mean": 750.0, "median": 1000.0, "warmup_steps_excluded": 3}
+    assert summary["mfu"]["value"] == pytest.approx(750 * 1000 / (4 * 1e9))
+    assert summary["mfu"]["peak_source"] == "a datasheet"
+    assert (summary["eval_loss"], summary["best_eval_loss"]) == (4.0, 2.0)
+    assert (summary["eval_step"], summary["best_eval_step"]) == (6, 4)
+    assert summary["bits_per_byte"] == pytest.approx(4.0 / math.log(2))
+    assert summary["layout"] == {"tp": 2, "pp": 2, "dp": 1, "cp": 1, "world_size": 4}
+    assert summary["parameters"] == parameter_count(make_config().model)
+    assert (summary["status"], summary["steps"], summary["tokens"]) == ("finished", 6, 6000)
+    assert summary["code"]["torch"]
+
+
+def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config())
+    with pytest.raises(ValueError, match="planted"), recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 3)
+        raise ValueError("planted\nsecond line")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 3)
+    assert summary["error"] == "ValueError: planted"
+    assert "failed after 3 steps" in screen.getvalue()
+    with pytest.raises(ValueError, match="closed"):
+        run_steps(recorder, 4, 4)
+
+
+def test_ctrl_c_is_an_interruption_not_a_failure(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config())
+    with pytest.raises(KeyboardInterrupt), recorder:
+        recorder.start({})
+        raise KeyboardInterrupt
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["loss"]) == ("interrupted", 0, None)
+
+
+def test_an_error_before_start_is_not_hidden_by_the_recorder(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config())
+    with pytest.raises(ValueError, match="planted"), recorder:
+        raise ValueError("planted")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_block_finishes_once(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(2))
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 2)
+        summary = recorder.finish("stopped")
+    assert recorder.finish() is summary
+    assert summary["status"] == "stopped"
+    assert screen.getvalue().count("stopped after 2 steps") == 1
+
+
+def test_a_loss_that_is_not_a_number_is_recorded_and_shown(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(4))
+    with recorder:
+        recorder.start({})
+        for step in range(1, 5):
+            recorder.step(step, math.nan, math.inf, 1e-3, 4096, 0.5)
+        recorder.evaluation(4, math.nan)
+    content = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert content["loss"] is None
+    assert content["nonfinite"]["loss"] == "nan"
+    assert content["best_eval_loss"] is None
+    assert "not finite" in screen.getvalue()
+
+
+def test_resume_continues_tokens_curve_and_best_evaluation(tmp_path: Path) -> None:
+    config = make_config(4)
+    first, _ = make_recorder(tmp_path, config)
+    with first:
+        first.start({})
+        run_steps(first, 1, 2)
+        first.evaluation(2, 1.0)
+        run_steps(first, 3, 3)
+    second, _ = make_recorder(tmp_path, config, first_step=3)
+    with second:
+        second.start({})
+        run_steps(second, 3, 4)
+        second.evaluation(4, 2.0)
+        summary = second.finish()
+    steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4]
+    assert summary["tokens"] == 4 * 4096
+    assert (summary["best_eval_loss"], summary["eval_loss"]) == (1.0, 2.0)
+
+
+def test_without_a_terminal_only_plain_lines_at_the_asked_steps(tmp_path: Path) -> None:
+    config = make_config(25)
+    config.train.log_every = 10
+    recorder, screen = make_recorder(tmp_path, config)
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 25)
+    text = screen.getvalue()
+    shown = [line.split()[1] for line in text.splitlines() if line.startswith("step")]
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert shown == ["1/25", "10/25", "20/25", "25/25"]
+
+
+def test_on_a_terminal_a_bar_and_evaluations_above_it(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(4), terminal=True)
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 2)
+        recorder.evaluation(2, 2.5)
+        run_steps(recorder, 3, 4)
+    text = screen.getvalue()
+    assert "\x1b[?25l" in text  # the live display hides the cursor …
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # … and gives it back
+    assert "step 4/4" in text  # the last picture, drawn when the display stops
+    assert "held-out loss 2.5000 · 3.607 bits per byte" in text
+
+
+def test_progress_false_draws_no_bar_on_a_terminal(tmp_path: Path) -> None:
+    config = make_config(2)
+    config.train.progress = False
+    recorder, screen = make_recorder(tmp_path, config, terminal=True)
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 2)
+    assert "\x1b[?25l" not in screen.getvalue()
+    assert "step 2/2" in screen.getvalue()
+
+
+def test_a_redirected_output_is_no_terminal_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert not make_console().is_terminal
+
+
+def test_an_ascii_log_gets_ascii(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
+    with Recorder(make_config(5), tmp_path, 4, 1000.0, PEAK, console=console) as recorder:
+        recorder.start({"data": "Bücher × 2"})
+        run_steps(recorder, 1, 5)
+        recorder.evaluation(5, 1.0)
+    console.file.flush()
+    assert b"B?cher x 2" in raw.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_header_and_summary_fit_the_screen_and_say_what_matters(tmp_path: Path, width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, force_terminal=False, highlight=False)
+    with Recorder(make_config(), tmp_path, 4, 1e6, PEAK, console=console) as recorder:
+        recorder.start({"data": "stdlib · 11 M tokens"})
+        run_steps(recorder, 1, 20)
+        recorder.evaluation(20, 1.9)
+    framed = [line for line in screen.getvalue().splitlines() if line[:1] in "╭│╰"]
+    assert {len(line) for line in framed} == {min(width, 100)}
+    text = screen.getvalue()
+    for words in (
+        "tp 2 × pp 2 × dp 1 = 4 ranks",
+        "16 sequences = 4 × 4 micro-batches × dp 1 · 4,096 tokens",
+        "stdlib · 11 M tokens",
+        "859 k parameters",
+        "1.9000 nats per token · 2.741 bits per byte",
+        "of 4 × 1.00 GFLOP/s",
+        "metrics.jsonl  config.yaml  summary.json",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_step_costs_less_than_a_millisecond(tmp_path: Path, terminal: bool) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config(400), terminal=terminal)
+    times = []
+    with recorder:
+        recorder.start({})
+        for step in range(1, 401):
+            begin = time.perf_counter()
+            recorder.step(step, 5.0 / step, 0.5, 1e-3, 4096, 0.5)
+            times.append(time.perf_counter() - begin)
+    print(f"median {statistics.median(times) * 1e6:.0f} µs")
+    assert statistics.median(times) < 1e-3

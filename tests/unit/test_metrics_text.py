@@ -1,0 +1,83 @@
+"""Numbers, clocks and curves as text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from parallel3d.metrics.text import Curve, chart, duration, encodable, percent, si, sparkline
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.5, "0.50 "),
+        (42.0, "42.0 "),
+        (999.6, "1.00 k"),
+        (12_345, "12.3 k"),
+        (999_960, "1.00 M"),
+        (989.4e12, "989 T"),
+        (2.25e15, "2.25 P"),
+        (math.nan, "nan "),
+    ],
+)
+def test_si_shows_three_digits_and_a_prefix(number: float, text: str) -> None:
+    assert si(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (273_845, "3d 04:04:05")],
+)
+def test_duration_reads_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_an_unknown_duration_is_not_a_number_on_the_screen() -> None:
+    assert duration(math.nan) == "-:--"
+
+
+def test_percent_keeps_three_digits() -> None:
+    assert [percent(x) for x in (0.00123, 0.0567, 0.341)] == ["0.12 %", "5.67 %", "34.1 %"]
+
+
+def test_sparkline_falls_with_the_values() -> None:
+    assert sparkline([8.0, 4.0, 2.0, 1.0], 10) == "█▆▃▁"
+
+
+def test_a_constant_series_is_flat_at_the_bottom() -> None:
+    assert sparkline([2.0] * 4, 10) == "▁▁▁▁"
+
+
+def test_chart_averages_into_the_width_and_stacks_rows() -> None:
+    rows = chart([4.0, 2.0, 1.0, 1.0], 2, 2)
+    assert rows == ["█ ", "█▁"]
+
+
+def test_chart_of_nothing_is_nothing() -> None:
+    assert chart([], 10, 3) == []
+    assert sparkline([], 10) == ""
+
+
+def test_curve_stays_bounded_and_keeps_the_mean() -> None:
+    curve = Curve(capacity=8)
+    for i in range(1000):
+        curve.add(float(i))
+    values = curve.values()
+    assert len(values) <= 8
+    assert values == sorted(values)
+    assert values[0] == pytest.approx(sum(range(128)) / 128)
+
+
+def test_curve_leaves_out_what_is_not_finite() -> None:
+    curve = Curve()
+    for x in (1.0, math.nan, math.inf, 3.0):
+        curve.add(x)
+    assert curve.values() == [1.0, 3.0]
+
+
+def test_text_fits_an_ascii_console_and_is_unchanged_elsewhere() -> None:
+    assert encodable("2 × 3 · ▁█", "ascii") == "2 x 3 - .@"
+    assert encodable("ü", "ascii") == "?"
+    assert encodable("2 × 3", "utf-8") == "2 × 3"

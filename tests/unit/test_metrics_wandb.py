@@ -1,0 +1,210 @@
+"""W&B: what an offline run holds, that restarts are one run, and that its failure is not ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from parallel3d.config import Config, LoggerConfig, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, check_logger, resolve_mode, run_id
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home without keys."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make_config() -> Config:
+    config = Config()
+    config.model = ModelConfig(name="gpt_tiny")
+    config.train.steps = 3
+    config.logger = LoggerConfig(name="wandb", group="sweep", tags=["a", "b"])
+    return config
+
+
+def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
+    with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+        recorder.start({})
+        for step in (1, 2, 3):
+            recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1)
+        recorder.evaluation(3, 1.5)
+        if fail:
+            raise ValueError("planted")
+        return recorder.finish()
+
+
+def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records of the run directory's only W&B file by type, read by W&B's own tool."""
+    (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    tool = str(Path(sys.executable).with_name("wandb"))
+    done = subprocess.run(
+        [tool, "leet", "inspect", "--json", str(path)], capture_output=True, text=True, check=True
+    )
+    records: dict[str, list[dict[str, Any]]] = {}
+    for record in map(json.loads, done.stdout.splitlines()):
+        records.setdefault(record["type"], []).append(record[record["type"]])
+    return records
+
+
+def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "my-run"
+    run_dir.mkdir()
+    summary = train(make_config(), run_dir)
+    records = inspect(run_dir)
+    rows = [history["item"] for history in records["history"]]
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == [3.0, 2.0, 1.0]
+    assert [row["tokens"] for row in rows] == [4096, 8192, 12288, 12288]
+    assert rows[-1]["eval/loss"] == 1.5
+    run = records["run"][0]
+    assert (run["run_id"], run["display_name"], run["project"]) == ("my-run",) * 2 + ("parallel3d",)
+    assert run["run_group"] == "sweep"
+    assert run["tags"] == ["a", "b"]
+    assert records["exit"][0].get("exit_code", 0) == 0
+    axes = [metric["name"] for metric in records["metric"] if "name" in metric]
+    assert axes == ["step", "tokens"]
+    merged = {k: v for record in records["summary"] for k, v in record["update"].items()}
+    assert merged["status"] == "finished"
+    assert "paths" not in merged
+    config = run["config"]["update"]
+    assert config["global_batch_size"] == 16
+    assert config["model"]["hidden_size"] == 128
+    assert set(config["code"]) == {"parallel3d", "git_commit", "torch", "hostname"}
+    assert summary["wandb"]["mode"] == "offline"
+    assert Path(summary["wandb"]["folder"]).is_dir()
+    assert "wandb sync" in capfd.readouterr().out
+
+
+def test_a_failed_run_is_failed_in_wandb_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = []
+    real = wandb.Run.finish
+
+    def finish(self: wandb.Run, exit_code: int) -> None:
+        codes.append(exit_code)
+        real(self, exit_code=exit_code)
+
+    monkeypatch.setattr(wandb.Run, "finish", finish)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(ValueError, match="planted"):
+        train(make_config(), run_dir, fail=True)
+    assert codes == [1]
+
+
+def test_no_key_is_offline_and_a_key_is_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_mode("auto") == "offline"
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text(f"machine api.wandb.ai\n login user\n password {SECRET}\n")
+    netrc.chmod(0o600)
+    assert resolve_mode("auto") == "online"
+    assert resolve_mode("offline") == "offline"
+    netrc.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    assert resolve_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert resolve_mode("auto") == "offline"
+
+
+def test_online_without_a_key_is_the_users_error_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger = LoggerConfig(name="wandb", mode="online")
+    with pytest.raises(UserError, match=r"logger\.mode=online needs a W&B key.*wandb login"):
+        check_logger(logger)
+    check_logger(LoggerConfig(name="none", mode="online"))
+    check_logger(LoggerConfig(name="wandb", mode="auto"))
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    check_logger(logger)
+
+
+def test_the_key_is_nowhere_in_the_run_directory_or_on_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    config = make_config()
+    config.logger.mode = "offline"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    train(config, run_dir)
+    files = [f for f in run_dir.rglob("*") if f.is_file()]
+    assert any(f.suffix == ".wandb" for f in files)
+    assert not [f for f in files if SECRET.encode() in f.read_bytes()]
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_no_network_at_the_start_falls_back_to_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    real = wandb.init
+
+    def unreachable(**options: Any) -> Any:
+        if options["mode"] == "online":
+            raise wandb.errors.CommError("no such host")
+        return real(**options)
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    summary = train(make_config(), run_dir)
+    assert (summary["status"], summary["wandb"]["mode"]) == ("finished", "offline")
+    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
+    assert capfd.readouterr().out.count("CommError: no such host") == 1
+
+
+def test_a_wandb_that_dies_is_said_once_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lost(self: wandb.Run, row: dict[str, float]) -> None:
+        raise ConnectionResetError("Connection lost")
+
+    monkeypatch.setattr(wandb.Run, "log", lost)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    summary = train(make_config(), run_dir)
+    assert summary["status"] == "finished"
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == 4
+    assert capfd.readouterr().out.count("Connection lost") == 1
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_failure_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: wandb.Run, row: dict[str, float]) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setattr(wandb.Run, "log", broken)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with pytest.raises(TypeError, match="ours"):
+        train(make_config(), run_dir)
+
+
+def test_the_id_of_a_run_is_its_name_made_safe() -> None:
+    assert run_id("gpt_tiny-tp2.1") == "gpt_tiny-tp2.1"
+    assert run_id("a/b") != run_id("a b") != run_id("a-b")
+    assert run_id("a/b") == run_id("a/b")
+    assert len(run_id("x" * 200)) <= MAX_ID_LENGTH
+    assert run_id("x" * 200) != run_id("x" * 201)
