@@ -75,7 +75,6 @@ class Recorder:
         follow them.
         """
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._start_time = time.perf_counter()
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
         self._metrics = self._resources.enter_context(MetricsFile(path, self._first_step))
@@ -101,6 +100,7 @@ class Recorder:
                 curve=self._curve,
             )
         )
+        self._start_time = time.perf_counter()  # connecting to W&B is no training
 
     def step(
         self,
