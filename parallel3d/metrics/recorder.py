@@ -74,7 +74,6 @@ class Recorder:
         gives ("model", "layout", "batch", "data", "precision", "device", "peak per rank") or
         follow them.
         """
-        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
         self._metrics = self._resources.enter_context(MetricsFile(path, self._first_step))
@@ -100,7 +99,9 @@ class Recorder:
                 curve=self._curve,
             )
         )
-        self._start_time = time.perf_counter()  # connecting to W&B is no training
+        # Last: what fails above leaves nothing to summarise, and connecting to W&B is no training.
+        self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._start_time = time.perf_counter()
 
     def step(
         self,

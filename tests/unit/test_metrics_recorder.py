@@ -111,6 +111,12 @@ def test_an_error_before_start_is_not_hidden_by_the_recorder(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_start_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path / "absent", make_config())
+    with pytest.raises(FileNotFoundError, match="absent"), recorder:
+        recorder.start({})
+
+
 def test_the_end_of_the_block_finishes_once(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(2))
     with recorder:
