@@ -1,4 +1,4 @@
-"""Every collective that the framework calls, on a `Group`: one place for torch versions and backends.
+"""Every collective that the framework calls: one place for torch versions and backends.
 
 A group of one communicates nothing. The `*_async` functions return a handle whose `wait()` must be
 called before the result is read; on NCCL that orders streams, on gloo it blocks the host.

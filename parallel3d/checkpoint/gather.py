@@ -31,6 +31,26 @@ def owned_boxes(
     return boxes
 
 
+def gather_boxes(
+    parameters: Iterable[nn.Parameter], groups: ProcessGroups
+) -> list[tuple[int, Piece, Tensor]]:
+    """Every box that any rank holds, replicas and copies too: (rank, box, CPU tensor) on rank 0,
+    an empty list elsewhere; collective."""
+    boxes = [(piece, p.detach()) for p in parameters for piece in p.spec.pieces]
+    return _gather([(piece, piece.of_local(local)) for piece, local in boxes], groups)
+
+
+def _gather(
+    boxes: list[tuple[Piece, Tensor]], groups: ProcessGroups
+) -> list[tuple[int, Piece, Tensor]]:
+    mine = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
+    if groups.world.size == 1:
+        return mine
+    everyone: list[list | None] = [None] * groups.world.size
+    dist.gather_object(mine, everyone if groups.rank == 0 else None)
+    return [item for items in everyone for item in items] if groups.rank == 0 else []
+
+
 def gather_parameters(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> dict[str, Tensor]:
@@ -41,16 +61,9 @@ def gather_parameters(
     Raises:
         RuntimeError: the boxes do not cover a tensor exactly once.
     """
-    mine = [(piece, box.to("cpu").contiguous()) for piece, box in owned_boxes(parameters, groups)]
-    everyone: list[list[tuple[Piece, Tensor]] | None] = [mine]
-    if groups.world.size > 1:
-        everyone = [None] * groups.world.size
-        dist.gather_object(mine, everyone if groups.rank == 0 else None)
-    if groups.rank != 0:
-        return {}
     full: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
-    for piece, box in (item for boxes in everyone for item in boxes):
+    for _, piece, box in _gather(owned_boxes(parameters, groups), groups):
         if piece.name not in full:
             full[piece.name] = torch.empty(piece.full_shape, dtype=box.dtype)
             covered[piece.name] = torch.zeros(piece.full_shape, dtype=torch.int8)

@@ -33,7 +33,7 @@ class Norm(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates dimension pairs (d, d + r/2) of the first r dimensions of every head by their angle."""
+    """Rotates the pairs (d, d + r/2) of the first r dimensions of every head by their angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ def warmup_steps(optim: OptimConfig, train_steps: int) -> int:
 def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
     """Learning rate of `step`, counted from 1.
 
-    Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine (Loshchilov
-    and Hutter 2016) down to `min_lr` at `lr_decay_steps`; or wsd (Hu et al. 2024, MiniCPM §4.1):
-    constant, then linear over the last `wsd_decay_fraction` of the decay steps. `min_lr` after that.
+    Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
+    (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; or wsd (Hu et al. 2024,
+    MiniCPM §4.1): constant, then linear over the last `wsd_decay_fraction` of the decay steps.
+    `min_lr` after that.
     """
     warmup = warmup_steps(optim, train_steps)
     end = optim.lr_decay_steps or train_steps

@@ -1,4 +1,4 @@
-"""The checker: proves a pipeline plan complete, ordered, paired and free of deadlock, or says why not.
+"""Proves a pipeline plan complete, ordered, paired and free of deadlock, or says why not.
 
 It reads the plan alone, whatever made it, and needs no process: a plan that passes here cannot hang
 and cannot train on the wrong micro-batch, provided that the transport keeps the order of messages

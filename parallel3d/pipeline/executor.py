@@ -132,10 +132,8 @@ class Executor:
 
     def _backward(self, m: int, loss_scale: Tensor) -> None:
         x, y = self.live.pop(m)
-        if self.stage.last:
-            grad = loss_scale.to(y.dtype)
-        else:
-            grad = self._received(Action(Kind.RECV_B, m))
+        last = self.stage.last
+        grad = loss_scale.to(y.dtype) if last else self._received(Action(Kind.RECV_B, m))
         torch.autograd.backward(y, grad)
         if x is not None:
             self.outbox[Action(Kind.SEND_B, m)] = x.grad.contiguous()

@@ -15,7 +15,7 @@ from parallel3d.topology.process_groups import Group
 
 @dataclass
 class Transfer:
-    """A message in flight; the tensor must live, and on a send stay unchanged, until `work` ends."""
+    """A message in flight; until `work` ends the tensor lives, and a sent one stays unchanged."""
 
     action: Action
     tensor: Tensor

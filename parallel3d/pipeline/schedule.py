@@ -1,8 +1,9 @@
-"""Pipeline schedules as data: what every stage computes and sends, in order, with no process in sight.
+"""Pipeline schedules as data: what every stage computes and sends, with no process in sight.
 
-A plan is made in two layers. `compute_order` lists the forwards and backwards of each rank, which is
-all that tells one schedule from another; `add_communication` lowers any such order to a full plan by
-putting the messages between them. Checker, clock, renderer and executor all read the same plan.
+A plan is made in two layers. `compute_order` lists the forwards and backwards of each rank, which
+is all that tells one schedule from another; `add_communication` lowers any such order to a full
+plan by putting the messages between them. Checker, clock, renderer and executor all read the same
+plan.
 
 GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B: Narayanan et al. 2021, section 2.2
 (arXiv:2104.04473; first published as PipeDream-Flush, arXiv:2006.09503).
@@ -46,7 +47,7 @@ class Kind(StrEnum):
 
     @property
     def peer_offset(self) -> int:
-        """The peer's stage minus mine: +1 for the next stage, -1 for the previous, 0 for compute."""
+        """The peer's stage minus mine: +1 for the next, -1 for the previous, 0 for compute."""
         if self.is_compute:
             return 0
         return 1 if self in (Kind.SEND_F, Kind.RECV_B) else -1
@@ -99,7 +100,7 @@ def schedule(name: str, stages: int, microbatches: int) -> Plan:
 
 
 def compute_order(name: str, stages: int, microbatches: int) -> list[list[Action]]:
-    """The forwards and backwards of every rank, in order, without messages. Raises as `schedule`."""
+    """Every rank's forwards and backwards, in order, without messages. Raises as `schedule`."""
     if stages < 1 or microbatches < 1:
         raise ValueError(
             f"a schedule needs a stage and a micro-batch, not {stages=}, {microbatches=}"

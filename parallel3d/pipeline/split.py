@@ -9,7 +9,7 @@ from parallel3d.pipeline.balance import balance, layers_per_stage_given
 
 
 def layer_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of one layer and token: 2 × its matrices, and causal attention's two products."""
+    """Forward FLOPs of one layer and token: its matrices, and causal attention's two products."""
     queries = model.num_attention_heads * model.head_dim
     attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_dim)
     matrices = 3 if model.activation == "swiglu" else 2

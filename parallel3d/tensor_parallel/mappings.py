@@ -115,7 +115,7 @@ class _RowsOfReplicated(torch.autograd.Function):
 
 
 def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """f: hands a replicated `x` to split work; its gradients are partial sums, so they are added."""
+    """f: hands a replicated `x` to split work, whose partial gradients are added."""
     return _Copy.apply(x, group) if group.size > 1 else x
 
 

@@ -78,7 +78,7 @@ class Layout:
         return sum(index * self.stride(dim) for dim, index in place._asdict().items())
 
     def group_of(self, rank: int, *dims: str) -> list[int]:
-        """The ranks that differ from `rank` along `dims` alone, ascending in the order's strides."""
+        """The ranks that differ from `rank` along `dims` alone, ascending."""
         place = self.coordinates(rank)
         base = rank - sum(getattr(place, d) * self.stride(d) for d in dims)
         return self._spread(base, dims)

@@ -105,6 +105,11 @@ class ProcessGroups:
             world=group("world", [list(range(world))]),
         )
 
+    @classmethod
+    def single(cls) -> ProcessGroups:
+        """Groups of one: the whole model on this process, whatever world is initialised."""
+        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
         made = {g.handle for g in (self.tp, self.dp, self.pp, self.model, self.embedding)}

@@ -1,0 +1,100 @@
+"""`parallel3d train`: the loop around the training step, on one rank."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.config import Config
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.launch import Worker
+from parallel3d.metrics.flops import flops_per_token
+from parallel3d.metrics.peak import device_peak_flops
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.trainer import Trainer
+
+
+def train(config: Config, worker: Worker) -> None:
+    """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
+
+    Rank 0 writes `metrics.jsonl`, `summary.json` and, with `train.save_weights`,
+    `weights-initial.safetensors` and `weights-final.safetensors` into the run directory.
+    """
+    worker.phase = "making process groups"
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
+    device = torch.device(worker.device)
+    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
+    worker.phase = "opening the data"
+    corpus = open_corpus(config.data, config.model.seq_length)
+    worker.phase = "building the model"
+    trainer = Trainer(config, groups, device, corpus)
+    save_weights(trainer, worker, "weights-initial.safetensors")
+    worker.phase = "measuring the peak"
+    with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
+        dist.barrier()  # rank 0 measures a CPU's peak alone
+        if recorder is not None:
+            recorder.start(data_facts(config, corpus))
+        run_steps(trainer, worker, recorder)
+        save_weights(trainer, worker, "weights-final.safetensors")
+    groups.close()
+
+
+def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
+    """All steps and evaluations; `recorder` on rank 0 alone."""
+    settings = trainer.config.train
+    for step in range(1, settings.steps + 1):
+        worker.phase = f"train step {step}"
+        start = time.perf_counter()
+        result = trainer.train_step()
+        if recorder is not None:
+            seconds = time.perf_counter() - start
+            recorder.step(*result, step_time_s=seconds)
+        due = settings.eval_every and step % settings.eval_every == 0
+        if settings.eval_batches and (due or step == settings.steps):
+            worker.phase = f"evaluation after step {step}"
+            eval_loss = trainer.evaluate()
+            if recorder is not None:
+                recorder.evaluation(step, eval_loss)
+
+
+def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
+    """The recorder of rank 0, with the peak that MFU is measured against."""
+    config = trainer.config
+    peak = device_peak_flops(
+        trainer.device,
+        config.precision.name,
+        local_ranks=worker.local_world_size,
+        override_tflops=config.launch.peak_tflops,
+    )
+    flops = flops_per_token(config.model, config.model.seq_length)
+    return Recorder(config, worker.run_dir, worker.world_size, flops, peak)
+
+
+def data_facts(config: Config, corpus: Corpus) -> dict[str, str]:
+    """The header's line about the data."""
+    name = config.data.path or "this Python's standard library"
+    sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
+    return {"data": f"{name}: {sizes}"}
+
+
+def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
+    """Writes the full parameters if `train.save_weights` asks for it; collective."""
+    if not trainer.config.train.save_weights:
+        return
+    worker.phase = f"saving {name}"
+    parameters = trainer.full_parameters()
+    if worker.rank == 0:
+        write_safetensors(worker.run_dir / name, parameters)
+
+
+def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: p.contiguous() for name, p in parameters.items()}, path)

@@ -1,0 +1,223 @@
+"""`parallel3d verify`: proves that a layout trains the same model as one process, on this config.
+
+The layout and a single process start from the same weights, read the same samples and are compared
+after every step: loss, gradient norm, and every box of every rank's parameters (replicas and tied
+copies too). In fp64, where only a mistake can make a difference, and in the run's own precision;
+with SGD, because Adam divides a wrong gradient scale away, and with AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from parallel3d.checkpoint.gather import gather_boxes
+from parallel3d.config import Config, OptimConfig
+from parallel3d.config_checks import check_config
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.launch import Worker
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.trainer import StepResult, Trainer
+
+
+class Tolerance(NamedTuple):
+    """Largest relative differences: of losses, of gradient norms, and of a parameter's values
+    (relative to its largest one). `weights` None: shown, not judged."""
+
+    loss: float
+    grad_norm: float
+    weights: float | None
+
+
+EXACT = Tolerance(1e-9, 1e-9, 1e-9)
+ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
+# AdamW divides by the gradient's own size: where a gradient is rounding noise, its sign decides a
+# whole learning rate. Below fp64 that says nothing about the layout.
+ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
+
+SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
+
+
+class Worst(NamedTuple):
+    """The parameter value that is furthest off: |difference| / the parameter's largest value."""
+
+    difference: float
+    name: str
+    rank: int
+
+
+class Comparison(NamedTuple):
+    """One step of the layout beside the same step of one process."""
+
+    precision: str
+    optimizer: str
+    step: int
+    layout: StepResult
+    single: StepResult
+    worst: Worst
+    failure: str | None
+
+
+def verify(config: Config, worker: Worker) -> int:
+    """Runs all comparisons; collective. Returns 0 if the layout is exact, else 1."""
+    console = Console(stderr=False) if worker.rank == 0 else None
+    corpus = open_corpus(config.data, config.model.seq_length)
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
+    device = torch.device(worker.device)
+    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
+    failure = None
+    if console:
+        console.print(describe(config))
+    for variant, tolerance in variants(config):
+        name = f"{variant.precision.name} {variant.optim.name}"
+        worker.phase = f"verifying {name}"
+        rows = []
+        for row in compare(variant, tolerance, groups, device, corpus):
+            rows.append(row)
+            failure = failure or row.failure
+        if console:
+            console.print(table(rows, layout))
+        if failure:
+            break
+    groups.close()
+    if console:
+        console.print(verdict(config, failure))
+    return 1 if failure else 0
+
+
+def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
+    """The config in fp64 and in its own precision, with SGD and with AdamW, shrunk in steps."""
+    train = dataclasses.replace(config.train, steps=config.verify.steps)
+    own = dataclasses.replace(  # the learning rates of the real run's first steps
+        config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train.steps
+    )
+    optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
+    for precision in dict.fromkeys(("fp64", config.precision.name)):
+        for name, optim in optimizers.items():
+            tolerance = ROUNDED_ADAM if name == "adamw" else ROUNDED
+            yield (
+                dataclasses.replace(
+                    config,
+                    train=train,
+                    optim=optim,
+                    precision=dataclasses.replace(config.precision, name=precision),
+                ),
+                EXACT if precision == "fp64" else tolerance,
+            )
+
+
+def compare(
+    config: Config,
+    tolerance: Tolerance,
+    groups: ProcessGroups,
+    device: torch.device,
+    corpus: Corpus,
+) -> Iterator[Comparison]:
+    """Steps the layout and, on rank 0, one process, side by side; ends at the first difference.
+
+    Yields on rank 0 what was compared, on other ranks nothing; collective.
+    """
+    trainer = Trainer(config, groups, device, corpus)
+    single = None
+    if groups.rank == 0:
+        single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
+    for step in range(config.train.steps + 1):
+        result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
+        boxes = gather_boxes(trainer.parameters.values(), groups)
+        parted = [False]
+        if single is not None:
+            expected = single.train_step() if step else result
+            worst = worst_parameter(boxes, single.full_parameters())
+            failure = judge(step, result, expected, worst, tolerance if step else EXACT, groups)
+            parted = [failure is not None]
+            name = (config.precision.name, config.optim.name)
+            if step or failure:
+                yield Comparison(*name, step, result, expected, worst, failure)
+        if groups.world.size > 1:
+            dist.broadcast_object_list(parted)
+        if parted[0]:
+            return
+
+
+def single_process(config: Config) -> Config:
+    """The same training on one rank: more micro-batches in place of replicas."""
+    plain = dataclasses.replace(config.schedule, layers_per_stage=None)
+    changed = dataclasses.replace(config, tp=1, pp=1, dp=1, cp=1, sp=False, schedule=plain)
+    return check_config(changed, 1)
+
+
+def worst_parameter(boxes: list, expected: dict[str, Tensor]) -> Worst:
+    """Compares every box of every rank with the box of the single process's tensor."""
+    worst = Worst(0.0, "", 0)
+    for rank, piece, box in boxes:
+        full = expected[piece.name]
+        difference = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=1e-30)
+        if not float(difference) <= worst.difference:  # NaN is worst
+            worst = Worst(float(difference), piece.name, rank)
+    return worst
+
+
+def relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def judge(
+    step: int,
+    layout: StepResult,
+    single: StepResult,
+    worst: Worst,
+    tolerance: Tolerance,
+    groups: ProcessGroups,
+) -> str | None:
+    """The first thing that is further off than the tolerance, as a sentence, or None."""
+    where = f"rank {worst.rank} ({groups.layout.coordinates(worst.rank)})"
+    part = f"{worst.name} on {where} is off by {worst.difference:.2e} of its largest value"
+    moment = f"after step {step}" if step else "before the first step"
+    for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
+        a, b = getattr(layout, name), getattr(single, name)
+        if not relative(a, b) <= limit:
+            said = f"{name} {a:.12g} under the layout, {b:.12g} in one process"
+            return f"{moment}: {said}; the worst parameter: {part}"
+    if tolerance.weights is not None and not worst.difference <= tolerance.weights:
+        return f"{moment}: {part}"
+    return None
+
+
+def describe(config: Config) -> str:
+    layout = f"tp={config.tp} pp={config.pp} dp={config.dp} sp={str(config.sp).lower()}"
+    return (
+        f"Verifying {config.model.name} under {layout} schedule={config.schedule.name} "
+        f"against one process, {config.verify.steps} steps each"
+    )
+
+
+def table(rows: list[Comparison], layout: Layout) -> Table:
+    """Losses, gradient norms and the worst parameter side by side."""
+    first = rows[0]
+    result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left")
+    for column in ("step", "loss", "one process", "Δ", "grad norm", "one process", "Δ"):
+        result.add_column(column, justify="right")
+    result.add_column("worst parameter")
+    result.add_column("Δ", justify="right")
+    for row in rows:
+        a, b = row.layout, row.single
+        cells = (f"{a.loss:.9f}", f"{b.loss:.9f}", f"{relative(a.loss, b.loss):.0e}")
+        cells += (f"{a.grad_norm:.7f}", f"{b.grad_norm:.7f}")
+        cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}",)
+        cells += (row.worst.name or "all equal", f"{row.worst.difference:.0e}")
+        result.add_row(str(row.step), *cells, style="bold red" if row.failure else None)
+    return result
+
+
+def verdict(config: Config, failure: str | None) -> str:
+    if failure:
+        return f"[bold red]The layout changes the model[/]: {failure}."
+    return "[bold green]The layout does not change the model.[/]"
