@@ -1,0 +1,222 @@
+"""The command line: the first word picks what to run, the rest goes to Hydra untouched.
+
+Nothing here imports torch: configuration and data are proved right first, so that a mistake is
+answered at once and with nothing written.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import parallel3d
+from parallel3d import cli_help
+from parallel3d.config import Config, conf_dir, register_schema
+from parallel3d.config_checks import check_config
+from parallel3d.config_overrides import explain_override_error
+from parallel3d.data.corpus import check_data
+from parallel3d.devices import HostError, choose_device
+from parallel3d.errors import UserError, nearest
+from parallel3d.launch import Place, detect, port_is_free
+from parallel3d.run_directory import check_run_is_free, make_run_directory
+from parallel3d.worker import APPS, USER_ERROR, local_worker_main, run_alone, run_joined, say
+
+INTERRUPTED = 130
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` by default). Returns the exit code.
+
+    0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
+    stopped by signal n.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(cli_help.overview())
+        elif words[0] in ("-V", "--version"):
+            print(f"parallel3d {parallel3d.__version__}")
+        elif words[0] == "_worker":
+            return local_worker_main(*words[1:])
+        elif words[0] in COMPLETION_FLAGS:
+            _complete(words)
+        elif words[0] in APPS:
+            _run_hydra(words[0], words[1:])
+        else:
+            raise UserError(_unknown_subcommand(words[0]))
+    except UserError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except SystemExit as stop:
+        return _exit_code(stop)
+    return 0
+
+
+def _run_hydra(app: str, words: list[str]) -> None:
+    """Compose the configuration and run `app` on it, as `@hydra.main` would.
+
+    Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
+    Hydra, which would otherwise go on with a sweep's next job.
+    """
+    words = _order_words(words)
+    if {"-h", "--help"} & set(words):
+        words = [cli_help.register(app), *words]
+    register_schema()
+    # Hydra prints errors itself, in many lines, unless this asks it to let them pass.
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = ["parallel3d", *words]
+
+    def job(composed: DictConfig) -> None:
+        if code := _run_job(app, composed):
+            raise SystemExit(code)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            traceback.print_exc()
+        raise explain_override_error(error, words) from None
+    finally:
+        if not wants_traceback:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def _run_job(app: str, composed: DictConfig) -> int:
+    """Check one composed configuration and run it. Returns the exit code; errors were said."""
+    place: Place | None = None
+    try:
+        config = OmegaConf.to_object(composed)
+        place = detect(os.environ)
+        config = check_config(config, place.world_size if place else None)
+        if place is None:
+            return _start(app, config)
+        return run_joined(app, _checked_here(config, place), place)
+    except UserError as error:
+        return _refuse(error, place)
+    except OmegaConfBaseException as error:
+        return _refuse(explain_override_error(error), place)
+
+
+def _start(app: str, config: Config) -> int:
+    """Run `app` with this process as the launcher of as many ranks as the layout has."""
+    number = HydraConfig.get().job.get("num") if _is_sweep() else None
+    world_size = config.tp * config.pp * config.cp * (config.dp or 1)
+    check_run_is_free(config, number)
+    device = choose_device(config.device, world_size)
+    _check_data(config)
+    port = config.launch.master_port
+    if world_size > 1 and not port_is_free(port):
+        raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
+    config, run_dir = make_run_directory(config, job_number=number)
+    if world_size == 1:
+        return run_alone(app, config, run_dir, device)
+    from parallel3d.local_workers import run_local_workers  # imports torch
+
+    return run_local_workers(app, config, run_dir, world_size, device)
+
+
+def _checked_here(config: Config, place: Place) -> Config:
+    """The configuration, after what only this host can tell: its devices and its data."""
+    try:
+        slurm = place.launcher == "slurm"
+        choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+        _check_data(config)
+    except UserError as error:
+        if place.rank == 0:
+            raise
+        raise HostError(f"on host {socket.gethostname()}: {error}") from None
+    return config
+
+
+def _check_data(config: Config) -> None:
+    check_data(config.data, config.model.seq_length)
+
+
+def _refuse(error: UserError, place: Place | None = None) -> int:
+    """Say a user error once: every rank composes for itself, and all find the same mistake.
+
+    What only one host can know, each host says. Returns the exit code.
+    """
+    first_of_host = place is not None and place.local_rank == 0
+    if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
+        say(str(error))
+    return USER_ERROR
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode is not None and HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def _unknown_subcommand(word: str) -> str:
+    close = nearest(word.lstrip("-"), APPS)
+    hint = f"; the nearest is {close}" if close else ""
+    if "=" in word:
+        hint = f"; overrides come after it, as in: parallel3d train {word}"
+    return f"{word} is not a subcommand: it must be one of {', '.join(APPS)}{hint}."
+
+
+def _order_words(words: list[str]) -> list[str]:
+    """The same words, flags first: argparse wants all overrides side by side.
+
+    Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
+    """
+    parser = get_args_parser()
+    parser.error = _raise_argument_error  # type: ignore[method-assign]
+    known, rest = parser.parse_known_args(words)
+    for word in rest:
+        if word.startswith("-"):
+            raise explain_override_error(f"unrecognized arguments: {word}")
+    commands = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if known.resolve and not (known.cfg or known.help):
+        raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
+    overrides = [*known.overrides, *rest]
+    flags = list(words)
+    for word in overrides:
+        flags.remove(word)
+    return [*flags, *overrides]
+
+
+def _raise_argument_error(message: str) -> NoReturn:
+    raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if isinstance(stop.code, int):
+        return stop.code
+    return 0 if stop.code is None else 1
+
+
+def _complete(words: list[str]) -> None:
+    """Hydra's tab completion, which knows nothing of our first word."""
+    query = any(word.startswith("query=") for word in words)
+    if not query:
+        _run_hydra("train", words)
+        return
+    line = os.environ.get("COMP_LINE", "")
+    if os.environ.get("COMP_POINT", "").isdigit():
+        line = line[: int(os.environ["COMP_POINT"])]
+    typed = line.split()
+    subcommand = typed[1] if len(typed) > 1 else ""
+    if len(typed) < 2 or (len(typed) == 2 and not line.endswith(" ")):
+        print(" ".join(app for app in APPS if app.startswith(subcommand)))
+    elif subcommand in APPS:
+        os.environ["COMP_LINE"] = line.replace(f" {subcommand}", "", 1)
+        _run_hydra(subcommand, words)

@@ -1,0 +1,76 @@
+"""What `parallel3d` and `parallel3d train --help` print."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+from hydra.core.config_store import ConfigStore
+
+from parallel3d.config_fields import all_keys, spell
+
+OVERVIEW = """\
+parallel3d: transformer training with tensor, pipeline and data parallelism, from one command.
+
+  parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
+  parallel3d verify [key=value …]   prove that the layout gives what one process gives
+
+  parallel3d train --help           the most used keys and the presets
+  parallel3d train --cfg job        the whole configuration, as it would run
+  parallel3d --version
+  eval "$(parallel3d -sc install=bash)"   tab completion
+
+Try: parallel3d train tp=2 pp=2
+"""
+
+ABOUT = {
+    "train": "train a model",
+    "verify": "run this configuration as given and as one process, and compare",
+}
+
+MOST_USED = (
+    *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
+    *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad"),
+    *("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length"),
+    *("data.path", "device", "seed", "run", "runs_dir"),
+)
+
+EXAMPLES = {
+    "train": """\
+        parallel3d train tp=2 pp=2
+        parallel3d train tp=2 dp=2 model=llama_tiny train.steps=500
+        parallel3d train data=text data.path=book.txt logger=wandb
+        parallel3d train --multirun tp=1,2 pp=1,2
+        torchrun --nproc-per-node 8 -m parallel3d train tp=2 pp=2
+        srun -n 8 parallel3d train tp=2 pp=2""",
+    "verify": """\
+        parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
+        parallel3d verify tp=2 sp=true verify.steps=10""",
+}
+
+
+def overview() -> str:
+    """What `parallel3d` alone prints."""
+    return OVERVIEW.rstrip()
+
+
+def register(app: str) -> str:
+    """Put the help text of `app` where Hydra's --help finds it; returns the override that asks."""
+    node = {"app_name": "parallel3d", "header": "", "footer": "", "template": _template(app)}
+    ConfigStore.instance().store(group="hydra/help", name=f"parallel3d_{app}", node=node)
+    return f"hydra/help=parallel3d_{app}"
+
+
+def _template(app: str) -> str:
+    """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
+    keys = all_keys()
+    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in MOST_USED]
+    width = max(len(row[0]) for row in rows)
+    listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
+    examples = "\n".join(f"  {line}" for line in dedent(EXAMPLES[app]).splitlines())
+    return (
+        f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
+        f"Examples\n{examples}\n\n"
+        f"Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
+        f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
+        "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
+    )

@@ -1,0 +1,173 @@
+"""What went wrong, where, said once: records of failed ranks and the one that caused the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from parallel3d.config import Config
+from parallel3d.errors import UserError
+from parallel3d.launch import Worker
+from parallel3d.run_directory import FAILURES
+from parallel3d.topology.layout import Layout
+
+PACKAGE = Path(__file__).resolve().parent
+
+# A peer that has gone shows up as these on the ranks that talk to it; it is never the cause.
+PEER_GONE = re.compile(
+    r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
+    r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
+    r"|connection was likely closed|failed to (recv|send)|stop_waiting",
+    re.IGNORECASE,
+)
+TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end: who (rank, coordinates, host), doing what, where in the code, and why.
+
+    `kind` "user" is a UserError and `error` its sentence; "killed" is a death by signal or a bare
+    exit, of which nobody but the launcher can tell. `time` is seconds since the epoch.
+    """
+
+    rank: int
+    coordinates: str
+    host: str
+    phase: str
+    where: str
+    error: str
+    time: float
+    kind: Literal["error", "user", "killed"] = "error"
+    traceback_file: str | None = None
+
+    def sentence(self) -> str:
+        """The failure as one line; for a user error only what the user needs."""
+        if self.kind == "user":
+            return self.error
+        who = f"rank {self.rank} ({self.coordinates}) on {self.host}"
+        if self.kind == "killed":
+            return f"{who} {self.error}"
+        details = f" (traceback: {self.traceback_file})" if self.traceback_file else ""
+        return f"{who} failed in {self.phase}{self.where}: {self.error}{details}"
+
+
+def coordinates_of(config: Config, rank: int) -> str:
+    """ "pp 1, dp 0, tp 3": where `rank` stands in the configured layout."""
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
+    return str(layout.coordinates(rank)) if rank < layout.world_size else "outside the layout"
+
+
+def from_exception(config: Config, worker: Worker, error: BaseException) -> Failure:
+    """Describe an exception that reached this rank's top."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
+    return Failure(
+        rank=worker.rank,
+        coordinates=coordinates_of(config, worker.rank),
+        host=socket.gethostname(),
+        phase=worker.phase,
+        where=innermost_place(error.__traceback__),
+        error=str(error) if isinstance(error, UserError) else text,
+        time=time.time(),
+        kind="user" if isinstance(error, UserError) else "error",
+    )
+
+
+def from_exit(config: Config, rank: int, exitcode: int) -> Failure:
+    """Describe a rank that ended without a word: by a signal (negative code) or a bare exit."""
+    if exitcode < 0:
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        error = f"was killed by {name}"
+        if name == "SIGKILL":
+            error += " (by hand, or by the kernel for want of memory)"
+    else:
+        error = f"exited with code {exitcode}"
+    return Failure(
+        rank=rank,
+        coordinates=coordinates_of(config, rank),
+        host=socket.gethostname(),
+        phase="",
+        where="",
+        error=error,
+        time=time.time(),
+        kind="killed",
+    )
+
+
+def innermost_place(trace: TracebackType | None) -> str:
+    """ " at parallel3d/trainer.py:123": the deepest frame of this package; "" without one."""
+    place = ""
+    for frame in traceback.extract_tb(trace):
+        path = Path(frame.filename).resolve()
+        if path.is_relative_to(PACKAGE):
+            place = f" at {path.relative_to(PACKAGE.parent)}:{frame.lineno}"
+    return place
+
+
+def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
+    """Leave the record and the traceback in the run directory, and where torchrun looks for it.
+
+    Returns the failure with its traceback file.
+    """
+    details = "".join(traceback.format_exception(error))
+    if failure.kind != "user":
+        file = run_dir / f"rank-{failure.rank}.traceback.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(details, encoding="utf-8")
+        failure = dataclasses.replace(failure, traceback_file=str(file))
+    folder = run_dir / FAILURES
+    folder.mkdir(parents=True, exist_ok=True)
+    record = json.dumps(dataclasses.asdict(failure))
+    (folder / f"rank-{failure.rank}.json").write_text(record, encoding="utf-8")
+    write_elastic_file(failure, details, os.environ)
+    return failure
+
+
+def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str]) -> None:
+    """Tell torchrun's agent, in its own format, so that its summary shows our sentence."""
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
+        message = {"message": failure.sentence(), "extraInfo": extra}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def read_all(run_dir: Path) -> list[Failure]:
+    """The records that ranks left in the run directory, oldest first."""
+    records = (run_dir / FAILURES).glob("rank-*.json")
+    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in records]
+    return sorted(failures, key=lambda failure: failure.time)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that brought the others about: the first that is no echo of another.
+
+    Ties in kind keep the given order. `failures` must not be empty.
+    """
+    return min(failures, key=_rank_of_cause)
+
+
+def _rank_of_cause(failure: Failure) -> tuple[int, float]:
+    if failure.kind == "killed":
+        # Its time is only when the launcher saw it: an error of the same moment came first.
+        # SIGTERM is what the launcher itself sends to the survivors.
+        return (3, 0.0) if "SIGTERM" in failure.error else (0, failure.time)
+    if failure.kind == "error" and PEER_GONE.search(failure.error):
+        return 2, failure.time
+    if failure.kind == "error" and TIMED_OUT.search(failure.error):
+        return 1, failure.time
+    return 0, failure.time

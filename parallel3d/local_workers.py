@@ -1,0 +1,167 @@
+"""One process a rank on this host, under torchrun's elastic agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from parallel3d import failure
+from parallel3d.config import Config
+from parallel3d.devices import cores
+from parallel3d.worker import USER_ERROR, say
+
+LOCALHOST = "127.0.0.1"
+# Ranks that do not end on SIGTERM within this (a stopped one never does) are killed.
+GRACE_S = 3
+POLL_S = 0.1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class PromptAgent(LocalElasticAgent):
+    """torchrun's agent, which gives surviving workers GRACE_S to end, not half a minute.
+
+    Its own time-out reaches only the way out by a signal, not the one by a failed rank.
+    """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        pids = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None  # set by the call above
+        close = context.close
+
+        def close_promptly(
+            death_sig: signal.Signals | None = None, timeout: int = GRACE_S
+        ) -> None:
+            close(death_sig, min(timeout, GRACE_S))
+
+        context.close = close_promptly
+        return pids
+
+
+def run_local_workers(
+    app: str, config: Config, run_dir: Path, world_size: int, device: str
+) -> int:
+    """Start `world_size` ranks of `app` on this host and wait. Returns the exit code.
+
+    If a rank fails, all end within seconds, and the last line on stderr is the failure that
+    caused the others.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="parallel3d-") as logs,
+        _environment(_defaults_for_workers(world_size, device)),
+        _restored_signals(),
+    ):
+        agent = _agent(app, config, run_dir, world_size, Path(logs))
+        _silence_elastic()
+        try:
+            result = agent.run()
+        except SignalException as stop:
+            say(f"stopped by {stop.sigval.name}; all {world_size} ranks have ended")
+            return 128 + stop.sigval
+    if not result.is_failed():
+        return 0
+    exits = {rank: ended.exitcode for rank, ended in result.failures.items()}
+    return _report(config, run_dir, exits)
+
+
+def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
+    """Say the failure behind these exit codes by rank. Returns the launcher's exit code."""
+    records = failure.read_all(run_dir)
+    known = {record.rank for record in records}
+    silent = [
+        failure.from_exit(config, rank, code) for rank, code in exits.items() if rank not in known
+    ]
+    cause = failure.root_cause(records + silent)
+    if sys.stderr.isatty():
+        # A rank that was killed while it drew its progress bar could not show the cursor again.
+        sys.stderr.write("\x1b[?25h\n")
+    say(cause.sentence())
+    return USER_ERROR if cause.kind == "user" else 1
+
+
+def _agent(
+    app: str, config: Config, run_dir: Path, world_size: int, logs: Path
+) -> PromptAgent:
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{LOCALHOST}:{config.launch.master_port}",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr=LOCALHOST,
+        is_host="true",
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=world_size,
+        entrypoint=sys.executable,
+        args=(
+            *_import_flags(),
+            *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid())),
+        ),
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=POLL_S,
+        local_addr=LOCALHOST,
+    )
+    return PromptAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=GRACE_S)
+
+
+def _import_flags() -> tuple[str, ...]:
+    """Keep the workers from importing out of the current directory, unless this process does."""
+    return () if {"", os.getcwd()} & set(sys.path) else ("-P",)
+
+
+def _defaults_for_workers(world_size: int, device: str) -> dict[str, str]:
+    """Variables that the workers get unless the user has set them."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
+    if device == "cpu":
+        # One host needs no network: without this, gloo asks the resolver for the host's own name.
+        interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+        if interface is not None:
+            wanted["GLOO_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables that are not set yet, for the length of the block."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    """The agent takes over the signals for good; a sweep's next job wants them as they were."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _silence_elastic() -> None:
+    """What the agent's loggers say of a failure, we say ourselves, shorter and last."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)

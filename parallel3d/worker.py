@@ -1,0 +1,250 @@
+"""A rank's life: meet the others, do the work, say what went wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d import failure
+from parallel3d.config import Config
+from parallel3d.devices import choose_device
+from parallel3d.errors import UserError
+from parallel3d.launch import Place, Worker, detect
+from parallel3d.run_directory import load_config, make_run_directory
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# What each subcommand runs on every rank: f(config, worker) -> exit code or None.
+APPS = {"train": ("parallel3d.train", "train"), "verify": ("parallel3d.verify", "verify")}
+
+# Rank 0's word to the others, once the store is up.
+RUN_KEY = "parallel3d/run"
+SEEN_KEY = "parallel3d/run_seen"
+USER_ERRORS_KEY = "parallel3d/user_errors"
+
+USER_ERROR = 2
+LINUX_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def say(sentence: str) -> None:
+    """One line on stderr, flushed: it may be the last thing that this process does."""
+    print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
+
+
+def run_alone(app: str, config: Config, run_dir: Path, device: str) -> int:
+    """Run a world of one rank in this process. Returns the exit code; failures were said."""
+    from torch.distributed import HashStore
+
+    worker = Worker(0, 0, 1, 1, run_dir, "local", device)
+    try:
+        return _work(app, config, worker, HashStore())
+    except Exception as error:
+        failed = failure.write(failure.from_exception(config, worker, error), error, run_dir)
+        say(failed.sentence())
+        return USER_ERROR if failed.kind == "user" else 1
+
+
+def run_joined(app: str, config: Config, place: Place) -> int:
+    """Run this process's rank among those that torchrun or srun started.
+
+    Rank 0 names and makes the run directory and tells the others through the store. Every failing
+    rank says its own line; a UserError is said by one rank. Returns the exit code.
+    """
+    worker = Worker(
+        place.rank,
+        place.local_rank,
+        place.world_size,
+        place.local_world_size,
+        Path(),
+        place.launcher,
+        phase=f"meeting rank 0 at {place.master_addr}:{place.master_port}",
+    )
+    store: Store | None = None
+    try:
+        store = _meet(config, place)
+        config = _agree_on_run(config, place, worker, store)
+        return _work(app, config, worker, store)
+    except Exception as error:
+        _report(config, worker, error, store)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+
+
+def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
+    """A rank that our own launcher started: its configuration lies in the run directory.
+
+    Says nothing of failures itself: it records them, and the launcher says the one that matters.
+    """
+    _die_with(int(launcher_pid))
+    directory = Path(run_dir)
+    config = load_config(directory)
+    place = detect(os.environ)
+    if place is None:
+        raise UserError("parallel3d _worker is started by parallel3d itself: use parallel3d train")
+    worker = Worker(
+        place.rank,
+        place.local_rank,
+        place.world_size,
+        place.local_world_size,
+        directory,
+        "local",
+        phase="meeting the other ranks",
+    )
+    try:
+        worker.device = _device(config, place)
+        return _work(app, config, worker, _meet(config, place))
+    except Exception as error:
+        failure.write(failure.from_exception(config, worker, error), error, directory)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+
+
+def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
+    """Initialise torch.distributed, run the subcommand on this rank, close. Returns its code."""
+    import torch
+    import torch.distributed as dist
+
+    worker.phase = "starting torch.distributed"
+    cuda = worker.device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(worker.device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=store,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        timeout=timedelta(seconds=config.launch.timeout_s),
+        device_id=torch.device(worker.device) if cuda else None,
+    )
+    worker.phase = "start"
+    code = _entry(app)(config, worker) or 0
+    worker.phase = "closing"
+    # Nobody leaves while another still works: a rank gone early looks like a failure to its peers.
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _entry(app: str) -> Callable[[Config, Worker], Any]:
+    module, name = APPS[app]
+    return getattr(importlib.import_module(module), name)
+
+
+def _meet(config: Config, place: Place) -> Store:
+    """Connect to the store at rank 0 (or, under torchrun, its agent).
+
+    Raises UserError if rank 0's port is taken.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=config.launch.timeout_s)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and not agent_listens,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
+            raise UserError(
+                f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
+            ) from None
+        raise
+
+
+def _agree_on_run(config: Config, place: Place, worker: Worker, store: Store) -> Config:
+    """Make the run directory on rank 0 and make it known; the others learn run and device.
+
+    Sets `worker.run_dir` and `worker.device`. A UserError of rank 0 is raised on every rank.
+    """
+    error: UserError | None = None
+    if place.rank == 0:
+        try:
+            kind = _device(config, place).split(":")[0]
+            config, worker.run_dir = make_run_directory(config, job_id=place.job_id)
+            word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
+        except UserError as refused:
+            error, word = refused, {"error": str(refused)}
+        store.set(RUN_KEY, json.dumps(word))
+        if error is not None:
+            _wait_for_readers(store, place.world_size - 1)
+            raise error
+    word = json.loads(store.get(RUN_KEY))
+    if place.rank != 0:
+        store.add(SEEN_KEY, 1)
+    if "error" in word:
+        raise UserError(word["error"])
+    worker.run_dir = Path(word["run_dir"])
+    worker.device = _device(config, place)
+    if not worker.device.startswith(word["device"]):
+        raise UserError(
+            f"device={config.device}: rank 0 computes on {word['device']}, rank {place.rank} would "
+            f"on {worker.device}; give device=cpu or device=cuda"
+        )
+    return dataclasses.replace(config, run=word["run"])
+
+
+def _wait_for_readers(store: Store, readers: int) -> None:
+    """Keep rank 0, which may hold the store, until the others have read why it ends."""
+    deadline = time.monotonic() + 5
+    while store.add(SEEN_KEY, 0) < readers and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _device(config: Config, place: Place) -> str:
+    """This rank's device, "cpu" or "cuda:<index>"."""
+    slurm = place.launcher == "slurm"
+    kind = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+    if kind == "cpu":
+        return kind
+    import torch
+
+    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
+
+
+def _report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
+    """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
+    failed = failure.from_exception(config, worker, error)
+    if worker.run_dir != Path():
+        failed = failure.write(failed, error, worker.run_dir)
+    if failed.kind != "user" or _is_first_to_speak(worker, store):
+        say(failed.sentence())
+
+
+def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
+    if store is None:
+        return worker.rank == 0
+    try:
+        return store.add(USER_ERRORS_KEY, 1) == 1
+    except RuntimeError:
+        return False  # the store went with rank 0, which has spoken
+
+
+def _leave(code: int) -> None:
+    """End this process now: destructors of groups with a dead peer may wait for it for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with(launcher_pid: int) -> None:
+    """Nothing is left running if the launcher itself is killed; its signals end us at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != launcher_pid:
+        _leave(1)
