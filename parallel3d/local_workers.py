@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import cores
-from parallel3d.worker import USER_ERROR, say
+from parallel3d.worker import ANSWER, close_books, say
 
 LOCALHOST = "127.0.0.1"
 # Ranks that do not end on SIGTERM within this (a stopped one never does) are killed.
@@ -79,6 +79,9 @@ def run_local_workers(
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     """Say the failure behind these exit codes by rank. Returns the launcher's exit code."""
+    answers = [code - ANSWER for code in exits.values() if ANSWER <= code < 2 * ANSWER]
+    if answers:
+        return max(answers)
     records = failure.read_all(run_dir)
     known = {record.rank for record in records}
     silent = [
@@ -88,8 +91,7 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     if sys.stderr.isatty():
         # A rank that was killed while it drew its progress bar could not show the cursor again.
         sys.stderr.write("\x1b[?25h\n")
-    say(cause.sentence())
-    return USER_ERROR if cause.kind == "user" else 1
+    return close_books(cause, run_dir)
 
 
 def _agent(

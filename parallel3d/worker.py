@@ -20,7 +20,7 @@ from parallel3d.config import Config
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
 from parallel3d.launch import Place, Worker, detect
-from parallel3d.run_directory import load_config, make_run_directory
+from parallel3d.run_directory import discard_unused, load_config, make_run_directory
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -34,6 +34,8 @@ SEEN_KEY = "parallel3d/run_seen"
 USER_ERRORS_KEY = "parallel3d/user_errors"
 
 USER_ERROR = 2
+# A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
+ANSWER = 64
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -50,9 +52,20 @@ def run_alone(app: str, config: Config, run_dir: Path, device: str) -> int:
     try:
         return _work(app, config, worker, HashStore())
     except Exception as error:
-        failed = failure.write(failure.from_exception(config, worker, error), error, run_dir)
-        say(failed.sentence())
-        return USER_ERROR if failed.kind == "user" else 1
+        failed = failure.from_exception(config, worker, error)
+        return close_books(failure.write(failed, error, run_dir), run_dir)
+
+
+def close_books(cause: failure.Failure, run_dir: Path) -> int:
+    """Say why a run ended. A run that a user error stopped leaves no directory behind.
+
+    Returns the exit code.
+    """
+    say(cause.sentence())
+    if cause.kind != "user":
+        return 1
+    discard_unused(run_dir)
+    return USER_ERROR
 
 
 def run_joined(app: str, config: Config, place: Place) -> int:
@@ -102,7 +115,8 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
     )
     try:
         worker.device = _device(config, place)
-        return _work(app, config, worker, _meet(config, place))
+        code = _work(app, config, worker, _meet(config, place))
+        return ANSWER + code if code else 0
     except Exception as error:
         failure.write(failure.from_exception(config, worker, error), error, directory)
         _leave(USER_ERROR if isinstance(error, UserError) else 1)
@@ -128,6 +142,7 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     worker.phase = "start"
     code = _entry(app)(config, worker) or 0
     worker.phase = "closing"
+    sys.stdout.flush()
     # Nobody leaves while another still works: a rank gone early looks like a failure to its peers.
     dist.barrier()
     dist.destroy_process_group()
@@ -219,8 +234,10 @@ def _device(config: Config, place: Place) -> str:
 def _report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
     """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
     failed = failure.from_exception(config, worker, error)
-    if worker.run_dir != Path():
+    if worker.run_dir != Path() and failed.kind != "user":
         failed = failure.write(failed, error, worker.run_dir)
+    elif worker.run_dir != Path() and worker.rank == 0:
+        discard_unused(worker.run_dir)
     if failed.kind != "user" or _is_first_to_speak(worker, store):
         say(failed.sentence())
 
