@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config import ModelConfig
+from parallel3d.models.ops import rms_norm
 from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
 
 
@@ -28,37 +27,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return F.rms_norm(x, self.size, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotates the pairs (d, d + r/2) of the first r dimensions of every head by their angle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None  # the inverse rotation is the transpose
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE (Su et al. 2021 §3.2.2), rotate-half pairing.
-
-    Args:
-        x: (b, s, heads, head_dim). cos, sin: (s, 1, r/2), r the rotated dimensions of a head.
-    """
-    return _Rotate.apply(x, cos, sin)
 
 
 def rotary_tables(

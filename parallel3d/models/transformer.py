@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config import ModelConfig
-from parallel3d.models.layers import Norm, rotary_tables, rotate
+from parallel3d.models.layers import Norm, rotary_tables
+from parallel3d.models.ops import split_heads_rotary, swiglu
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from parallel3d.tensor_parallel.embedding import (
     WORD_TABLE,
@@ -70,11 +71,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         qkv = self.qkv(x)
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (b, s, heads + 2 kv_heads, head_dim)
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if rotary is not None:
-            qk = rotate(qk, *rotary)
-        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+            q, k, v = split_heads_rotary(qkv, self.heads, self.kv_heads, self.head_dim, *rotary)
+        else:
+            sizes = (self.heads, self.kv_heads, self.kv_heads)
+            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
         if self.kv_heads != self.heads:
             repeats = self.heads // self.kv_heads
             k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
@@ -102,8 +103,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.activation == "swiglu":
-            gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
+            x = swiglu(x)
         elif self.activation == "gelu":
             x = F.gelu(x)
         else:

@@ -33,16 +33,19 @@ def post(messages: Sequence[tuple[Action, Tensor]], group: Group) -> list[Transf
     On NCCL a message is known by its position alone, so the group goes out as one batch and the
     checker proves that both ends list the same messages in the same order; gloo also matches tags.
     """
-    operations = []
+    calls = []
     for action, tensor in messages:
         peer = group.ranks[group.index + action.kind.peer_offset]
-        call = dist.isend if action.kind.is_send else dist.irecv
-        operations.append(dist.P2POp(call, tensor, peer, group.handle, _tag(action)))
+        calls.append(
+            (dist.isend if action.kind.is_send else dist.irecv, tensor, peer, _tag(action))
+        )
     works: list[Work]
     if any(tensor.is_cuda for _, tensor in messages):
-        works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL coalesces the batch into one handle
-            works = [works[0]] * len(operations)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(call, tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
+        )
+        if len(works) < len(calls):  # NCCL coalesces the batch into one handle
+            works = [works[0]] * len(calls)
     else:
-        works = [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
+        works = [call(tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
     return [Transfer(a, t, w) for (a, t), w in zip(messages, works, strict=True)]

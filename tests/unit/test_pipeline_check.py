@@ -91,7 +91,7 @@ def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str
 
     plan[0] = [exchange(s) if isinstance(s, Action) else tuple(map(exchange, s)) for s in plan[0]]
     # With m=6, both schedules run F2 on rank 0 before the first of the two backwards.
-    with pytest.raises(ScheduleError, match="message 1 from rank 1 to rank 0.*swapped"):
+    with pytest.raises(ScheduleError, match=r"message 1 from rank 1 to rank 0.*swapped"):
         check(plan)
 
 
@@ -194,7 +194,7 @@ def test_mirrored_order_is_no_deadlock(stages: int) -> None:
 def test_message_held_back_over_a_group_deadlocks() -> None:
     """Rank 0 wants its first gradient before it sends what the gradient depends on."""
     plan = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
-    with pytest.raises(ScheduleError, match="rank 1 is in group .RF0 RF1. and waits to get RF1"):
+    with pytest.raises(ScheduleError, match=r"rank 1 is in group .RF0 RF1. and waits to get RF1"):
         check(plan)
 
 

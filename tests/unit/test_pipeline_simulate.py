@@ -96,7 +96,7 @@ def test_costs_that_do_not_fit_are_refused() -> None:
     plan = schedule("gpipe", 2, 2)
     with pytest.raises(ValueError, match="forward_s has 3 entries for 2 stages"):
         simulate(plan, [1.0, 1.0, 1.0], 1.0)
-    with pytest.raises(ValueError, match="backward_s=0.0 must be positive"):
+    with pytest.raises(ValueError, match=r"backward_s=0.0 must be positive"):
         simulate(plan, 1.0, 0.0)
-    with pytest.raises(ValueError, match="hop_s=-1.0 must not be negative"):
+    with pytest.raises(ValueError, match=r"hop_s=-1.0 must not be negative"):
         simulate(plan, 1.0, 1.0, -1.0)

@@ -1,0 +1,214 @@
+"""Tensor-parallel parts on real ranks: the autograd pairs, the layers, and what they send."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.config import Config, ModelConfig
+from parallel3d.data.sampler import Sample
+from parallel3d.tensor_parallel import mappings
+from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.trainer import Trainer
+from tests.distributed.pool import Pool
+
+SIZES = [2, 4]
+
+
+def rank_tensor(rank: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def run_collectives(size: int) -> list[float]:
+    """The sum that each collective should have made: compared here, where the parts are."""
+    tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
+    everyone = [rank_tensor(r, 2 * size, 3) for r in range(size)]
+    mine = everyone[tp.index].clone()
+    total = sum(everyone)
+    torch.testing.assert_close(collectives.all_reduce(mine.clone(), tp), total)
+    assert torch.equal(collectives.all_gather(mine, tp), torch.cat(everyone))
+    shard = collectives.reduce_scatter(mine, tp)
+    torch.testing.assert_close(shard, total.chunk(size)[tp.index])
+    big = torch.full((5_000_000,), float(tp.index + 1))  # 20 MB: beyond any eager buffer
+    return collectives.all_reduce(big, tp).unique().tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_compute_what_they_say(pool: Pool, size: int) -> None:
+    assert pool.run(size, run_collectives, size) == [[size * (size + 1) / 2]] * size
+
+
+def all_reduced_bits(size: int) -> bytes:
+    tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
+    return collectives.all_reduce(rank_tensor(tp.index, 1001).float(), tp).numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce_is_bit_identical_on_all_ranks(pool: Pool, size: int) -> None:
+    assert len(set(pool.run(size, all_reduced_bits, size))) == 1
+
+
+def pairs_are_adjoint(size: int) -> list[float]:
+    """Σ over ranks of <forward(x), y> − <x, backward(y)>, zero for a correct pair.
+
+    Both sides are sums over all ranks. A replicated tensor counts once: it is divided by size.
+    """
+    tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
+    sums = []
+    cases = [  # function, shape of x, x replicated, result replicated
+        (mappings.copy_to_tensor_parallel, (2, 4, 3), True, False),
+        (mappings.reduce_from_tensor_parallel, (2, 4, 3), False, True),
+        (mappings.gather_from_sequence, (2, 4, 3), False, False),
+        (mappings.scatter_to_sequence, (2, 8, 3), False, False),
+        (mappings.gather_from_vocabulary, (2, 4, 3), False, True),
+        (lambda w, g: mappings.rows_of_replicated(w, g, False), (8, 3), True, False),
+    ]
+    for function, shape, x_replicated, y_replicated in cases:
+        x = rank_tensor(0 if x_replicated else tp.index, *shape).requires_grad_()
+        out = function(x.clone(), tp)
+        y = rank_tensor(100 if y_replicated else 100 + tp.index, *out.shape)
+        (grad,) = torch.autograd.grad(out, x, y)
+        left = (out * y).sum() / (size if y_replicated else 1)
+        right = (x * grad).sum() / (size if x_replicated else 1)
+        difference = torch.stack((left - right, left.abs())).detach()
+        dist.all_reduce(difference)
+        sums.append(float(difference[0].abs() / difference[1]))
+    return sums
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_backward_of_each_mapping_is_the_adjoint_of_its_forward(pool: Pool, size: int) -> None:
+    for sums in pool.run(size, pairs_are_adjoint, size):
+        assert max(sums) < 1e-12, sums
+
+
+def split_loss(size: int, vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
+    logits = rank_tensor(7, 5, padded)
+    labels = torch.tensor([0, 1, vocab - 1, vocab // 2, 2])
+    local = logits.chunk(size, -1)[tp.index].clone().requires_grad_()
+    losses = vocab_parallel_cross_entropy(local, labels, vocab, padded, tp)
+    (grad,) = torch.autograd.grad(losses, local, torch.arange(1.0, 6.0).double())
+    whole = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(whole[:, :vocab], labels, reduction="none")
+    (full,) = torch.autograd.grad(expected, whole, torch.arange(1.0, 6.0).double())
+    return losses.detach(), expected.detach(), grad, full.chunk(size, -1)[tp.index]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("vocab", "padded"), [(16, 16), (13, 16), (5, 32)])
+def test_vocab_parallel_loss_is_the_whole_one(
+    pool: Pool, size: int, vocab: int, padded: int
+) -> None:
+    for losses, expected, grad, full in pool.run(size, split_loss, size, vocab, padded):
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad, full, rtol=1e-12, atol=1e-15)
+
+
+class Ramp:
+    """Samples 0, 1, 2 … modulo the vocabulary."""
+
+    def __init__(self, seq: int, vocab: int) -> None:
+        self.seq, self.vocab = seq, vocab
+
+    def sample(self, i: int) -> Sample:
+        tokens = (torch.arange(self.seq + 1) + i) % self.vocab
+        return Sample(tokens.numpy(), torch.ones(self.seq, dtype=torch.bool).numpy())
+
+
+def tiny_config(layout: Layout, sp: bool, microbatches: int) -> Config:
+    model = ModelConfig(
+        num_layers=3, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=30,
+        vocab_multiple=8, norm="rmsnorm", position_embedding="rope", activation="swiglu",
+        bias=False, tie_embeddings=False,
+    )  # fmt: skip
+    gbs = 2 * microbatches * layout.dp
+    return Config(
+        tp=layout.tp, pp=layout.pp, dp=layout.dp, sp=sp, micro_batch_size=2,
+        global_batch_size=gbs, model=model,
+    )  # fmt: skip
+
+
+def count_calls(layout: Layout, sp: bool, microbatches: int) -> tuple[Counter, int, int]:
+    """Collectives of one step by (kind, group size), the number of buckets, of layers here."""
+    groups = ProcessGroups.create(layout, "cpu")
+    config = tiny_config(layout, sp, microbatches)
+    config.ddp.bucket_cap_mb = 0.002
+    trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp(8, 30))
+    trainer.train_step()
+    calls: Counter = Counter()
+    by_handle = {g.handle: g.name for g in (groups.tp, groups.dp, groups.pp) if g.handle}
+    watched = ["all_reduce_async", "all_gather_async", "reduce_scatter_async"]
+    originals = {name: getattr(collectives, name) for name in watched}
+    raw = {name: getattr(dist, name) for name in ("all_reduce", "isend", "irecv", "broadcast")}
+
+    def counting(name: str):
+        def call(tensor, group, *args):
+            calls[name.removesuffix("_async"), group.name, group.size] += tensor.numel() > 3
+            return originals[name](tensor, group, *args)
+
+        return call
+
+    def raw_counting(name: str):
+        def call(tensor, *args, **kwargs):
+            group = kwargs.get("group", args[1] if len(args) > 1 else None)
+            calls["raw", name, by_handle.get(group, "other")] += 1
+            assert dist.get_world_size(group) > 1
+            return raw[name](tensor, *args, **kwargs)
+
+        return call
+
+    try:
+        for name in watched:
+            setattr(collectives, name, counting(name))
+        for name in raw:
+            setattr(dist, name, raw_counting(name))
+        trainer.reducer.comm_hook = collectives.all_reduce_async
+        trainer.train_step()
+    finally:
+        for name in watched:
+            setattr(collectives, name, originals[name])
+        for name in raw:
+            setattr(dist, name, raw[name])
+    return +calls, len(trainer.buckets), len(trainer.stage.layers)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensor_parallelism_sends_at_most_4l_plus_4_reductions(pool: Pool, size: int) -> None:
+    microbatches = 3
+    for calls, _, layers in pool.run(size, count_calls, Layout(tp=size), False, microbatches):
+        reductions = calls["all_reduce", "tp", size] / microbatches
+        gathers = calls["all_gather", "tp", size] / microbatches
+        assert reductions == 4 * layers + 2  # the embedding's and the head's input gradient
+        assert gathers == 1  # the loss: maximum, sum and target in one
+        assert reductions + gathers <= 4 * layers + 4
+
+
+def test_sequence_parallelism_replaces_each_reduction_by_its_two_halves(pool: Pool) -> None:
+    microbatches = 3
+    for calls, _, layers in pool.run(2, count_calls, Layout(tp=2), True, microbatches):
+        scatters = calls["reduce_scatter", "tp", 2] / microbatches
+        gathers = calls["all_gather", "tp", 2] / microbatches
+        assert scatters == 4 * layers + 2
+        # As many gathers, one for the loss, and one per column-parallel layer (and the head) that
+        # gathers its input again in the backward instead of keeping it.
+        assert gathers == 4 * layers + 2 + 1 + 2 * layers + 1
+        assert calls["all_reduce", "tp", 2] == 1  # the norms' partial gradients, once a step
+
+
+def test_each_bucket_is_reduced_once_a_step_and_groups_of_one_send_nothing(pool: Pool) -> None:
+    for calls, buckets, _ in pool.run(2, count_calls, Layout(dp=2), False, 3):
+        assert buckets > 3
+        assert calls["all_reduce", "dp", 2] == buckets
+    for calls, _, _ in pool.run(2, count_calls, Layout(pp=2), False, 3):
+        assert not [key for key in calls if key[1] in ("tp", "dp") and key[2] != 1]
+        assert calls["raw", "isend", "pp"] >= 3
+    (alone,) = pool.run(1, count_calls, Layout(), False, 3)
+    assert not [key for key in alone[0] if key[0] == "raw"]

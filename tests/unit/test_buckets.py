@@ -1,0 +1,135 @@
+"""Gradient buckets: assignment as in PyTorch's DDP, flat views that the model really uses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel3d.data_parallel.buckets import MIB, assign, build_buckets
+from parallel3d.data_parallel.reducer import Reducer
+from parallel3d.tensor_parallel.parameters import ParameterSpec
+from parallel3d.topology.process_groups import SINGLE
+
+
+@pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0])
+def test_assignment_is_that_of_ddp(cap: float | None) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        sizes = [rng.randrange(1, 2 * MIB) for _ in range(rng.randrange(1, 40))]
+        tensors = [torch.empty(0, dtype=torch.uint8).new_empty(size) for size in sizes]
+        limits = [1 * MIB, 25 * MIB] if cap is None else [int(cap * MIB)]
+        expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
+        assert assign(sizes, cap) == expected
+
+
+def parameter(*shape: int, replicated: bool = False, uses: int = 1) -> nn.Parameter:
+    made = nn.Parameter(torch.randn(shape))
+    made.spec = ParameterSpec(shape, (), replicated, uses=uses)
+    return made
+
+
+def named() -> list[tuple[str, nn.Parameter]]:
+    return [
+        ("first.weight", parameter(8, 4)),
+        ("first.norm", parameter(8, replicated=True)),
+        ("last.weight", parameter(4, 8)),
+    ]
+
+
+def test_buckets_are_in_reverse_forward_order_and_hold_every_value() -> None:
+    parameters = named()
+    before = {name: p.detach().clone() for name, p in parameters}
+    buckets = build_buckets(parameters, 16 / MIB, torch.float32)
+    assert [list(b.params) for b in buckets] == [["last.weight"], ["first.norm"], ["first.weight"]]
+    for name, p in parameters:
+        assert torch.equal(p, before[name])
+    for bucket in buckets:
+        bucket.param.zero_()
+    assert all(not p.any() for _, p in parameters), "the model must read the flat buffer"
+
+
+def test_segments_separate_what_is_treated_differently() -> None:
+    (bucket,) = build_buckets(named(), 1.0, torch.float64)
+    kinds = [(s.decays, s.replicated, s.param.numel()) for s in bucket.segments]
+    assert sorted(kinds) == [(False, True, 8), (True, False, 64)]
+    assert bucket.grad.dtype == torch.float64
+    assert sum(s.grad.numel() for s in bucket.segments) == bucket.grad.numel()
+
+
+class Recorded:
+    """A comm hook that counts its buckets."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, grad: torch.Tensor, group: object) -> Recorded:
+        self.calls.append(grad.numel())
+        return self
+
+    def wait(self) -> None:
+        return None
+
+
+def two_ranks() -> object:
+    return SINGLE.__class__("dp", (0, 1), 0, None)
+
+
+def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None:
+    total = sum((p * 2.0).sum() for name, p in parameters if name != skip)
+    total.backward()
+
+
+def test_reduction_starts_during_the_last_backward_alone() -> None:
+    parameters, hook = named(), Recorded()
+    reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
+    reducer.start_step()
+    backward(parameters)
+    assert hook.calls == [], "accumulating micro-batches must not communicate"
+    reducer.start_last_microbatch()
+    backward(parameters)
+    assert hook.calls == [32, 8, 32], "every bucket is under way before the step is finished"
+    assert reducer.finish_step() == []
+    assert hook.calls == [32, 8, 32], "one reduction per bucket and step"
+    for _, p in parameters:
+        assert torch.equal(p.main_grad, torch.full(p.shape, 4.0))
+        assert p.grad is None
+    reducer.start_step()
+    assert all(not p.main_grad.any() for _, p in parameters)
+
+
+def test_unused_parameter_is_named_and_its_bucket_still_reduced() -> None:
+    parameters, hook = named(), Recorded()
+    reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
+    reducer.start_step()
+    reducer.start_last_microbatch()
+    backward(parameters, skip="last.weight")
+    assert hook.calls == [], "bucket 0 waits, and order is kept"
+    assert reducer.finish_step() == ["last.weight"]
+    assert hook.calls == [32, 8, 32]
+
+
+def test_tied_parameter_is_ready_after_its_last_use() -> None:
+    table, hook = parameter(4, 4, uses=2), Recorded()
+    reducer = Reducer(
+        build_buckets([("table", table)], None, torch.float32), two_ranks(), True, hook
+    )
+    reducer.start_step()
+    reducer.start_last_microbatch()
+    table.gradient_added()
+    assert hook.calls == []
+    table.gradient_added()
+    assert hook.calls == [16]
+
+
+def test_group_of_one_reduces_nothing() -> None:
+    parameters, hook = named(), Recorded()
+    reducer = Reducer(build_buckets(parameters, None, torch.float32), SINGLE, True, hook)
+    reducer.start_step()
+    reducer.start_last_microbatch()
+    backward(parameters)
+    assert reducer.finish_step() == []
+    assert hook.calls == []

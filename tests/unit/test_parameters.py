@@ -1,0 +1,65 @@
+"""Initial values are a function of (seed, name, index): any box of a matrix equals the matrix's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from parallel3d.tensor_parallel.parameters import TILE, Initializer, ParameterSpec, Piece
+
+CPU = torch.device("cpu")
+
+
+def draw(
+    seed: int, name: str, full: tuple[int, int], start: tuple[int, int], shape: tuple[int, int]
+) -> torch.Tensor:
+    out = torch.full(shape, float("nan"))
+    Initializer(seed, torch.float32, CPU).fill(Piece(name, full, start, shape, std=0.02), out)
+    return out
+
+
+def test_every_box_is_cut_out_of_the_same_matrix() -> None:
+    rng = random.Random(0)
+    full_shape = (2 * TILE + 37, 3 * TILE + 11)
+    full = draw(1, "w", full_shape, (0, 0), full_shape)
+    assert full.isfinite().all()
+    for _ in range(20):
+        top, left = rng.randrange(full_shape[0]), rng.randrange(full_shape[1])
+        rows = rng.randrange(1, full_shape[0] - top + 1)
+        cols = rng.randrange(1, full_shape[1] - left + 1)
+        box = draw(1, "w", full_shape, (top, left), (rows, cols))
+        assert torch.equal(box, full[top : top + rows, left : left + cols])
+
+
+def test_seed_and_name_change_the_values_and_rows_differ() -> None:
+    shape = (TILE, TILE)
+    base = draw(1, "a", shape, (0, 0), shape)
+    for other in (draw(2, "a", shape, (0, 0), shape), draw(1, "b", shape, (0, 0), shape)):
+        assert (base == other).float().mean() < 0.01
+    wide = draw(1, "a", (2 * TILE, 2 * TILE), (0, 0), (2 * TILE, 2 * TILE))
+    tiles = [wide[i : i + TILE, j : j + TILE] for i in (0, TILE) for j in (0, TILE)]
+    for i, a in enumerate(tiles):
+        for b in tiles[i + 1 :]:
+            assert (a == b).float().mean() < 0.01
+
+
+def test_values_have_the_asked_deviation() -> None:
+    values = draw(3, "w", (1024, 1024), (0, 0), (1024, 1024))
+    assert values.mean().abs() < 1e-4
+    assert values.std().item() == pytest.approx(0.02, rel=0.01)
+
+
+def test_fp64_holds_the_same_values_as_fp32() -> None:
+    piece = Piece("w", (40, 40), (0, 0), (40, 40), std=0.02)
+    spec = ParameterSpec((40, 40), (piece,), replicated=False)
+    narrow = Initializer(5, torch.float32, CPU).parameter(spec)
+    wide = Initializer(5, torch.float64, CPU).parameter(spec)
+    assert torch.equal(narrow.double(), wide)
+
+
+def test_padding_rows_stay_zero_and_constants_are_constant() -> None:
+    piece = Piece("w", (3, 4), (0, 0), (3, 4), row=0, fill=1.0)
+    made = Initializer(0, torch.float32, CPU).parameter(ParameterSpec((5, 4), (piece,), False))
+    assert made[:3].eq(1).all() and made[3:].eq(0).all()
