@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Makes .venv beside this folder and installs parallel3d with its tests into it; quick when done.
+#
+#   ./launch/setup.sh          make or update the environment
+#   source launch/setup.sh     the same, and $VENV names it afterwards
+#
+# Needs bash and Python >= 3.11 with venv, nothing else. PYTHON picks another interpreter.
+# On a machine without a GPU pip may fetch torch's CUDA build, which is several times larger: set
+# PIP_EXTRA_INDEX_URL (or PIP_INDEX_URL) to PyTorch's index of CPU wheels before the first start.
+
+_p3d_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$_p3d_root/.venv"
+
+_p3d_say() { printf 'setup: %s\n' "$*" >&2; }
+
+# The first Python that is new enough, or a sentence.
+_p3d_python() {
+  local candidate
+  for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
+    [[ -n $candidate ]] && command -v "$candidate" >/dev/null || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  _p3d_say "parallel3d needs Python 3.11 or newer; found: $(python3 --version 2>&1 || true)." \
+    "Install one, or name it: PYTHON=/path/to/python3 $0"
+  return 1
+}
+
+# What the environment was made from: the stamp of a finished set-up holds the same line.
+_p3d_fingerprint() {
+  local python=$1
+  {
+    "$python" -c 'import platform; print(platform.python_version(), platform.machine())'
+    cat "$_p3d_root/pyproject.toml" "$_p3d_root/constraints.txt"
+    printf '%s\n' "$_p3d_root"
+  } | cksum
+}
+
+# pip, quiet but for what matters: its own errors, and on failure all that it said.
+_p3d_pip() {
+  local log status=0
+  log=$(mktemp)
+  "$VENV/bin/python" -m pip "$@" --disable-pip-version-check --quiet >"$log" 2>&1 || status=$?
+  grep -v -E '^WARNING: (Location|The directory)|^$' "$log" >&2 || true
+  rm -f "$log"
+  return "$status"
+}
+
+# Whether an environment is there that this Python made in this very place.
+_p3d_usable() {
+  local version='import sys; print(sys.version)'
+  grep -q -F -- "$VENV" "$VENV/bin/activate" 2>/dev/null &&
+    [[ $("$VENV/bin/python" -c "$version" 2>/dev/null) == $("$1" -c "$version") ]]
+}
+
+_p3d_install() {
+  local python=$1 fingerprint=$2 start=$SECONDS
+  if _p3d_usable "$python"; then
+    _p3d_say "bringing $VENV up to date"
+  elif _p3d_say "making $VENV with $("$python" --version)" &&
+    ! "$python" -m venv --clear "$VENV" >&2; then
+    _p3d_say "$python cannot make environments: install its venv module" \
+      "(on Debian and Ubuntu the package python3-venv)."
+    return 1
+  fi
+  _p3d_say "$((SECONDS - start)) s; installing torch and the rest, once (a minute or a few)"
+  if ! _p3d_pip install -c "$_p3d_root/constraints.txt" -e "$_p3d_root[test]"; then
+    _p3d_say "the installation failed after $((SECONDS - start)) s; pip's words are above."
+    return 1
+  fi
+  printf '%s\n' "$fingerprint" >"$VENV/.parallel3d-stamp"
+  _p3d_say "$((SECONDS - start)) s; done"
+}
+
+_p3d_setup() {
+  local python fingerprint
+  python=$(_p3d_python) || return
+  fingerprint=$(_p3d_fingerprint "$python")
+  _p3d_done() { [[ $(cat "$VENV/.parallel3d-stamp" 2>/dev/null) == "$fingerprint" ]]; }
+  _p3d_done && return
+  # Two scripts at once: one installs, the other waits and finds it done.
+  (
+    if command -v flock >/dev/null; then
+      flock -n 9 || { _p3d_say "another set-up is at work; waiting for it" && flock 9; }
+    fi
+    _p3d_done || _p3d_install "$python" "$fingerprint"
+  ) 9>"$_p3d_root/.venv.lock"
+}
+
+_p3d_setup
