@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -23,6 +24,7 @@ from parallel3d.config import Config, OptimConfig
 from parallel3d.config_checks import check_config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.launch import Worker
+from parallel3d.metrics.jsonl import write_json
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import StepResult, Trainer
@@ -73,24 +75,42 @@ def verify(config: Config, worker: Worker) -> int:
     layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
     device = torch.device(worker.device)
     groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
-    failure = None
+    failure, everything = None, []
     if console:
         console.print(describe(config))
     for variant, tolerance in variants(config):
-        name = f"{variant.precision.name} {variant.optim.name}"
-        worker.phase = f"verifying {name}"
-        rows = []
-        for row in compare(variant, tolerance, groups, device, corpus):
-            rows.append(row)
-            failure = failure or row.failure
+        worker.phase = f"verifying {variant.precision.name} {variant.optim.name}"
+        rows = list(compare(variant, tolerance, groups, device, corpus))
+        failure = next((row.failure for row in rows if row.failure), None)
+        everything += rows
         if console:
             console.print(table(rows, layout))
-        if failure:
+        if agree(failure is not None, groups):
             break
     groups.close()
-    if console:
-        console.print(verdict(config, failure))
+    if not console:
+        return 0
+    write_json(worker.run_dir / "verify.json", report(config, everything, failure))
+    console.print(verdict(failure), f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
     return 1 if failure else 0
+
+
+def agree(flag: bool, groups: ProcessGroups) -> bool:
+    """Rank 0's word, on every rank."""
+    word = [flag]
+    if groups.world.size > 1:
+        dist.broadcast_object_list(word)
+    return word[0]
+
+
+def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
+    """What verify.json holds."""
+    steps = [
+        row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
+        for row in rows
+    ]
+    layout = {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "sp")}
+    return {"layout": layout, "exact": failure is None, "failure": failure, "steps": steps}
 
 
 def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
@@ -132,18 +152,16 @@ def compare(
     for step in range(config.train.steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
         boxes = gather_boxes(trainer.parameters.values(), groups)
-        parted = [False]
+        parted = False
         if single is not None:
             expected = single.train_step() if step else result
             worst = worst_parameter(boxes, single.full_parameters())
             failure = judge(step, result, expected, worst, tolerance if step else EXACT, groups)
-            parted = [failure is not None]
+            parted = failure is not None
             name = (config.precision.name, config.optim.name)
             if step or failure:
                 yield Comparison(*name, step, result, expected, worst, failure)
-        if groups.world.size > 1:
-            dist.broadcast_object_list(parted)
-        if parted[0]:
+        if agree(parted, groups):
             return
 
 
@@ -200,24 +218,34 @@ def describe(config: Config) -> str:
 
 
 def table(rows: list[Comparison], layout: Layout) -> Table:
-    """Losses, gradient norms and the worst parameter side by side."""
+    """Losses and gradient norms side by side, and how far the worst parameter is off."""
     first = rows[0]
-    result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left")
-    for column in ("step", "loss", "one process", "Δ", "grad norm", "one process", "Δ"):
-        result.add_column(column, justify="right")
-    result.add_column("worst parameter")
-    result.add_column("Δ", justify="right")
+    result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
+    for column in (
+        "step",
+        "loss",
+        "one process",
+        "Δ",
+        "grad norm",
+        "one process",
+        "Δ",
+        "weights Δ",
+    ):
+        result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         a, b = row.layout, row.single
-        cells = (f"{a.loss:.9f}", f"{b.loss:.9f}", f"{relative(a.loss, b.loss):.0e}")
-        cells += (f"{a.grad_norm:.7f}", f"{b.grad_norm:.7f}")
-        cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}",)
-        cells += (row.worst.name or "all equal", f"{row.worst.difference:.0e}")
+        cells = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}")
+        cells += (f"{a.grad_norm:.5f}", f"{b.grad_norm:.5f}")
+        cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}")
         result.add_row(str(row.step), *cells, style="bold red" if row.failure else None)
+    worst = max((row.worst for row in rows), key=lambda w: w.difference)
+    where = layout.coordinates(worst.rank)
+    result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
+    result.caption_justify = "left"
     return result
 
 
-def verdict(config: Config, failure: str | None) -> str:
+def verdict(failure: str | None) -> str:
     if failure:
         return f"[bold red]The layout changes the model[/]: {failure}."
     return "[bold green]The layout does not change the model.[/]"

@@ -12,6 +12,8 @@ from parallel3d.config import OptimConfig
 from parallel3d.data_parallel.buckets import Bucket, Segment
 from parallel3d.topology.process_groups import Group
 
+NORM_PIECE = 1 << 15  # elements whose squares are added in the gradients' own type
+
 
 class Optimizer:
     """Steps the parameters of one rank.
@@ -20,7 +22,7 @@ class Optimizer:
     elementwise, so the result is the same and a step is a handful of calls.
 
     Args:
-        is_counted: whether this rank counts a segment in the global norm (see `counts_in_norm`).
+        tp: decides which rank counts replicated parameters in the norm (see `counts_in_norm`).
         model_group: the tp × pp ranks of one replica, over which the norm is summed.
     """
 
@@ -57,7 +59,9 @@ class Optimizer:
         if not counted:
             device = self.segments[0].grad.device
             return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
+        pieces = [piece for grad in counted for piece in grad.split(NORM_PIECE)]
+        return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float) -> None:
