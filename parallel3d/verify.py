@@ -9,6 +9,7 @@ with SGD, because Adam divides a wrong gradient scale away, and with AdamW.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -48,8 +49,8 @@ ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
 
-class Worst(NamedTuple):
-    """The parameter value that is furthest off: |difference| / the parameter's largest value."""
+class Off(NamedTuple):
+    """A box whose values are off: max |difference| / the largest value of the whole parameter."""
 
     difference: float
     name: str
@@ -64,7 +65,7 @@ class Comparison(NamedTuple):
     step: int
     layout: StepResult
     single: StepResult
-    worst: Worst
+    worst: Off
     failure: str | None
 
 
@@ -155,8 +156,10 @@ def compare(
         parted = False
         if single is not None:
             expected = single.train_step() if step else result
-            worst = worst_parameter(boxes, single.full_parameters())
-            failure = judge(step, result, expected, worst, tolerance if step else EXACT, groups)
+            boxes_off = differences(boxes, single.full_parameters())
+            worst = max(boxes_off)
+            limits = tolerance if step else EXACT
+            failure = judge(step, result, expected, boxes_off, limits, groups.layout)
             parted = failure is not None
             name = (config.precision.name, config.optim.name)
             if step or failure:
@@ -172,15 +175,18 @@ def single_process(config: Config) -> Config:
     return check_config(changed, 1)
 
 
-def worst_parameter(boxes: list, expected: dict[str, Tensor]) -> Worst:
-    """Compares every box of every rank with the box of the single process's tensor."""
-    worst = Worst(0.0, "", 0)
+def differences(boxes: list, expected: dict[str, Tensor]) -> list[Off]:
+    """How far every box of every rank is from the single process's tensor; NaN counts as inf.
+
+    In the order of the model's parameters, then of the ranks.
+    """
+    found = []
     for rank, piece, box in boxes:
         full = expected[piece.name]
-        difference = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=1e-30)
-        if not float(difference) <= worst.difference:  # NaN is worst
-            worst = Worst(float(difference), piece.name, rank)
-    return worst
+        off = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=1e-30)
+        found.append(Off(float(off.nan_to_num(torch.inf, torch.inf)), piece.name, rank))
+    order = {name: i for i, name in enumerate(expected)}
+    return sorted(found, key=lambda off: (order[off.name], off.rank))
 
 
 def relative(a: float, b: float) -> float:
@@ -191,22 +197,24 @@ def judge(
     step: int,
     layout: StepResult,
     single: StepResult,
-    worst: Worst,
+    boxes: list[Off],
     tolerance: Tolerance,
-    groups: ProcessGroups,
+    grid: Layout,
 ) -> str | None:
-    """The first thing that is further off than the tolerance, as a sentence, or None."""
-    where = f"rank {worst.rank} ({groups.layout.coordinates(worst.rank)})"
-    part = f"{worst.name} on {where} is off by {worst.difference:.2e} of its largest value"
+    """Where the two part, as a sentence: step, figures, first and worst parameter with its rank."""
     moment = f"after step {step}" if step else "before the first step"
+    said = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
         if not relative(a, b) <= limit:
-            said = f"{name} {a:.12g} under the layout, {b:.12g} in one process"
-            return f"{moment}: {said}; the worst parameter: {part}"
-    if tolerance.weights is not None and not worst.difference <= tolerance.weights:
-        return f"{moment}: {part}"
-    return None
+            said.append(f"{name} is {a:.12g} under the layout and {b:.12g} in one process")
+    limit = math.inf if tolerance.weights is None else tolerance.weights
+    off = [box for box in boxes if box.difference > limit]
+    for word, box in (("first", off[:1]), ("worst", sorted(off, reverse=True)[:1])):
+        for difference, name, rank in box:
+            where = f"rank {rank} ({grid.coordinates(rank)})"
+            said.append(f"the {word} parameter is {name} on {where}, off by {difference:.1e}")
+    return f"{moment}, {'; '.join(said)}" if said else None
 
 
 def describe(config: Config) -> str:
@@ -221,16 +229,8 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
     """Losses and gradient norms side by side, and how far the worst parameter is off."""
     first = rows[0]
     result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
-    for column in (
-        "step",
-        "loss",
-        "one process",
-        "Δ",
-        "grad norm",
-        "one process",
-        "Δ",
-        "weights Δ",
-    ):
+    one = "one\nprocess"
+    for column in ("step", "loss", one, "Δ", "grad\nnorm", one, "Δ", "weights\nΔ"):
         result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         a, b = row.layout, row.single
