@@ -21,7 +21,7 @@ class HostError(UserError):
 
 
 def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> str:
-    """"cuda" or "cpu" for the `ranks_here` ranks of this host, as `device=requested` asks.
+    """ "cuda" or "cpu" for the `ranks_here` ranks of this host, as `device=requested` asks.
 
     `one_gpu_each` says that the launcher shows every rank its own GPU only (Slurm's GPU binding),
     so that seeing one is enough. Raises HostError if CUDA is asked for and absent, or if there are

@@ -42,18 +42,14 @@ class PromptAgent(LocalElasticAgent):
         assert context is not None  # set by the call above
         close = context.close
 
-        def close_promptly(
-            death_sig: signal.Signals | None = None, timeout: int = GRACE_S
-        ) -> None:
+        def close_promptly(death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
             close(death_sig, min(timeout, GRACE_S))
 
         context.close = close_promptly
         return pids
 
 
-def run_local_workers(
-    app: str, config: Config, run_dir: Path, world_size: int, device: str
-) -> int:
+def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, device: str) -> int:
     """Start `world_size` ranks of `app` on this host and wait. Returns the exit code.
 
     If a rank fails, all end within seconds, and the last line on stderr is the failure that
@@ -94,9 +90,7 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     return close_books(cause, run_dir)
 
 
-def _agent(
-    app: str, config: Config, run_dir: Path, world_size: int, logs: Path
-) -> PromptAgent:
+def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path) -> PromptAgent:
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{LOCALHOST}:{config.launch.master_port}",

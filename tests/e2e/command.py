@@ -1,0 +1,170 @@
+"""Runs command lines and sees what they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PARALLEL3D = (sys.executable, "-m", "parallel3d")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+HOOKS = Path(__file__).parent / "hooks"
+# Of another launcher around the tests, or of the user: a test says what it wants.
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN_PREFIXES = ("SLURM_", "TORCHELASTIC_", "HYDRA_", "WANDB_")
+TINY = (
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.num_attention_heads=4",
+    "model.seq_length=32",
+    "micro_batch_size=2",
+    "global_batch_size=4",
+    "train.steps=3",
+    "train.eval_every=0",
+    "train.eval_batches=1",
+    "launch.peak_tflops=0.1",  # else the start measures it
+    "launch.timeout_s=60",
+    "device=cpu",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: exit code, both streams, wall and CPU seconds (with children)."""
+
+    code: int
+    out: str
+    err: str
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on stderr."""
+        return [line for line in self.err.splitlines() if line.strip()]
+
+
+@dataclass
+class Shell:
+    """A directory in which command lines run, with text to train on.
+
+    Every process carries a mark in its environment, by which those left over are found.
+    """
+
+    cwd: Path
+    environ: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: f"P3D_TEST_MARK={uuid.uuid4().hex}")
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)
+        }
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        name, _, value = self.mark.partition("=")
+        return kept | {"PYTHONPATH": path, name: value} | self.environ | more
+
+    def text(self) -> tuple[str, ...]:
+        """Overrides for a small text of the test's own, made once."""
+        book = self.cwd / "book.txt"
+        if not book.exists():
+            book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
+        return "data=text", f"data.path={book}", f"data.cache_dir={self.cwd / 'cache'}"
+
+    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            words,
+            cwd=self.cwd,
+            env=self.environment(**environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str, timeout_s: float = 120, **environ: str) -> Ended:
+        """Run one command line to its end; nothing of it may be left running."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started = time.monotonic()
+        process = self.start(*words, **environ)
+        ended = self.finish(process, started, timeout_s)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return Ended(ended.code, ended.out, ended.err, ended.wall_s, cpu)
+
+    def finish(
+        self, process: subprocess.Popen[str], started: float, timeout_s: float = 120
+    ) -> Ended:
+        """Wait for a started command; fail if it hangs or leaves a process behind."""
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end_all()
+            out, err = process.communicate()
+            raise AssertionError(f"still running after {timeout_s} s\n{out}\n{err}") from None
+        wall = time.monotonic() - started
+        left = self.wait_until_none_is_left(2)
+        self.end_all()
+        assert not left, f"left running: {left}\n{out}\n{err}"
+        return Ended(process.returncode, out, err, wall, 0.0)
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Live processes of this test: pid -> environment at their start."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue  # ended meanwhile, or not ours
+            if self.mark in variables:
+                found[int(folder.name)] = dict(v.split("=", 1) for v in variables if "=" in v)
+        return found
+
+    def rank_pid(self, rank: int) -> int:
+        """The process of a local rank."""
+        pids = [p for p, env in self.processes().items() if env.get("RANK") == str(rank)]
+        return min(pids)
+
+    def wait_until_none_is_left(self, seconds: float) -> dict[int, dict[str, str]]:
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def end_all(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def snapshot(self) -> dict[str, str]:
+        """Every file and folder below the directory, with the content's hash."""
+        return {
+            str(path.relative_to(self.cwd)): (
+                hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+            )
+            for path in sorted(self.cwd.rglob("*"))
+        }
+
+    def failing(self, how: str) -> dict[str, str]:
+        """Variables that plant a failure (see hooks/sitecustomize.py)."""
+        path = os.pathsep.join((str(HOOKS), self.environment()["PYTHONPATH"]))
+        return {"PYTHONPATH": path, "FAIL": how, "FAILED_AT": str(self.cwd / "failed_at")}
+
+    def seconds_since_failure(self) -> float:
+        return time.time() - float((self.cwd / "failed_at").read_text())
+
+
+def wait_for(condition, seconds: float, what: str) -> None:
+    """Poll until `condition()` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)

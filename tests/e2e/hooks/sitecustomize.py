@@ -1,0 +1,62 @@
+"""Put on PYTHONPATH by a test: makes one rank of a run fail in the way that FAIL names.
+
+FAIL=how:rank:step, with how one of raise, user (a UserError), stop (SIGSTOP to itself), hang, and
+`*` for every rank; several are joined by commas. The moment is written to FAILED_AT. parallel3d
+itself knows nothing of this: its trainer is patched as it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from types import ModuleType
+
+
+class _PatchTrainer(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "parallel3d.trainer":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _patch(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _patch(module: ModuleType) -> None:
+    train_step = module.Trainer.train_step
+
+    def failing(self):
+        for fault in os.environ["FAIL"].split(","):
+            how, rank, step = fault.split(":")
+            if rank in ("*", str(self.groups.rank)) and self.steps_done + 1 == int(step):
+                _fail(how)
+        return train_step(self)
+
+    module.Trainer.train_step = failing
+
+
+def _fail(how: str) -> None:
+    with open(os.environ["FAILED_AT"], "w", encoding="utf-8") as file:
+        file.write(str(time.time()))
+    if how == "raise":
+        raise ValueError("planted\nin two lines")
+    if how == "user":
+        from parallel3d.errors import UserError
+
+        raise UserError("tp=0 is what the test planted.")
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600)
+
+
+if "FAIL" in os.environ:
+    sys.meta_path.insert(0, _PatchTrainer())

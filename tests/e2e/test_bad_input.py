@@ -1,0 +1,171 @@
+"""Every bad input: one sentence that names the key, exit code 2, at once, nothing written.
+
+A loaded machine stretches wall time, so "at once" is measured as the process's own CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
+
+SECONDS = 2.0
+RANK_0 = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
+
+
+def refused(ended: Ended, *parts: str) -> None:
+    assert ended.code == 2, ended
+    assert len(ended.errors) == 1, ended.err
+    assert ended.errors[0].startswith("parallel3d: ")
+    for part in parts:
+        assert part in ended.errors[0]
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+    assert ended.cpu_s < SECONDS
+
+
+def refuse(shell: Shell, words: tuple[str, ...], *parts: str, **environ: str) -> None:
+    """Run `train` with `words`: refused with `parts` in the sentence, and nothing written."""
+    before = shell.snapshot()
+    refused(shell.run(*PARALLEL3D, *words, **environ), *parts)
+    assert shell.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        pytest.param("tp=3", ["tp=3", "heads", "hidden", "ffn", "tp=2"], id="tp"),
+        pytest.param("model=llama_tiny tp=8", ["tp=8", "num_query_groups=4"], id="kv heads"),
+        pytest.param("pp=5", ["pp=5", "num_layers=4"], id="layers"),
+        pytest.param("global_batch_size=6", ["global_batch_size=6"], id="batch"),
+        pytest.param("tp=2 sp=true model.seq_length=255", ["seq_length=255", "tp=2"], id="sp"),
+        pytest.param("tpp=2", ["tpp", "tp"], id="unknown key"),
+        pytest.param("model=gpt_tinny", ["gpt_tinny", "gpt_tiny"], id="unknown option"),
+        pytest.param("tp=two", ["tp=two", "whole number"], id="type"),
+        pytest.param("zero=1", ["zero=1", "later"], id="later engine"),
+        pytest.param("--tpp=2", ["--tpp=2", "tp"], id="flag"),
+        pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
+        pytest.param("data=text", ["data.path"], id="no path"),
+        pytest.param("data=text data.path=missing.txt", ["missing.txt"], id="missing data"),
+        pytest.param("run=a/b", ["a/b"], id="run name"),
+        pytest.param("runs_dir=/dev/null/runs", ["runs_dir=/dev/null/runs"], id="runs_dir"),
+    ],
+)
+def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
+    refuse(shell, ("train", *words.split()), *parts)
+
+
+def test_unknown_subcommand_names_the_nearest(shell: Shell) -> None:
+    refuse(shell, ("trian", "tp=2"), "trian", "train")
+
+
+def test_empty_data_is_refused(shell: Shell) -> None:
+    (shell.cwd / "empty.txt").touch()
+    refuse(shell, ("train", "data=text", "data.path=empty.txt"), "empty.txt")
+
+
+def test_short_data_is_refused(shell: Shell) -> None:
+    (shell.cwd / "short.txt").write_text("too short\n")
+    refuse(shell, ("train", "data=text", "data.path=short.txt"), "short.txt", "seq_length")
+
+
+def test_unreadable_data_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        secret = Path(folder) / "secret.txt"
+        secret.write_text("who may not read this\n" * 1000)
+        secret.chmod(0)
+        words = ("train", "data=text", f"data.path={secret}", f"data.cache_dir={folder}/cache")
+        shell = Shell(Path(folder))
+        if os.geteuid() == 0:  # root reads everything: be nobody, who must at least get here
+            Path(folder).chmod(0o755)
+            become = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+            refused(shell.run(*become, *PARALLEL3D, *words), "secret.txt")
+        else:
+            refused(shell.run(*PARALLEL3D, *words), "secret.txt")
+        assert [path.name for path in Path(folder).iterdir()] == ["secret.txt"]
+
+
+def test_absent_cuda_is_refused(shell: Shell) -> None:
+    refuse(shell, ("train", "device=cuda"), "device=cuda", "device=cpu", CUDA_VISIBLE_DEVICES="")
+
+
+def test_port_in_use_is_refused(shell: Shell) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ("train", "tp=2", *TINY, *shell.text(), f"launch.master_port={port}")
+        refuse(shell, words, f"launch.master_port={port}", "in use")
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
+        ({"RANK": "one"}, ["RANK='one'", "number"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT=99999"]),
+        ({"MASTER_ADDR": ""}, ["MASTER_ADDR", "RANK=0"]),
+        ({"WORLD_SIZE": ""}, ["WORLD_SIZE", "RANK=0"]),
+    ],
+)
+def test_contradicting_launcher_is_refused(
+    shell: Shell, environ: dict[str, str], parts: list[str]
+) -> None:
+    refuse(shell, ("train", "tp=2", *TINY, *shell.text()), *parts, **(RANK_0 | environ))
+
+
+def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -> None:
+    words = ("train", "tp=2", *TINY, *shell.text())
+    three = RANK_0 | {"WORLD_SIZE": "3"}
+    refuse(shell, words, "3", "tp=2", **three)
+    silent = shell.run(*PARALLEL3D, *words, **(three | {"RANK": "1", "LOCAL_RANK": "1"}))
+    assert (silent.code, silent.out, silent.err) == (2, "", "")
+
+
+def test_taken_run_is_refused_and_left_alone(shell: Shell) -> None:
+    words = ("train", "run=mine", *TINY, *shell.text(), "train.steps=1")
+    assert shell.run(*PARALLEL3D, *words).code == 0
+    refuse(shell, words, "run=mine", "exists already")
+    # What does not belong to a run's identity is not what differs.
+    watched = ("train.progress=false", "logger.project=other", "launch.timeout_s=61")
+    refuse(shell, (*words, *watched), "run=mine", "exists already")
+    refuse(shell, (*words, "seed=7", *watched), "run=mine", "seed is 1234 there, now 7")
+    (shell.cwd / "runs" / "mine" / "config.yaml").unlink()
+    refuse(shell, words, "run=mine", "not a run directory")
+
+
+def test_user_who_asks_for_hydras_traceback_gets_it(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, "train", "tpp=2", HYDRA_FULL_ERROR="1")
+    assert ended.code == 2
+    assert "Traceback" in ended.err
+
+
+def test_old_python_is_refused_by_the_scripts(shell: Shell) -> None:
+    tools = shell.cwd / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "cat"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    old = tools / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+    old.chmod(0o755)
+    clone = shell.cwd / "clone"
+    shutil.copytree(ROOT / "launch", clone / "launch")
+    ended = shell.run("bash", str(clone / "launch" / "local.sh"), PATH=str(tools), PYTHON="")
+    assert ended.code != 0
+    assert len(ended.errors) == 1
+    assert "needs Python 3.11 or newer; found: Python 3.8.1" in ended.errors[0]
+    assert sorted(path.name for path in clone.iterdir()) == ["launch"]

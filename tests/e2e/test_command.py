@@ -1,0 +1,110 @@
+"""The command itself: help, versions, Hydra's flags, completion, and the installed package."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import parallel3d
+from tests.e2e.command import PARALLEL3D, ROOT, Shell
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_overview_names_the_subcommands(shell: Shell, words: tuple[str, ...]) -> None:
+    ended = shell.run(*PARALLEL3D, *words)
+    assert ended.code == 0
+    assert "parallel3d train" in ended.out
+    assert "parallel3d verify" in ended.out
+
+
+def test_version_is_the_packages(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, "--version")
+    assert (ended.code, ended.out) == (0, f"parallel3d {parallel3d.__version__}\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == parallel3d.__version__
+
+
+@pytest.mark.parametrize("app", ["train", "verify"])
+def test_help_shows_presets_keys_and_examples(shell: Shell, app: str) -> None:
+    ended = shell.run(*PARALLEL3D, app, "--help")
+    assert ended.code == 0
+    assert "llama_tiny" in ended.out
+    assert "global_batch_size=16" in ended.out
+    assert f"parallel3d {app} tp=2" in ended.out
+
+
+def test_cfg_job_prints_the_configuration_and_leaves_nothing(shell: Shell) -> None:
+    # Overrides on both sides of the flag: Hydra alone would refuse that.
+    ended = shell.run(*PARALLEL3D, "train", "tp=2", "--cfg", "job", "model=llama_tiny")
+    assert ended.code == 0
+    config = yaml.safe_load(ended.out)
+    assert config["tp"] == 2
+    assert config["model"]["norm"] == "rmsnorm"
+    assert list(shell.cwd.iterdir()) == []
+
+
+def test_info_flag_works(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, "train", "--info", "defaults")
+    assert ended.code == 0
+    assert "gpt_tiny" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("parallel3d ", {"train", "verify"}),
+        ("parallel3d ver", {"verify"}),
+        ("parallel3d train optim=", {"optim=adamw", "optim=sgd"}),
+        ("parallel3d verify tp=2 schedule.n", {"schedule.name="}),
+    ],
+)
+def test_completion_knows_the_subcommand(shell: Shell, line: str, expected: set[str]) -> None:
+    point = str(len(line))
+    query = (*PARALLEL3D, "-sc", "query=bash")
+    ended = shell.run(*query, COMP_LINE=line + " tail", COMP_POINT=point)
+    assert ended.code == 0, ended
+    assert set(ended.out.split()) == expected
+
+
+def test_completion_installs_for_the_command(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, "-sc", "install=bash")
+    assert ended.code == 0
+    assert ended.out.rstrip().endswith("hydra_bash_completion parallel3d")
+
+
+def test_wheel_carries_the_configuration(shell: Shell) -> None:
+    source = shell.cwd / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "conf", source / "conf")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "parallel3d", source / "parallel3d", ignore=ignored)
+    build = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(source))
+    subprocess.run((*build, "-w", str(shell.cwd)), check=True, capture_output=True)
+    (wheel,) = shell.cwd.glob("*.whl")
+    target = shell.cwd / "elsewhere"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    packed = {p.relative_to(target / "parallel3d") for p in target.rglob("*.yaml")}
+    assert packed == {p.relative_to(ROOT) for p in (ROOT / "conf").rglob("*.yaml")}
+    shutil.rmtree(source)
+    python = (sys.executable, "-P", "-m", "parallel3d")
+    ended = shell.run(*python, "train", "--cfg", "job", "tp=2", PYTHONPATH=str(target))
+    assert ended.code == 0, ended
+    assert yaml.safe_load(ended.out)["tp"] == 2
+
+
+def test_repository_names_no_place_of_one_machine() -> None:
+    scripts = [*(ROOT / "launch").iterdir(), ROOT / ".ci" / "run", ROOT / "constraints.txt"]
+    for script in scripts:
+        text = Path(script).read_text()
+        assert "file://" not in text
+        assert "+cpu" not in text

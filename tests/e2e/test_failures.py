@@ -1,0 +1,160 @@
+"""A rank that raises or dies: all down in seconds, and the last line says who, where and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Shell, wait_for
+from tests.e2e.test_runs import by_hand, free_port
+
+SECONDS = 10
+HOST = re.escape(socket.gethostname())
+LONG = "train.steps=100000"
+
+
+def words(shell: Shell, *more: str) -> tuple[str, ...]:
+    return ("train", *TINY, *shell.text(), "run=mine", *more)
+
+
+def start_training(shell: Shell, *more: str) -> subprocess.Popen[str]:
+    """A run of two local ranks, under way."""
+    process = shell.start(*PARALLEL3D, *words(shell, "pp=2", LONG, *more))
+    metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, 60, "the first step")
+    return process
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "pp=2"])
+def test_rank_that_raises_takes_all_down_and_is_named(shell: Shell, layout: str) -> None:
+    rank = 0 if layout == "tp=1" else 1
+    ended = shell.run(*PARALLEL3D, *words(shell, layout, LONG), **shell.failing(f"raise:{rank}:3"))
+    assert shell.seconds_since_failure() < SECONDS
+    assert ended.code == 1
+    stage = 0 if rank == 0 else 1
+    assert re.fullmatch(
+        rf"parallel3d: rank {rank} \(pp {stage}, dp 0, tp 0\) on {HOST} failed in train step 3 "
+        rf"at parallel3d/train\.py:\d+: ValueError: planted "
+        rf"\(traceback: runs/mine/rank-{rank}\.traceback\.txt\)",
+        ended.errors[-1],
+    )
+    assert "Traceback" not in ended.err
+    details = (shell.cwd / "runs" / "mine" / f"rank-{rank}.traceback.txt").read_text()
+    assert "Traceback" in details
+    assert "in two lines" in details
+
+
+def test_first_failure_is_named_and_not_its_echo(shell: Shell) -> None:
+    # Rank 1 stops answering, so that rank 0 can only wait for it; then rank 3 raises.
+    fault = "hang:1:2,raise:3:2"
+    ended = shell.run(*PARALLEL3D, *words(shell, "tp=2", "pp=2", LONG), **shell.failing(fault))
+    assert ended.code == 1
+    assert ended.errors[-1].startswith("parallel3d: rank 3 (pp 1, dp 0, tp 1)")
+
+
+def test_stopped_rank_does_not_keep_the_others(shell: Shell) -> None:
+    fault = "stop:0:2,raise:1:2"
+    ended = shell.run(*PARALLEL3D, *words(shell, "tp=2", LONG), **shell.failing(fault))
+    assert shell.seconds_since_failure() < SECONDS
+    assert ended.code == 1
+    assert ended.errors[-1].startswith("parallel3d: rank 1 ")
+
+
+def test_killed_rank_takes_all_down_and_is_named(shell: Shell) -> None:
+    process = start_training(shell)
+    started = time.monotonic()
+    os.kill(shell.rank_pid(1), signal.SIGKILL)
+    ended = shell.finish(process, started, 30)
+    assert ended.wall_s < SECONDS
+    assert ended.code == 1
+    assert ended.errors[-1].startswith(
+        f"parallel3d: rank 1 (pp 1, dp 0, tp 0) on {socket.gethostname()} was killed by SIGKILL"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_launcher_takes_all_down(shell: Shell, number: signal.Signals) -> None:
+    process = start_training(shell)
+    started = time.monotonic()
+    process.send_signal(number)
+    ended = shell.finish(process, started, 30)
+    assert ended.wall_s < SECONDS
+    assert ended.code == 128 + number
+    assert ended.errors[-1] == f"parallel3d: stopped by {number.name}; all 2 ranks have ended"
+
+
+def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
+    process = start_training(shell)
+    process.kill()
+    process.communicate()
+    assert not shell.wait_until_none_is_left(SECONDS)
+
+
+def test_interrupt_of_a_single_process_is_no_traceback(shell: Shell) -> None:
+    process = start_training(shell, "pp=1")
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    ended = shell.finish(process, started, 30)
+    assert ended.code == 130
+    assert ended.errors[-1] == "parallel3d: interrupted"
+    assert "Traceback" not in ended.err
+
+
+def test_user_error_of_all_ranks_is_said_once(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, *words(shell, "tp=2"), **shell.failing("user:*:1"))
+    assert ended.code == 2
+    assert [e for e in ended.errors if "planted" in e] == [
+        "parallel3d: tp=0 is what the test planted."
+    ]
+
+
+def failed_ranks(errors: list[str]) -> list[str]:
+    found = (re.match(r"parallel3d: rank (\d) \(.*failed in train step 3", e) for e in errors)
+    return [match[1] for match in found if match]
+
+
+def test_failing_rank_says_so_under_torchrun(shell: Shell) -> None:
+    ended = shell.run(
+        *TORCHRUN,
+        *("--nproc-per-node=2", "-m", "parallel3d", *words(shell, "tp=2", LONG)),
+        **shell.failing("raise:1:3"),
+    )
+    assert shell.seconds_since_failure() < SECONDS
+    assert ended.code != 0
+    assert failed_ranks(ended.errors)[0] == "1"
+    assert failed_ranks(ended.errors) in (["1"], ["1", "0"])  # an echo may come before the end
+    # torchrun's own summary, which comes last, tells it too.
+    assert "train step 3" in ended.err[ended.err.index("Root Cause") :]
+
+
+def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
+    shell.environ = shell.failing("raise:1:3")
+    port = f"launch.master_port={free_port()}"
+    first, second = by_hand(shell, *words(shell, "tp=2", LONG, port))
+    started = time.monotonic()
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert "rank 1 (pp 0, dp 0, tp 1)" in err
+    ended = shell.finish(first, started, 30)
+    assert shell.seconds_since_failure() < SECONDS
+    assert ended.code == 1
+    assert failed_ranks(ended.errors) == ["0"]
+
+
+def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
+    taken = shell.cwd / "runs" / "mine"
+    taken.mkdir(parents=True)
+    port = f"launch.master_port={free_port()}"
+    processes = by_hand(shell, *words(shell, "tp=2", port))
+    results = [(*process.communicate(timeout=60), process.returncode) for process in processes]
+    assert [code for *_, code in results] == [2, 2]
+    said = [line for _, err, _ in results for line in err.splitlines()]
+    assert said == ["parallel3d: run=mine: runs/mine exists and is not a run directory."]
+    assert list(Path(taken).iterdir()) == []

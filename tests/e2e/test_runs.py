@@ -1,0 +1,157 @@
+"""The same run under each launcher: one run directory, the same files, the same weights."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell
+
+FILES = {
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "weights-initial.safetensors",
+    "weights-final.safetensors",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def local(shell: Shell, *words: str) -> list[Ended]:
+    return [shell.run(*PARALLEL3D, "train", *words)]
+
+
+def torchrun(shell: Shell, *words: str) -> list[Ended]:
+    return [shell.run(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", "train", *words)]
+
+
+def slurm_environment(rank: int) -> dict[str, str]:
+    """What srun -n 2 tells each task, as far as it is read."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+    }
+
+
+def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
+    return [shell.start(*PARALLEL3D, *words, **slurm_environment(r)) for r in (0, 1)]
+
+
+def slurm(shell: Shell, *words: str) -> list[Ended]:
+    started = time.monotonic()
+    return [shell.finish(p, started) for p in reversed(by_hand(shell, "train", *words))]
+
+
+def weights(path: Path) -> dict[str, bytes]:
+    with safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run directory of one configuration under each launcher, and of one process."""
+    folders = {}
+    for name, launch, layout in (
+        ("alone", local, "tp=1"),
+        ("local", local, "tp=2"),
+        ("torchrun", torchrun, "tp=2"),
+        ("slurm", slurm, "tp=2"),
+    ):
+        shell = Shell(tmp_path_factory.mktemp(name))
+        words = (layout, *TINY, *shell.text(), "train.save_weights=true")
+        if name == "slurm":
+            words = (*words, f"launch.master_port={free_port()}")
+        for ended in launch(shell, *words):
+            assert ended.code == 0, ended
+        assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
+        (folders[name],) = (shell.cwd / "runs").iterdir()
+    return folders
+
+
+def test_every_launcher_leaves_one_private_directory_with_the_same_files(
+    runs: dict[str, Path],
+) -> None:
+    for folder in runs.values():
+        assert {path.name for path in folder.iterdir()} == FILES
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_made_names_say_the_model_the_layout_and_the_job(runs: dict[str, Path]) -> None:
+    assert runs["alone"].name.endswith("-gpt_tiny-tp1pp1dp1")
+    assert runs["torchrun"].name.endswith("-gpt_tiny-tp2pp1dp1")
+    assert runs["slurm"].name.endswith("-gpt_tiny-tp2pp1dp1-job4711")
+
+
+def test_initial_weights_are_bit_identical_over_launchers_and_layouts(
+    runs: dict[str, Path],
+) -> None:
+    expected = weights(runs["alone"] / "weights-initial.safetensors")
+    assert len(expected) > 10
+    for folder in runs.values():
+        assert weights(folder / "weights-initial.safetensors") == expected
+
+
+def test_launchers_train_to_the_same_bits(runs: dict[str, Path]) -> None:
+    expected = weights(runs["local"] / "weights-final.safetensors")
+    assert expected != weights(runs["local"] / "weights-initial.safetensors")
+    for name in ("torchrun", "slurm"):
+        assert weights(runs[name] / "weights-final.safetensors") == expected
+
+
+def test_every_step_is_written_once(runs: dict[str, Path]) -> None:
+    for folder in runs.values():
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+        assert steps == [1, 2, 3]
+
+
+def test_saved_config_runs_again_and_differs_in_its_name_alone(runs: dict[str, Path]) -> None:
+    texts = {name: (folder / "config.yaml").read_text() for name, folder in runs.items()}
+    assert "dp: 1" in texts["torchrun"]  # followed from the world size
+    assert f"run: {runs['torchrun'].name}" in texts["torchrun"]
+    assert "???" not in texts["torchrun"]
+    assert "${" not in texts["torchrun"]
+
+
+def test_sweep_runs_every_job_in_a_directory_of_its_own(shell: Shell) -> None:
+    words = (*TINY, *shell.text(), "run=sweep", "train.steps=1")
+    ended = shell.run(*PARALLEL3D, "train", "--multirun", "tp=1,2", *words)
+    assert ended.code == 0, ended
+    assert {p.name for p in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
+    for number, tp in enumerate((1, 2)):
+        folder = shell.cwd / "runs" / f"sweep-{number}"
+        assert f"tp: {tp}\n" in (folder / "config.yaml").read_text()
+        assert (folder / "summary.json").exists()
+
+
+def test_sweep_stops_at_the_job_that_fails(shell: Shell) -> None:
+    words = (*TINY, *shell.text(), "run=sweep", "train.steps=1")
+    ended = shell.run(*PARALLEL3D, "train", "-m", "tp=1,3,1", *words)
+    assert ended.code == 2
+    assert "parallel3d: tp=3" in ended.errors[-1]
+    assert [p.name for p in (shell.cwd / "runs").glob("sweep-*")] == ["sweep-0"]
+
+
+def test_verify_answers_by_its_exit_code(shell: Shell) -> None:
+    ended = shell.run(*PARALLEL3D, "verify", "tp=2", *TINY, *shell.text(), "verify.steps=2")
+    assert ended.code == 0, ended
+    assert "fp64" in ended.out
