@@ -28,6 +28,7 @@ from parallel3d.config_overrides import explain_override_error
 from parallel3d.data.corpus import check_data
 from parallel3d.devices import HostError, choose_device
 from parallel3d.errors import UserError, nearest
+from parallel3d.failure import full_stop
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.run_directory import check_run_is_free, make_run_directory
 from parallel3d.worker import APPS, USER_ERROR, local_worker_main, run_alone, run_joined, say
@@ -154,7 +155,7 @@ def _refuse(error: UserError, place: Place | None = None) -> int:
     """
     first_of_host = place is not None and place.local_rank == 0
     if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
-        say(str(error))
+        say(full_stop(str(error)))
     return USER_ERROR
 
 

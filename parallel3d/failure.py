@@ -55,12 +55,17 @@ class Failure:
     def sentence(self) -> str:
         """The failure as one line; for a user error only what the user needs."""
         if self.kind == "user":
-            return self.error
+            return full_stop(self.error)
         who = f"rank {self.rank} ({self.coordinates}) on {self.host}"
         if self.kind == "killed":
             return f"{who} {self.error}"
         details = f" (traceback: {self.traceback_file})" if self.traceback_file else ""
         return f"{who} failed in {self.phase}{self.where}: {self.error}{details}"
+
+
+def full_stop(sentence: str) -> str:
+    """The sentence with the full stop that messages of libraries, and some of ours, lack."""
+    return sentence if sentence.endswith(".") else f"{sentence}."
 
 
 def coordinates_of(config: Config, rank: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from parallel3d.config import Config
 from parallel3d.errors import UserError
@@ -107,7 +108,7 @@ def _refuse_existing(config: Config, directory: Path) -> None:
         raise UserError(f"runs_dir={config.runs_dir} is not a folder")
     try:
         there = load_config(directory)
-    except (OmegaConfBaseException, OSError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "

@@ -1,0 +1,98 @@
+"""Which failure is the cause, and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel3d import failure
+from parallel3d.config import Config, ModelConfig
+from parallel3d.errors import UserError, nearest_divisor
+from parallel3d.failure import Failure, from_exception, from_exit, root_cause
+from parallel3d.launch import Worker
+
+CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
+
+
+def error(rank: int, text: str, time: float) -> Failure:
+    return Failure(rank, "", "host", "train step 3", "", text, time)
+
+
+def worker(rank: int, run_dir: Path = Path()) -> Worker:
+    return Worker(rank, rank, 8, 8, run_dir, "local", phase="train step 3")
+
+
+def caught(run) -> Exception:
+    try:
+        run()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        "RuntimeError: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3",
+        "RuntimeError: Application timeout caused pair closure: connection reset by peer",
+        "DistBackendError: NCCL error: remote process exited or there was a network error",
+        "RuntimeError: Timed out waiting 1000ms for recv operation to complete",
+    ],
+)
+def test_echo_is_not_the_cause_though_it_was_first(echo: str) -> None:
+    assert root_cause([error(0, echo, 1.0), error(3, "ValueError: boom", 2.0)]).rank == 3
+
+
+def test_first_of_equals_is_the_cause() -> None:
+    assert root_cause([error(1, "ValueError: b", 2.0), error(2, "ValueError: a", 1.0)]).rank == 2
+
+
+def test_killed_rank_is_the_cause_of_closed_connections() -> None:
+    gone = "RuntimeError: Connection closed by peer"
+    assert root_cause([error(0, gone, 1.0), from_exit(CONFIG, 1, -9)]).rank == 1
+
+
+def test_rank_that_the_launcher_ended_is_not_the_cause() -> None:
+    survivors = [from_exit(CONFIG, 0, -15), error(2, "RuntimeError: Connection reset", 5.0)]
+    assert root_cause(survivors).rank == 2
+
+
+def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
+    failed = from_exception(CONFIG, worker(5), caught(lambda: nearest_divisor(3, None)))
+    words = failed.sentence()
+    assert words.startswith("rank 5 (pp 1, dp 0, tp 1) on ")
+    assert "failed in train step 3 at parallel3d/errors.py:" in words
+    assert "TypeError" in words
+
+
+def test_killed_rank_is_said_by_the_signals_name() -> None:
+    assert "rank 2 (pp 0, dp 1, tp 0) on " in from_exit(CONFIG, 2, -9).sentence()
+    assert "was killed by SIGKILL" in from_exit(CONFIG, 2, -9).sentence()
+    assert "was killed by SIGSEGV" in from_exit(CONFIG, 2, -11).sentence()
+    assert "exited with code 3" in from_exit(CONFIG, 2, 3).sentence()
+
+
+def test_user_error_is_said_as_it_is() -> None:
+    failed = from_exception(CONFIG, worker(0), UserError("tp=3 is wrong"))
+    assert (failed.kind, failed.sentence()) == ("user", "tp=3 is wrong.")
+
+
+def test_record_is_read_back_with_its_traceback(tmp_path: Path) -> None:
+    raised = caught(lambda: nearest_divisor(3, None))
+    written = failure.write(from_exception(CONFIG, worker(5), raised), raised, tmp_path)
+    assert failure.read_all(tmp_path) == [written]
+    assert written.traceback_file is not None
+    assert "nearest_divisor" in Path(written.traceback_file).read_text()
+
+
+def test_torchrun_is_told_in_its_own_format(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    failure.write_elastic_file(
+        error(3, "E: x", 7.5), "trace", {"TORCHELASTIC_ERROR_FILE": str(file)}
+    )
+    read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert read.timestamp == 7
+    assert "rank 3" in read.message["extraInfo"]["py_callstack"]

@@ -1,0 +1,131 @@
+"""Who am I, by the environment alone; and the run directory's and failures' own logic."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.launch import Place, detect, first_host, port_is_free, tasks_on_node
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_NODELIST": "node[08-09]",
+    "SLURM_JOB_NODELIST": "node[07-09]",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def test_torchrun_gives_the_place() -> None:
+    assert detect(TORCHRUN) == Place("torchrun", 5, 1, 8, 4, "host0", 29500)
+
+
+def test_srun_gives_the_place_its_first_host_and_a_port_of_the_job() -> None:
+    assert detect(SRUN) == Place("slurm", 5, 1, 6, 2, "node08", 20000 + 123456 % 20000, "123456")
+
+
+def test_torchrun_inside_srun_comes_first() -> None:
+    assert detect(SRUN | TORCHRUN) == detect(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"MASTER_ADDR": "host0", "LOCAL_RANK": "0"},
+        without(SRUN, "SLURM_STEP_ID"),  # a batch script
+        SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script's own step
+        SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},  # srun of a launcher a node
+    ],
+)
+def test_nobody_gave_a_place(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"])
+def test_missing_variable_of_torchrun_is_named(missing: str) -> None:
+    with pytest.raises(UserError, match=rf"\b{missing} is not"):
+        detect(without(TORCHRUN, missing))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"RANK": "8"}, "RANK=8 contradicts WORLD_SIZE=8"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 contradicts WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 contradicts LOCAL_WORLD_SIZE=4"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    ],
+)
+def test_contradiction_under_torchrun_is_named(wrong: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        detect(TORCHRUN | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"SLURM_PROCID": "6"}, "SLURM_PROCID=6 contradicts SLURM_STEP_NUM_TASKS=6"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 contradicts"),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x'"),
+        ({"SLURM_STEP_NODELIST": "node[1-"}, r"node list 'node\[1-'"),
+    ],
+)
+def test_contradiction_under_slurm_is_named(wrong: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        detect(SRUN | wrong)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("gpu01", "gpu01"),
+        ("node[1-3,7],gpu01", "node1"),
+        ("node[07,01-03]", "node07"),
+        ("rack[2-3]n[010-020],x", "rack2n010"),
+        ("a-b.example.org,c", "a-b.example.org"),
+        ("n[3]-ib", "n3-ib"),
+    ],
+)
+def test_first_host_of_a_node_list(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize("node_list", ["", "node[1-3", "node]1[", "a b"])
+def test_unreadable_node_list_is_refused(node_list: str) -> None:
+    with pytest.raises(UserError, match="node list"):
+        first_host(node_list)
+
+
+def test_tasks_of_each_node() -> None:
+    assert [tasks_on_node("8(x2),4", node) for node in range(3)] == [8, 8, 4]
+
+
+def test_port_that_is_listened_on_is_not_free() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.listen()
+        assert not port_is_free(port)
+    assert port_is_free(port)
+    assert port_is_free(0)
