@@ -1,8 +1,18 @@
-"""`python -m parallel3d …` is the `parallel3d` command."""
+"""`python -m parallel3d …` is the `parallel3d` command; the launcher starts its ranks here too."""
 
 import sys
 
-from parallel3d.cli import main
+
+def main() -> int:
+    """Run a command line, or one local rank, which needs no command line's modules."""
+    if sys.argv[1:2] == ["_worker"]:
+        from parallel3d.worker import local_worker_main
+
+        return local_worker_main(*sys.argv[2:])
+    from parallel3d.cli import main as command
+
+    return command()
+
 
 if __name__ == "__main__":
     sys.exit(main())

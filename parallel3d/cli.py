@@ -31,7 +31,7 @@ from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.run_directory import check_run_is_free, make_run_directory
-from parallel3d.worker import APPS, USER_ERROR, local_worker_main, run_alone, run_joined, say
+from parallel3d.worker import APPS, USER_ERROR, run_alone, run_joined, say
 
 INTERRUPTED = 130
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
@@ -49,8 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(cli_help.overview())
         elif words[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
-        elif words[0] == "_worker":
-            return local_worker_main(*words[1:])
         elif words[0] in COMPLETION_FLAGS:
             _complete(words)
         elif words[0] in APPS:
