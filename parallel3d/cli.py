@@ -121,7 +121,7 @@ def _start(app: str, config: Config) -> int:
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
         raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
-    config, run_dir = make_run_directory(config, job_number=number)
+    config, run_dir = make_run_directory(config, os.environ.get("SLURM_JOB_ID"), number)
     if world_size == 1:
         return run_alone(app, config, run_dir, device)
     from parallel3d.local_workers import run_local_workers  # imports torch

@@ -31,6 +31,8 @@ PEER_GONE = re.compile(
     r"|connection was likely closed|failed to (recv|send)|stop_waiting",
     re.IGNORECASE,
 )
+# gloo says in which of its own files it noticed, and wishes good luck: none of it helps here.
+NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
 
@@ -60,7 +62,13 @@ class Failure:
         if self.kind == "killed":
             return f"{who} {self.error}"
         details = f" (traceback: {self.traceback_file})" if self.traceback_file else ""
-        return f"{who} failed in {self.phase}{self.where}: {self.error}{details}"
+        echo = "; another rank went first" if self.is_echo else ""
+        return f"{who} failed in {self.phase}{self.where}: {self.error.rstrip('.')}{echo}{details}"
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether this rank only noticed that another had gone."""
+        return self.kind == "error" and PEER_GONE.search(self.error) is not None
 
 
 def full_stop(sentence: str) -> str:
@@ -76,7 +84,7 @@ def coordinates_of(config: Config, rank: int) -> str:
 
 def from_exception(config: Config, worker: Worker, error: BaseException) -> Failure:
     """Describe an exception that reached this rank's top."""
-    lines = str(error).strip().splitlines()
+    lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
     return Failure(
         rank=worker.rank,
@@ -171,7 +179,7 @@ def _rank_of_cause(failure: Failure) -> tuple[int, float]:
         # Its time is only when the launcher saw it: an error of the same moment came first.
         # SIGTERM is what the launcher itself sends to the survivors.
         return (3, 0.0) if "SIGTERM" in failure.error else (0, failure.time)
-    if failure.kind == "error" and PEER_GONE.search(failure.error):
+    if failure.is_echo:
         return 2, failure.time
     if failure.kind == "error" and TIMED_OUT.search(failure.error):
         return 1, failure.time

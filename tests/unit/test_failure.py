@@ -44,6 +44,12 @@ def test_echo_is_not_the_cause_though_it_was_first(echo: str) -> None:
     assert root_cause([error(0, echo, 1.0), error(3, "ValueError: boom", 2.0)]).rank == 3
 
 
+def test_echo_says_that_it_is_one() -> None:
+    gloo = "[/pytorch/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
+    said = from_exception(CONFIG, worker(0), RuntimeError(gloo)).sentence()
+    assert said.endswith("RuntimeError: Connection closed by peer [::1]:7; another rank went first")
+
+
 def test_first_of_equals_is_the_cause() -> None:
     assert root_cause([error(1, "ValueError: b", 2.0), error(2, "ValueError: a", 1.0)]).rank == 2
 
