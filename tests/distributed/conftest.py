@@ -14,3 +14,12 @@ def pool() -> Iterator[Pool]:
     """Runs functions on real ranks: `pool.run(world_size, function, *args) -> results by rank`."""
     with Pool() as shared:
         yield shared
+
+
+@pytest.fixture(scope="session")
+def references(pool: Pool) -> object:
+    """What the independent reference makes of each problem, computed once a session."""
+    # Imported here: tests of lower layers must run even while the trainer cannot be imported.
+    from tests.distributed.harness import References
+
+    return References(pool)

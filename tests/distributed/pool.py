@@ -1,9 +1,10 @@
 """A pool of real worker processes: start once, run many small distributed tests.
 
 Starting eight Pythons with torch costs seconds, so the workers are forked from a server that has
-imported torch once, and are kept. Each run makes a default gloo group of just its world size (about
-10 ms) and destroys it afterwards, so no run sees the groups of another. A run that fails leaves its
-ranks at unknown places inside collectives: then the workers are ended and the next run starts new ones.
+imported torch once, and are kept. Each run makes a default gloo group of just its world size
+(milliseconds) and destroys it afterwards, so no run sees the groups of another. A run that fails
+leaves its ranks at unknown places inside collectives: then the workers are ended, and the next run
+starts new ones.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _worker(connection: Connection) -> None:
         try:
             reply = (True, _run(*pickle.loads(job)))
             message = pickle.dumps(reply)
-        except BaseException:  # noqa: BLE001  whatever it is, the parent reports it as this rank's
+        except BaseException:  # whatever it is, the parent reports it as this rank's
             message = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(message)
 
@@ -81,7 +82,7 @@ def _run(
         timeout=timedelta(seconds=0.75 * timeout_s),
     )
     result = function(*args)
-    # Not in a `finally`: after a failure the peers are mid-collective, and this worker is thrown away.
+    # Not in a `finally`: after a failure the peers are mid-collective, and the worker is ended.
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
@@ -120,9 +121,9 @@ class Pool:
         """Call `function(*args)` on ranks 0 … world_size - 1 at once; return the results by rank.
 
         `torch.distributed` is initialised (gloo, one thread a rank) while the function runs.
-        `function` must be a module-level function; arguments and results must pickle. A function that
-        needs the rank asks `torch.distributed.get_rank()`. Raises WorkerFailure for the first rank
-        that raises or dies, or when `timeout_s` seconds pass; the workers are then replaced.
+        `function` must be a module-level function; arguments and results must pickle. A function
+        that needs its rank asks `torch.distributed.get_rank()`. Raises WorkerFailure for the first
+        rank that raises or dies, or when `timeout_s` seconds pass; the workers are then replaced.
         """
         if not 1 <= world_size <= self.limit:
             raise ValueError(f"world_size={world_size}: the pool has 1 to {self.limit} ranks")
@@ -130,7 +131,7 @@ class Pool:
         self._runs += 1
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         connections = [connection for _, connection in self._workers[:world_size]]
-        # Pickled before anything is sent: an argument that cannot be pickled leaves the workers idle.
+        # Pickled before anything is sent: what cannot be pickled leaves the workers idle.
         jobs = [
             pickle.dumps((rank, world_size, store, timeout_s, function, args))
             for rank in range(world_size)

@@ -1,4 +1,4 @@
-"""The pool itself: results by rank, reuse, and one clear failure for every way in which a rank fails."""
+"""The pool itself: results by rank, reuse, one clear failure for each way in which a rank fails."""
 
 from __future__ import annotations
 

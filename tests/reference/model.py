@@ -57,10 +57,10 @@ def make_norm(shape: ModelShape) -> nn.Module:
 
 
 def rotate(x: Tensor, rotary_percent: float, base: float) -> Tensor:
-    """RoPE (Su et al. 2021): dimension d and d + rot/2 as one complex number, turned by the position.
+    """RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the position.
 
-    `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where rot
-    is head_dim · rotary_percent rounded down to an even number; the others pass.
+    `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where
+    rot is head_dim · rotary_percent rounded down to an even number; the others pass.
     """
     head_dim = x.shape[-1]
     pairs = int(head_dim * rotary_percent) // 2
@@ -178,6 +178,9 @@ class ReferenceModel(nn.Module):
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token in nats: logits (batch, sequence, vocab), labels and result (batch, sequence)."""
+    """Cross-entropy of each token in nats.
+
+    Logits (batch, sequence, vocab); labels and result (batch, sequence).
+    """
     target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return logits.logsumexp(dim=-1) - target

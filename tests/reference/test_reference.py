@@ -1,4 +1,4 @@
-"""The judge is judged: finite differences, causality, masks, and torch's own attention and optimizers."""
+"""The judge is judged: finite differences, causality, masks, torch's attention and optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference training loop: the whole global batch in one forward, one process, plain optimizers."""
+"""The reference training loop: one process, the whole global batch in one forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.reference.model import ModelShape, ReferenceModel, token_losses
 
 
 class SampleLike(Protocol):
-    """`tokens` is int64 (seq + 1,); `loss_mask` is bool (seq,), true where the next token is learned."""
+    """`tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is learned."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -56,14 +56,14 @@ class ReferenceRun(NamedTuple):
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
-    """A model with exactly these weights; a missing, unknown or misshapen name raises RuntimeError."""
+    """A model with exactly these weights; a missing or unknown name raises RuntimeError."""
     model = ReferenceModel(shape).to(dtype)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, strict=True)
     return model
 
 
 def batch_loss(model: ReferenceModel, source: Source, first: int, count: int) -> Tensor:
-    """Samples first … first + count - 1 in one forward: sum of unmasked losses / unmasked tokens."""
+    """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens."""
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
     mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
@@ -97,7 +97,10 @@ class AdamW:
 
 
 class SGD:
-    """velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity (torch's form)."""
+    """Momentum as torch.optim.SGD has it, with L2 decay on matrices.
+
+    velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: OptimSettings) -> None:
         self.settings = settings
@@ -123,8 +126,9 @@ def train_reference(
 ) -> ReferenceRun:
     """Train `steps` steps from `weights`, everything in `dtype`.
 
-    Step s (from 0) takes samples s · global_batch_size onwards. `learning_rates` has one rate a step;
-    None keeps `config.optim.lr`. Gradient norms are those before clipping, over each parameter once.
+    Step s (from 0) takes samples s · global_batch_size onwards. `learning_rates` has one rate a
+    step; None keeps `config.optim.lr`. Gradient norms are those before clipping, over each
+    parameter once.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"

@@ -1,0 +1,153 @@
+"""The cases of the exactness tests: what is computed, how, and from which samples.
+
+A `Problem` is what a run computes; the reference depends on it alone. A `Case` adds how it is
+computed (schedule, sequence parallelism, micro-batches …), which must change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from parallel3d.config import Config, ModelConfig, conf_dir
+from parallel3d.data.sampler import Sample
+from parallel3d.topology.layout import Layout
+
+STEPS = 5
+GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+# The presets at sizes that divide badly on purpose: 61 tokens are not a multiple of tp, 3 or 5
+# layers not of pp. The large init_std takes attention far from uniform: every gradient matters.
+TINY_SIZES = {
+    "hidden_size": 32,
+    "ffn_hidden_size": 56,
+    "seq_length": 16,
+    "vocab_size": 61,
+    "vocab_multiple": 8,
+    "init_std": 0.2,
+}
+TOKENS = GLOBAL_BATCH * TINY_SIZES["seq_length"]  # read in a step, masked ones included
+# A clip of 0.5 is below every norm that these models have in five steps, so it is always active.
+OPTIM = {
+    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01, "clip_grad": 0.5},
+    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0},
+}
+
+
+@functools.cache
+def preset(name: str) -> dict[str, Any]:
+    """The fields that conf/model/<name>.yaml sets."""
+    return OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / f"{name}.yaml"))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, an optimizer and a precision: everything that may change the numbers."""
+
+    preset: str
+    optimizer: str
+    tied: bool
+    precision: str = "fp64"
+    model: tuple[tuple[str, Any], ...] = ()
+    optim: tuple[tuple[str, Any], ...] = ()
+    layers: int = 3
+
+    def __str__(self) -> str:
+        changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim)
+        tied = "tied" if self.tied else "untied"
+        words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
+        return f"{words} {changes}".strip()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and the way to compute it; every field but the first must change nothing."""
+
+    problem: Problem
+    schedule: str = "1f1b"
+    sp: bool = False
+    microbatches: int = 3
+    embedding: str = "vocab_parallel"
+    parallel_output: bool = True
+    bucket_cap_mb: float | None = None
+    overlap: bool = True
+    layers_per_stage: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        default = Case(self.problem)
+        ways = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if name != "problem" and value != getattr(default, name)
+        ]
+        return f"{self.problem} [{' '.join(ways)}]"
+
+    def config(self, layout: Layout) -> Config:
+        """The configuration of this case under `layout`."""
+        problem = self.problem
+        sizes = {**TINY_SIZES, "num_layers": problem.layers, **dict(problem.model)}
+        config = Config(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            sp=self.sp,
+            micro_batch_size=GLOBAL_BATCH // (layout.dp * self.microbatches),
+            global_batch_size=GLOBAL_BATCH,
+            device="cpu",
+            model=ModelConfig(**(preset(problem.preset) | sizes)),
+        )
+        config.model.tie_embeddings = problem.tied
+        config.model.embedding = self.embedding
+        config.model.parallel_output = self.parallel_output
+        config.precision.name = problem.precision
+        config.schedule.name = self.schedule
+        if self.layers_per_stage is not None:
+            config.schedule.layers_per_stage = list(self.layers_per_stage)
+        config.ddp.bucket_cap_mb = self.bucket_cap_mb
+        config.ddp.overlap = self.overlap
+        config.train.steps = STEPS
+        config.train.eval_batches = 1
+        for name, value in {
+            "lr_decay_style": "constant",
+            **OPTIM[problem.optimizer],
+            **dict(problem.optim),
+        }.items():
+            setattr(config.optim, name, value)
+        return config
+
+
+class UnequalMasks:
+    """Random tokens; samples differ much in how many of theirs count, some have one or none."""
+
+    def __init__(self, vocab_size: int, seq_length: int) -> None:
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+
+    def sample(self, i: int) -> Sample:
+        rng = np.random.default_rng([20, i])
+        tokens = rng.integers(0, self.vocab_size, self.seq_length + 1)
+        if i % 8 == 3:  # nearly all masked
+            mask = np.zeros(self.seq_length, dtype=bool)
+            mask[rng.integers(self.seq_length)] = True
+        elif i % 16 == 6:  # wholly masked: with micro-batches of one, one that has no loss at all
+            mask = np.zeros(self.seq_length, dtype=bool)
+        else:
+            mask = rng.random(self.seq_length) < rng.choice([0.3, 0.7, 1.0])
+        return Sample(tokens, mask)
+
+
+def dead_weights(names: Iterable[str], position_embedding: str) -> frozenset[str]:
+    """Weights whose exact gradient is zero, so that they stay 0 but for rounding.
+
+    A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position.
+    """
+    if position_embedding == "rope":
+        return frozenset()
+    return frozenset(name for name in names if name.endswith("attention.k.bias"))

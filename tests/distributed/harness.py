@@ -1,0 +1,249 @@
+"""Runs cases on real ranks and compares them with the reference."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.checkpoint.gather import gather_boxes
+from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import (
+    DTYPES,
+    GLOBAL_BATCH,
+    STEPS,
+    TOKENS,
+    Case,
+    Problem,
+    UnequalMasks,
+    dead_weights,
+)
+from tests.distributed.pool import Pool
+from tests.reference.train import ReferenceRun, batch_loss, build, train_reference
+
+
+class Step(NamedTuple):
+    """A StepResult as plain numbers."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of one case; weights are world rank 0's, by logical name."""
+
+    steps: list[Step]
+    evaluation: float = 0.0  # of the first global batch, after the last step
+    initial: dict[str, str] = field(default_factory=dict)  # digests
+    final: dict[str, np.ndarray] = field(default_factory=dict)
+    replicas: tuple[float, str] = (0.0, "")  # how far any rank's box is from `final`, and which
+
+
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """A hash of each tensor's shape, type and bits."""
+    return {
+        name: hashlib.sha256(
+            f"{tuple(w.shape)} {w.dtype}".encode() + w.contiguous().numpy().tobytes()
+        ).hexdigest()
+        for name, w in weights.items()
+    }
+
+
+def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
+    """A trainer of `case` on this rank, fed by samples with unequal masks."""
+    config = case.config(groups.layout)
+    source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+    device = torch.device("cpu")
+    return Trainer(config, groups, device, train_source=source, valid_source=source)
+
+
+def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
+    """On one rank: the full initial weights of a problem, and the learning rate of each step."""
+    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=60)
+    trainer = make_trainer(Case(problem), groups)
+    # Copies: the trainer may hand out views of what it is about to train.
+    weights = {name: w.numpy().copy() for name, w in trainer.full_parameters().items()}
+    lrs = [trainer.train_step().lr for _ in range(STEPS)]
+    groups.close()
+    return weights, lrs
+
+
+def run_cases(
+    sizes: tuple[int, int, int],
+    cases: Sequence[Case],
+    mutation: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[Outcome]:
+    """On every rank: train each case under Layout(tp, pp, dp) = `sizes`, inside `mutation`."""
+    layout = Layout(*sizes)
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
+    outcomes = []
+    for case in cases:
+        try:
+            with mutation():
+                trainer = make_trainer(case, groups)
+                initial = digests(trainer.full_parameters())
+                results = [trainer.train_step() for _ in range(STEPS)]
+                evaluation = trainer.evaluate()
+                final = trainer.full_parameters()
+                boxes = gather_boxes(trainer.parameters.values(), groups)
+        except Exception as error:
+            error.add_note(f"in case: {case} on rank {dist.get_rank()} of {layout}")
+            raise
+        steps = [Step(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in results]
+        arrays = {name: weight.numpy() for name, weight in final.items()}
+        outcomes.append(Outcome(steps, evaluation, initial, arrays, worst_replica(final, boxes)))
+    groups.close()
+    return outcomes
+
+
+def worst_replica(
+    full: Mapping[str, Tensor], boxes: Sequence[tuple[int, Piece, Tensor]]
+) -> tuple[float, str]:
+    """The largest max|box - full| / max|full| over all boxes of all ranks, and where it is."""
+    worst = (0.0, "")
+    for rank, piece, box in boxes:
+        whole = full[piece.name]
+        off = (box - piece.of_full(whole)).abs().max().item()
+        scale = whole.abs().max().item()
+        worst = max(worst, (off / scale if off else 0.0, f"{piece.name} on rank {rank}"))
+    return worst
+
+
+@dataclass
+class Expected:
+    """The reference's run of a problem, from the weights that one process starts with."""
+
+    initial: dict[str, str]  # digests
+    lrs: list[float]
+    run: ReferenceRun
+    evaluation: float
+    dead: frozenset[str]
+
+
+class References:
+    """The expected run of each problem, computed once: it depends on no layout."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._known: dict[Problem, Expected] = {}
+
+    def of(self, problem: Problem) -> Expected:
+        """The reference's run, in which all weights are asserted to move."""
+        if problem not in self._known:
+            self._known[problem] = self._make(problem)
+        return self._known[problem]
+
+    def _make(self, problem: Problem) -> Expected:
+        weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
+        initial = {name: torch.from_numpy(w) for name, w in weights.items()}
+        config = Case(problem).config(Layout(1, 1, 1))
+        source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+        run = train_reference(config, initial, source, STEPS, DTYPES[problem.precision], lrs)
+        dead = dead_weights(initial, config.model.position_embedding)
+        for name in run.weights.keys() - dead:
+            moved = (run.weights[name] - initial[name]).abs().max().item()
+            assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
+        if config.optim.lr_decay_style == "constant":
+            assert lrs == [config.optim.lr] * STEPS
+        clip = config.optim.clip_grad
+        assert min(run.grad_norms) > clip, (
+            f"{problem}: clipping at {clip} is idle: {run.grad_norms}"
+        )
+        with torch.no_grad():
+            trained = build(config.model, run.weights, DTYPES[problem.precision])
+            evaluation = batch_loss(trained, source, 0, GLOBAL_BATCH).item()
+        return Expected(digests(initial), lrs, run, evaluation, dead)
+
+
+class Tolerance(NamedTuple):
+    """Relative differences allowed; of weights, max|a - b| / max|b| by tensor (None: any)."""
+
+    loss: float
+    grad_norm: float
+    weights: float | None
+
+
+TOLERANCES = {"fp64": Tolerance(1e-9, 1e-9, 1e-9), "fp32": Tolerance(1e-5, 1e-4, None)}
+
+
+def relative(ours: float, theirs: float) -> float:
+    """|ours - theirs| / |theirs|; a NaN anywhere is infinitely far."""
+    difference = abs(ours - theirs) / abs(theirs)
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def differences(
+    outcomes: Sequence[Outcome], expected: Expected, problem: Problem
+) -> dict[str, str]:
+    """Where a run and the reference part: by quantity, the first place; empty if they agree.
+
+    `outcomes` are those of all ranks. Quantities: "ranks" (they report different steps), "counters"
+    (step, lr, tokens), "initial weights" (bits), "loss", "grad norm", "evaluation" (after
+    the last step), "weights", "replicas" (a rank's copy is not the weight that was gathered).
+    """
+    found: dict[str, str] = {}
+    tolerance = TOLERANCES[problem.precision]
+    first = outcomes[0]
+    for rank, outcome in enumerate(outcomes):
+        reports = [(o.steps, o.evaluation) for o in (outcome, first)]
+        if reports[0] != reports[1]:
+            found.setdefault("ranks", f"rank {rank} reports {reports[0]}, rank 0 {reports[1]}")
+    if first.initial != expected.initial:
+        names = sorted(expected.initial.keys() | first.initial.keys())
+        bad = [n for n in names if first.initial.get(n) != expected.initial.get(n)]
+        found["initial weights"] = f"bits differ from (1,1,1)'s in {bad}"
+    for s, step in enumerate(first.steps):
+        counted = (s + 1, expected.lrs[s], TOKENS)
+        if (step.step, step.lr, step.tokens) != counted:
+            found.setdefault("counters", f"{step}, expected (step, lr, tokens) = {counted}")
+        for name, ours, theirs, limit in (
+            ("loss", step.loss, expected.run.losses[s], tolerance.loss),
+            ("grad norm", step.grad_norm, expected.run.grad_norms[s], tolerance.grad_norm),
+        ):
+            if relative(ours, theirs) > limit:
+                found.setdefault(name, f"step {s + 1}: {ours!r}, reference {theirs!r}")
+    if relative(first.evaluation, expected.evaluation) > tolerance.loss:
+        found["evaluation"] = f"{first.evaluation!r}, reference {expected.evaluation!r}"
+    if tolerance.weights is not None:
+        worst = worst_weight(first.final, expected)
+        if first.replicas[0] > tolerance.weights:
+            found["replicas"] = f"{first.replicas[1]} is {first.replicas[0]:.2e} off rank 0's"
+        if worst[0] > tolerance.weights:
+            found["weights"] = f"{worst[1]} is {worst[0]:.2e} off"
+    return found
+
+
+def worst_weight(ours: Mapping[str, np.ndarray], expected: Expected) -> tuple[float, str]:
+    """The largest max|a - b| / max|b| over the tensors, and its tensor's name.
+
+    Dead weights are compared with their exact value, 0, by max|a| itself.
+    """
+    theirs = expected.run.weights
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    worst = (0.0, "")
+    for name, reference in theirs.items():
+        b = reference.double().numpy()
+        a = ours[name].astype(np.float64)
+        assert a.shape == b.shape, f"{name}: {a.shape}, reference {b.shape}"
+        if name in expected.dead:
+            off = float(np.abs(a).max())
+        else:
+            off = float(np.abs(a - b).max() / np.abs(b).max())
+        if not np.isfinite(off):
+            off = float("inf")
+        worst = max(worst, (off, name))
+    return worst

@@ -1,0 +1,202 @@
+"""The exactness comparison can fail: known bugs are planted in the workers, and each is caught.
+
+For each, the sound run passes in the same harness, the mutated run does not, and the quantities
+that tell are exactly those named: several leave the loss of the first step, or of all steps, alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+import parallel3d.optim.optimizer
+import parallel3d.trainer
+from parallel3d.pipeline.executor import Executor, Loader
+from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.tensor_parallel.parameters import Initializer, Piece
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.pool import Pool
+
+Mutation = Callable[[], AbstractContextManager[None]]
+ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
+
+
+def with_loss_scale(scale: Callable[[Executor, Loader, int], Tensor | float]) -> Iterator[None]:
+    """Multiply the factor of all gradients by `scale(executor, load, num_microbatches)`."""
+    sound = Executor.train_step
+
+    def train_step(
+        self: Executor, plan: list[Any], load: Loader, loss_scale: Tensor, *rest: Any
+    ) -> Tensor:
+        forwards = [a for a in plan if isinstance(a, Action) and a.kind == Kind.F]
+        return sound(self, plan, load, loss_scale * scale(self, load, len(forwards)), *rest)
+
+    with patch.object(Executor, "train_step", train_step):
+        yield
+
+
+@contextmanager
+def loss_not_divided_by_microbatches() -> Iterator[None]:
+    """The gradients are num_microbatches times too large; the reported loss is not."""
+    yield from with_loss_scale(lambda _, __, microbatches: microbatches)
+
+
+@contextmanager
+def mean_of_means_over_dp() -> Iterator[None]:
+    """Each of two data-parallel ranks divides by its own tokens, then the means are averaged."""
+
+    def own_mean(_: Executor, load: Loader, microbatches: int) -> Tensor:
+        own = sum(load(m).loss_mask.sum() for m in range(microbatches)).double()
+        everyone = own.clone()
+        dist.all_reduce(everyone)
+        return everyone / (2 * own)
+
+    yield from with_loss_scale(own_mean)
+
+
+@contextmanager
+def sequence_parallel_sum_missing() -> Iterator[None]:
+    """Norms, biases and positions keep the gradient of their own tokens alone."""
+    with patch.object(parallel3d.trainer, "sum_partial_gradients", lambda *_: None):
+        yield
+
+
+@contextmanager
+def tied_weight_counted_twice() -> Iterator[None]:
+    """The last stage's copy of the table enters the gradient norm too."""
+
+    def counts_in_norm(segment: Any, tp: Any) -> bool:
+        return not segment.replicated or tp.index == 0
+
+    with patch.object(parallel3d.optim.optimizer, "counts_in_norm", counts_in_norm):
+        yield
+
+
+@contextmanager
+def tied_gradient_not_summed() -> Iterator[None]:
+    """First and last stage step their copies of the table by their own gradients."""
+    with patch.object(parallel3d.trainer, "sum_tied_gradients", lambda *_: None):
+        yield
+
+
+def exchanged_receives(kind: Kind) -> Iterator[None]:
+    """The messages of micro-batches 0 and 1 change places on arrival: same shapes, no error."""
+    sound = Executor._communicate
+    first, second = Action(kind, 0), Action(kind, 1)
+
+    def communicate(self: Executor, group: list[Action]) -> None:
+        if first in group:
+            sound(self, [*group, second])
+            inbox = self.receiving
+            inbox[first], inbox[second] = inbox[second], inbox[first]
+        else:
+            sound(self, [action for action in group if action != second])
+
+    with patch.object(Executor, "_communicate", communicate):
+        yield
+
+
+@contextmanager
+def activations_exchanged() -> Iterator[None]:
+    """The last stage meets the labels of one micro-batch with the activations of another."""
+    yield from exchanged_receives(Kind.RECV_F)
+
+
+@contextmanager
+def gradients_exchanged() -> Iterator[None]:
+    """The first stage backpropagates the gradients of one micro-batch through another."""
+    yield from exchanged_receives(Kind.RECV_B)
+
+
+@contextmanager
+def clones_over_tp() -> Iterator[None]:
+    """Every tp rank draws the slice of tp rank 0, whose boxes start at 0."""
+    sound = Initializer.fill
+
+    def fill(self: Initializer, piece: Piece, out: Tensor) -> None:
+        sound(self, dataclasses.replace(piece, start=(0,) * len(piece.start)), out)
+
+    with patch.object(Initializer, "fill", fill):
+        yield
+
+
+UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
+SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED)
+ADAMW = Problem("gpt_tiny", "adamw", tied=True)
+PLANTED = [
+    pytest.param(
+        loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
+    ),
+    # AdamW does not see a scale: in fp32 all five losses agree, and the norm alone tells.
+    pytest.param(
+        loss_not_divided_by_microbatches,
+        (1, 2, 1),
+        Case(dataclasses.replace(ADAMW, precision="fp32")),
+        {"grad norm"},
+        id="wrong-1/M-adamw",
+    ),
+    pytest.param(
+        sequence_parallel_sum_missing,
+        (2, 1, 1),
+        Case(SGD, sp=True),
+        ALL_NUMBERS | {"replicas"},
+        id="no-sp-sum",
+    ),
+    # Without clipping the norm is only reported.
+    pytest.param(
+        tied_weight_counted_twice, (1, 2, 1), Case(ADAMW), {"grad norm"}, id="tied-weight-twice"
+    ),
+    pytest.param(
+        tied_gradient_not_summed,
+        (1, 2, 1),
+        Case(SGD),
+        ALL_NUMBERS | {"replicas"},
+        id="tied-gradient-apart",
+    ),
+    pytest.param(
+        activations_exchanged,
+        (1, 2, 1),
+        Case(SGD, schedule="gpipe"),
+        ALL_NUMBERS,
+        id="swapped-receive-forward",
+    ),
+    pytest.param(
+        gradients_exchanged,
+        (1, 2, 1),
+        Case(SGD, schedule="gpipe"),
+        ALL_NUMBERS,
+        id="swapped-receive-backward",
+    ),
+    pytest.param(
+        clones_over_tp, (2, 1, 1), Case(SGD), ALL_NUMBERS | {"initial weights"}, id="clones-over-tp"
+    ),
+    pytest.param(
+        mean_of_means_over_dp, (1, 1, 2), Case(SGD), ALL_NUMBERS, id="mean-of-means-over-dp"
+    ),
+]
+
+
+@pytest.mark.parametrize(("mutation", "sizes", "case", "told_by"), PLANTED)
+def test_a_planted_bug_is_caught(
+    mutation: Mutation,
+    sizes: tuple[int, int, int],
+    case: Case,
+    told_by: set[str],
+    pool: Pool,
+    references: References,
+) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    expected = references.of(case.problem)
+    sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]
+    assert differences(sound, expected, case.problem) == {}
+    mutated = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case], mutation)]
+    found = differences(mutated, expected, case.problem)
+    assert found.keys() == told_by, found
