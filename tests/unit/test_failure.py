@@ -45,7 +45,7 @@ def test_echo_is_not_the_cause_though_it_was_first(echo: str) -> None:
 
 
 def test_echo_says_that_it_is_one() -> None:
-    gloo = "[/pytorch/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
+    gloo = "[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
     said = from_exception(CONFIG, worker(0), RuntimeError(gloo)).sentence()
     assert said.endswith("RuntimeError: Connection closed by peer [::1]:7; another rank went first")
 
