@@ -52,7 +52,7 @@ _p3d_pip() {
 _p3d_usable() {
   local version='import sys; print(sys.version)'
   grep -q -F -- "$VENV" "$VENV/bin/activate" 2>/dev/null &&
-    [[ $("$VENV/bin/python" -c "$version" 2>/dev/null) == $("$1" -c "$version") ]]
+    [[ "$("$VENV/bin/python" -c "$version" 2>/dev/null)" == "$("$1" -c "$version")" ]]
 }
 
 _p3d_install() {
