@@ -54,12 +54,13 @@ class Ended:
 
 @dataclass
 class Shell:
-    """A directory in which command lines run, with text to train on.
+    """A directory in which command lines run, with text to train on; `scratch` is their TMPDIR.
 
     Every process carries a mark in its environment, by which those left over are found.
     """
 
     cwd: Path
+    scratch: Path
     environ: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: f"P3D_TEST_MARK={uuid.uuid4().hex}")
 
@@ -71,7 +72,12 @@ class Shell:
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         name, _, value = self.mark.partition("=")
-        return kept | {"PYTHONPATH": path, name: value} | self.environ | more
+        return (
+            kept
+            | {"PYTHONPATH": path, "TMPDIR": str(self.scratch), name: value}
+            | self.environ
+            | more
+        )
 
     def text(self) -> tuple[str, ...]:
         """Overrides for a small text of the test's own, made once."""

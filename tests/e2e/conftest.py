@@ -11,7 +11,7 @@ from tests.e2e.command import Shell
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    shell = Shell(tmp_path)
+def shell(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    shell = Shell(tmp_path, scratch=tmp_path_factory.mktemp("scratch"))
     yield shell
     shell.end_all()

@@ -87,7 +87,7 @@ def test_unreadable_data_is_refused() -> None:
         secret.write_text("who may not read this\n" * 1000)
         secret.chmod(0)
         words = ("train", "data=text", f"data.path={secret}", f"data.cache_dir={folder}/cache")
-        shell = Shell(Path(folder))
+        shell = Shell(Path(folder), scratch=Path(tempfile.gettempdir()))
         if os.geteuid() == 0:  # root reads everything: be nobody, who must at least get here
             Path(folder).chmod(0o755)
             become = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")

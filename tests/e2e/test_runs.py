@@ -76,13 +76,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("torchrun", torchrun, "tp=2"),
         ("slurm", slurm, "tp=2"),
     ):
-        shell = Shell(tmp_path_factory.mktemp(name))
+        shell = Shell(tmp_path_factory.mktemp(name), tmp_path_factory.mktemp("scratch"))
         words = (layout, *TINY, *shell.text(), "train.save_weights=true")
         if name == "slurm":
             words = (*words, f"launch.master_port={free_port()}")
         for ended in launch(shell, *words):
             assert ended.code == 0, ended
         assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
+        if name != "torchrun":  # which leaves its log folder
+            # torch's own cache stays; the agent's folders and ours do not.
+            left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
+            assert left <= {"torchinductor"}
         (folders[name],) = (shell.cwd / "runs").iterdir()
     return folders
 
