@@ -33,7 +33,7 @@ from parallel3d.trainer import StepResult, Trainer
 
 class Tolerance(NamedTuple):
     """Largest relative differences: of losses, of gradient norms, and of a parameter's values
-    (relative to its largest one). `weights` None: shown, not judged."""
+    (relative to its scale). `weights` None: shown, not judged."""
 
     loss: float
     grad_norm: float
@@ -50,7 +50,7 @@ SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay
 
 
 class Off(NamedTuple):
-    """A box whose values are off: max |difference| / the largest value of the whole parameter."""
+    """A box whose values are off: max |difference| / the parameter's scale (see `differences`)."""
 
     difference: float
     name: str
@@ -156,7 +156,7 @@ def compare(
         parted = False
         if single is not None:
             expected = single.train_step() if step else result
-            boxes_off = differences(boxes, single.full_parameters())
+            boxes_off = differences(boxes, single.full_parameters(), config.model.init_std)
             worst = max(boxes_off)
             limits = tolerance if step else EXACT
             failure = judge(step, result, expected, boxes_off, limits, groups.layout)
@@ -175,15 +175,17 @@ def single_process(config: Config) -> Config:
     return check_config(changed, 1)
 
 
-def differences(boxes: list, expected: dict[str, Tensor]) -> list[Off]:
+def differences(boxes: list, expected: dict[str, Tensor], init_std: float) -> list[Off]:
     """How far every box of every rank is from the single process's tensor; NaN counts as inf.
 
+    A parameter's scale is its largest value, or the deviation of initial weights where that is
+    more: the bias of the keys has no gradient (softmax cancels it) and holds rounding noise alone.
     In the order of the model's parameters, then of the ranks.
     """
     found = []
     for rank, piece, box in boxes:
         full = expected[piece.name]
-        off = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=1e-30)
+        off = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=init_std)
         found.append(Off(float(off.nan_to_num(torch.inf, torch.inf)), piece.name, rank))
     order = {name: i for i, name in enumerate(expected)}
     return sorted(found, key=lambda off: (order[off.name], off.rank))
