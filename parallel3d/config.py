@@ -11,8 +11,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
-
 from parallel3d.config_sections import (
     DataConfig,
     DataParallelConfig,
@@ -126,6 +124,8 @@ def register_schema() -> None:
 
     May be called any number of times.
     """
+    from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
+
     ConfigStore.instance().store(name="schema", node=Config)
 
 
