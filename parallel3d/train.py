@@ -40,7 +40,7 @@ def train(config: Config, worker: Worker) -> None:
     with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
-            recorder.start(data_facts(config, corpus))
+            recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder)
         save_weights(trainer, worker, "weights-final.safetensors")
     groups.close()
@@ -77,11 +77,15 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
     return Recorder(config, worker.run_dir, worker.world_size, flops, peak)
 
 
-def data_facts(config: Config, corpus: Corpus) -> dict[str, str]:
-    """The header's line about the data."""
+def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[str, str]:
+    """The header's lines about data and device."""
     name = config.data.path or "this Python's standard library"
     sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
-    return {"data": f"{name}: {sizes}"}
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    return {"data": f"{name}: {sizes}", "device": where}
 
 
 def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -142,6 +143,7 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     worker.phase = "start"
     code = _entry(app)(config, worker) or 0
     worker.phase = "closing"
+    gc.collect()  # groups still referenced would be torn down by the dying interpreter: that aborts
     sys.stdout.flush()
     # Nobody leaves while another still works: a rank gone early looks like a failure to its peers.
     dist.barrier()
