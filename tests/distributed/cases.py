@@ -27,6 +27,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 # layers not of pp. The large init_std takes attention far from uniform: every gradient matters.
 TINY_SIZES = {
     "hidden_size": 32,
+    "num_attention_heads": 8,
     "ffn_hidden_size": 56,
     "seq_length": 16,
     "vocab_size": 61,

@@ -102,7 +102,10 @@ def odd_problems() -> list[Problem]:
     bias = {"bias": True, "rotary_percent": 0.5, "rotary_base": 500.0}
     heads = {"num_query_groups": 8, "norm": "layernorm", "vocab_multiple": 128}
     momentum = {"clip_grad": 0.0, "momentum": 0.9, "lr": 0.05}
-    moving_rate = {"clip_grad": 0.3, "lr_decay_style": "cosine", "lr_warmup_steps": 2}
+    # With RoPE on half of a head, half of a key bias has no gradient but rounding: a large eps
+    # keeps AdamW from making steps of it.
+    betas = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    moving_rate = {"clip_grad": 0.3, "lr_decay_style": "cosine", "lr_warmup_steps": 2, **betas}
     return [
         Problem(preset, optimizer, tied, "fp64", tuple(model.items()), tuple(optim.items()))
         for preset, optimizer, tied, model, optim in (
@@ -126,7 +129,7 @@ def odd_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
         {**whole_logits, **small_buckets, "overlap": False, "microbatches": 1},
         {**whole_table, **whole_logits, "layers_per_stage": stages[1]},
         {**whole_logits, **small_buckets, "microbatches": 2},
-        {**whole_table, "microbatches": 6, "overlap": False},
+        {**whole_table, "microbatches": 6 if tp == 1 else 3, "overlap": False},
     ]
     cases = in_turn(odd_problems(), tp, pp)
     shift = turn % len(placements)
@@ -178,3 +181,5 @@ def test_the_matrix_is_what_it_says() -> None:
             model = case.config(Layout(*sizes)).model
             assert pp == 1 or model.num_layers % pp != 0
             assert tp == 1 or model.vocab_size % tp != 0
+    llama = Case(Problem("llama_tiny", "sgd", False)).config(Layout(1, 1, 1)).model
+    assert llama.num_query_groups < llama.num_attention_heads  # grouped queries
