@@ -48,6 +48,10 @@ class PairExchange:
             self.add_to.add_(self.receive)
 
 
+def _is_shared(tensor: Tensor, group: Group) -> bool:
+    return group.shared is not None and group.shared.fits(tensor)
+
+
 def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
     return group.size == 2 and tensor.device.type == "cpu"
 
@@ -56,6 +60,8 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a contiguous `tensor` over the group, in place."""
     if group.size == 1:
         return Done()
+    if _is_shared(tensor, group):
+        return group.shared.all_reduce(tensor)
     if _is_cpu_pair(tensor, group):
         return PairExchange(tensor, torch.empty_like(tensor), group, add_to=tensor)
     return dist.all_reduce(tensor, group=group.handle, async_op=True)
@@ -73,6 +79,8 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     if group.size == 1:
         return tensor, Done()
     out = tensor.new_empty(group.size * tensor.shape[0], *tensor.shape[1:])
+    if _is_shared(tensor, group):
+        return out, group.shared.all_gather(tensor, out)
     if _is_cpu_pair(tensor, group):
         halves = out.chunk(2)
         halves[group.index].copy_(tensor)
@@ -94,6 +102,9 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, Done()
+    if _is_shared(tensor, group):
+        out = tensor.new_empty(tensor.shape[0] // group.size, *tensor.shape[1:])
+        return out, group.shared.reduce_scatter(tensor, out)
     if _is_cpu_pair(tensor, group):
         halves = tensor.chunk(2)
         mine, theirs = halves[group.index].clone(), halves[1 - group.index]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.topology.layout import Coordinates, Layout
 
 
@@ -23,6 +24,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int  # this rank's place in `ranks`
     handle: dist.ProcessGroup | None
+    shared: SharedMemory | None = field(default=None, compare=False)  # CPU ranks of one host
 
     @property
     def size(self) -> int:
@@ -92,6 +94,8 @@ class ProcessGroups:
             return Group(name, tuple(mine), mine.index(rank), handle)
 
         tp, dp, pp = (group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
+        if device_type == "cpu" and tp.handle is not None:
+            tp = replace(tp, shared=open_shared_memory(tp.handle, tp.index, tp.size, timeout_s))
         ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
         return cls(
             layout=layout,
