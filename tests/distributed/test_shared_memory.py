@@ -1,0 +1,119 @@
+"""Collectives through shared memory: right, in any rhythm, bounded in time, and gone afterwards."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d import collectives, shared_memory
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import Group, ProcessGroups
+from tests.distributed.pool import Pool
+
+SIZES = [2, 4]
+
+
+def tp_group(size: int, timeout_s: float = 30.0) -> Group:
+    return ProcessGroups.create(Layout(tp=size), "cpu", timeout_s).tp
+
+
+def value(rank: int, operation: int, rows: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * operation + rank)
+    return torch.randn(rows, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def many_operations(size: int) -> int:
+    """300 operations of changing kind, size and type, with ranks that dawdle at different times."""
+    group = tp_group(size)
+    assert group.shared is not None
+    plan, own = random.Random(0), random.Random(group.index)
+    for operation in range(300):
+        rows, dtype = size * plan.randrange(1, 400), plan.choice([torch.float32, torch.float64])
+        everyone = [value(rank, operation, rows, dtype) for rank in range(size)]
+        mine, total = everyone[group.index].clone(), sum(everyone[1:], everyone[0])
+        kind = plan.choice(["all_reduce", "all_gather", "reduce_scatter"])
+        if own.random() < 0.05:
+            time.sleep(0.003)
+        got = getattr(collectives, kind)(mine, group)
+        expected = {
+            "all_reduce": total,
+            "all_gather": torch.cat(everyone),
+            "reduce_scatter": total.chunk(size)[group.index],
+        }[kind]
+        if not torch.equal(got, expected):
+            return operation
+    return -1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_three_hundred_mixed_operations_are_exact(pool: Pool, size: int) -> None:
+    assert pool.run(size, many_operations, size) == [-1] * size
+
+
+def overlapped(size: int) -> list[float]:
+    group = tp_group(size)
+    first = torch.ones(5)
+    work = collectives.all_reduce_async(first, group)
+    with pytest.raises(RuntimeError, match=r"before the last one's wait"):
+        collectives.all_reduce_async(torch.ones(5), group)
+    work.wait()
+    return first.tolist()
+
+
+def test_second_operation_before_the_first_has_ended_is_refused(pool: Pool) -> None:
+    assert pool.run(2, overlapped, 2) == [[2.0] * 5] * 2
+
+
+def missing_peer(size: int) -> str:
+    group = tp_group(size, timeout_s=0.3)
+    answer = ""
+    if group.index == 0:
+        with pytest.raises(TimeoutError) as failure:
+            collectives.all_reduce(torch.ones(3), group)
+        answer = str(failure.value)
+    dist.barrier()
+    return answer
+
+
+def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> None:
+    answers = pool.run(2, missing_peer, 2)
+    assert answers[0] == "member 1 of the group did not join a collective within 0.3 s"
+
+
+def larger_than_a_slot(size: int) -> tuple[float, bool]:
+    group = tp_group(size)
+    tensor = torch.full((shared_memory.SLOT_BYTES // 4 + 1,), 1.0)
+    return collectives.all_reduce(tensor, group).mean().item(), group.shared.fits(tensor)
+
+
+def test_tensors_beyond_a_slot_take_the_backends_way(pool: Pool) -> None:
+    assert pool.run(2, larger_than_a_slot, 2) == [(2.0, False)] * 2
+
+
+def without_room(size: int) -> tuple[bool, float]:
+    shared_memory.FOLDER, before = Path("/nowhere"), shared_memory.FOLDER
+    try:
+        group = tp_group(size)
+    finally:
+        shared_memory.FOLDER = before
+    return group.shared is None, collectives.all_reduce(torch.ones(1), group).item()
+
+
+def test_ranks_that_cannot_share_memory_do_without(pool: Pool) -> None:
+    assert pool.run(4, without_room, 4) == [(True, 4.0)] * 4
+
+
+def left_behind(size: int) -> list[str]:
+    group = tp_group(size)
+    collectives.all_reduce(torch.ones(3), group)
+    return [path.name for path in shared_memory.FOLDER.glob("parallel3d-*")]
+
+
+def test_no_file_is_left_even_while_the_memory_is_in_use(pool: Pool) -> None:
+    assert pool.run(2, left_behind, 2) == [[], []]
