@@ -10,15 +10,17 @@ starts its next operation only after it has read all peers' slots of the one bef
 sees a peer's signal for operation n + 1 knows that the peer has done with operation n, and may
 write operation n + 2 into the slot of n: no second signal is needed.
 
-POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can time
-out. The file behind the memory is unlinked as soon as all have it: nothing is left behind, however
-a rank ends.
+POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can
+time out. Each rank holds a lock on its byte of the file, which the kernel drops with the process:
+whoever waits looks at it once a second, so a dead peer is noticed and named. The file is unlinked
+as soon as all have it: nothing is left behind, however a rank ends.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import sys
@@ -36,6 +38,7 @@ FOLDER = Path("/dev/shm")
 SLOT_BYTES = 8 << 20  # larger tensors take the backend's way
 SLOTS = 2
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
+LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
 SPIN_S = 100e-6  # peers that compute the same arrive together: look for a while before sleeping
 
 
@@ -56,14 +59,16 @@ class SharedMemory:
 
     index: int
     size: int
-    memory: mmap.mmap
+    descriptor: int
+    length: int
     timeout_s: float
     libc: ctypes.CDLL = field(default_factory=_libc)
     operations: int = 0
     pending: bool = False
 
     def __post_init__(self) -> None:
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
 
     def fits(self, tensor: Tensor) -> bool:
@@ -128,10 +133,15 @@ class SharedMemory:
         place = (writer * self.size + reader) * SEMAPHORE_BYTES
         return ctypes.c_void_p(self.address + place)
 
+    def close(self) -> None:
+        """Lets go of the file, and with it of the lock by which peers see this rank alive."""
+        os.close(self.descriptor)
+
     def wait_for_peers(self) -> None:
         """Returns once every peer has written its slot of the current operation.
 
         Raises:
+            ConnectionError: a peer has ended.
             TimeoutError: a peer did not come within the group's timeout.
         """
         for peer in range(self.size):
@@ -140,25 +150,41 @@ class SharedMemory:
 
     def _wait(self, peer: int) -> None:
         semaphore = self._semaphore(peer, self.index)
-        spin_until = time.perf_counter() + SPIN_S
+        start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
-            if time.perf_counter() > spin_until:
-                self._sleep(semaphore, peer)
-                return
+            if time.perf_counter() - start > SPIN_S:
+                break
             os.sched_yield()
-
-    def _sleep(self, semaphore: ctypes.c_void_p, peer: int) -> None:
-        deadline = time.time() + self.timeout_s
-        limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
-        while self.libc.sem_timedwait(semaphore, ctypes.byref(limit)) != 0:
-            reason = ctypes.get_errno()
-            if reason == errno.ETIMEDOUT:
+        else:
+            return
+        while not self._sleep(semaphore, min(LOOK_S, self.timeout_s)):
+            if not self._lives(peer) and self.libc.sem_trywait(semaphore) != 0:
+                raise ConnectionError(f"member {peer} of the group has ended")
+            if time.perf_counter() - start > self.timeout_s:
                 raise TimeoutError(
                     f"member {peer} of the group did not join a collective within "
                     f"{self.timeout_s:g} s"
                 )
-            if reason != errno.EINTR:
-                raise OSError(reason, os.strerror(reason))
+
+    def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
+        """Whether the semaphore came within `seconds`."""
+        deadline = time.time() + seconds
+        limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
+        if self.libc.sem_timedwait(semaphore, ctypes.byref(limit)) == 0:
+            return True
+        reason = ctypes.get_errno()
+        if reason not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(reason, os.strerror(reason))
+        return False
+
+    def _lives(self, peer: int) -> bool:
+        """Whether the peer still holds the lock on its byte."""
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, peer)
+        except OSError:
+            return True
+        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, peer)
+        return False
 
 
 @dataclass
@@ -194,16 +220,17 @@ def open_shared_memory(
     dist.all_gather_object(names, name, group=handle)
     if index > 0 and names[0]:
         descriptor = _attach(names[0], length)
+    if descriptor >= 0:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
     attached: list[bool | None] = [None] * size
     dist.all_gather_object(attached, descriptor >= 0, group=handle)
     if name:
         os.unlink(name)
-    shared = None
     if all(attached):
-        shared = SharedMemory(index, size, mmap.mmap(descriptor, length), timeout_s)
+        return SharedMemory(index, size, descriptor, length, timeout_s)
     if descriptor >= 0:
         os.close(descriptor)
-    return shared
+    return None
 
 
 def _create(length: int, size: int) -> tuple[str, int]:

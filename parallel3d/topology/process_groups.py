@@ -116,6 +116,8 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
+        if self.tp.shared is not None:
+            self.tp.shared.close()
         made = {g.handle for g in (self.tp, self.dp, self.pp, self.model, self.embedding)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)

@@ -86,6 +86,27 @@ def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> Non
     assert answers[0] == "member 1 of the group did not join a collective within 0.3 s"
 
 
+def peer_that_lets_go(size: int) -> str:
+    """A process that ends loses its locks; here rank 1 gives its lock up and never comes."""
+    group = tp_group(size)
+    if group.index == 1:
+        group.shared.close()
+    dist.barrier()
+    answer = ""
+    if group.index == 0:
+        with pytest.raises(ConnectionError) as failure:
+            collectives.all_reduce(torch.ones(3), group)
+        answer = str(failure.value)
+    dist.barrier()
+    return answer
+
+
+def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
+    start = time.monotonic()
+    assert pool.run(2, peer_that_lets_go, 2)[0] == "member 1 of the group has ended"
+    assert time.monotonic() - start < 10
+
+
 def larger_than_a_slot(size: int) -> tuple[float, bool]:
     group = tp_group(size)
     tensor = torch.full((shared_memory.SLOT_BYTES // 4 + 1,), 1.0)
