@@ -62,9 +62,21 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Work:
         return Done()
     if _is_shared(tensor, group):
         return group.shared.all_reduce(tensor)
+    if group.shared is not None and tensor.device.type == "cpu":
+        return group.shared.all_reduce_in_pieces(tensor)
     if _is_cpu_pair(tensor, group):
         return PairExchange(tensor, torch.empty_like(tensor), group, add_to=tensor)
     return dist.all_reduce(tensor, group=group.handle, async_op=True)
+
+
+def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
+    """Starts the sum of a gradient bucket, in place; several may be under way, waited for in order.
+
+    Through shared memory all of it happens in the wait: copying takes the cores that compute.
+    """
+    if group.shared is not None and tensor.device.type == "cpu":
+        return group.shared.all_reduce_in_pieces(tensor)
+    return all_reduce_async(tensor, group)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:

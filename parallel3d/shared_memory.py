@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 FOLDER = Path("/dev/shm")
-SLOT_BYTES = 8 << 20  # larger tensors take the backend's way
+SLOT_BYTES = 4 << 20  # larger sums go through in pieces
+PIECE_BYTES = 1 << 20  # of such a sum: stays in a core's cache between its two passes
 SLOTS = 2
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
@@ -87,6 +88,14 @@ class SharedMemory:
                 tensor.add_(slot.view_as(tensor))
 
         return Pending(self, finish)
+
+    def all_reduce_in_pieces(self, tensor: Tensor) -> InPieces:
+        """The sum of a tensor of any size, in place; all of the work is done in `wait()`.
+
+        For gradient buckets, of which several are under way: nothing is shared before the wait, so
+        they do not meet, as long as all ranks wait for them in the same order.
+        """
+        return InPieces(self, tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Pending:
         """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
@@ -198,6 +207,18 @@ class Pending:
         self.shared.wait_for_peers()
         self.finish()
         self.shared.pending = False
+
+
+@dataclass
+class InPieces:
+    """A sum that goes through the slots piece by piece when it is waited for."""
+
+    shared: SharedMemory
+    tensor: Tensor
+
+    def wait(self) -> None:
+        for piece in self.tensor.view(-1).split(PIECE_BYTES // self.tensor.itemsize):
+            self.shared.all_reduce(piece).wait()
 
 
 def _semaphore_area(size: int) -> int:

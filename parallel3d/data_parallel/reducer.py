@@ -23,7 +23,7 @@ from parallel3d.topology.process_groups import Group
 CommHook = Callable[[Tensor, Group], Work]
 """Starts the sum of a bucket's flat gradients over the group, in place, and returns its handle.
 
-The default is `collectives.all_reduce_async`; a hook may compress or reduce hierarchically.
+The default is `collectives.all_reduce_bucket`; a hook may compress or reduce hierarchically.
 """
 
 
@@ -42,7 +42,7 @@ class Reducer:
         buckets: list[Bucket],
         group: Group,
         overlap: bool = True,
-        comm_hook: CommHook = collectives.all_reduce_async,
+        comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
         self.buckets, self.group = buckets, group
         self.overlap, self.comm_hook = overlap, comm_hook

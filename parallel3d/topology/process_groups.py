@@ -94,8 +94,8 @@ class ProcessGroups:
             return Group(name, tuple(mine), mine.index(rank), handle)
 
         tp, dp, pp = (group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
-        if device_type == "cpu" and tp.handle is not None:
-            tp = replace(tp, shared=open_shared_memory(tp.handle, tp.index, tp.size, timeout_s))
+        if device_type == "cpu":
+            tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
         ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
         return cls(
             layout=layout,
@@ -116,11 +116,20 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
-        if self.tp.shared is not None:
-            self.tp.shared.close()
+        for group in (self.tp, self.dp):
+            if group.shared is not None:
+                group.shared.close()
         made = {g.handle for g in (self.tp, self.dp, self.pp, self.model, self.embedding)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)
+
+
+def _with_shared_memory(group: Group, timeout_s: float) -> Group:
+    """The same group, with shared memory where its ranks can have it; collective."""
+    if group.handle is None:
+        return group
+    shared = open_shared_memory(group.handle, group.index, group.size, timeout_s)
+    return replace(group, shared=shared)
 
 
 def _make(

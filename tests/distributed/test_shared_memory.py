@@ -107,14 +107,22 @@ def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
     assert time.monotonic() - start < 10
 
 
-def larger_than_a_slot(size: int) -> tuple[float, bool]:
+def several_large_sums(size: int) -> list[bool]:
+    """Three sums beyond a slot, started together and waited for in order, as buckets are."""
     group = tp_group(size)
-    tensor = torch.full((shared_memory.SLOT_BYTES // 4 + 1,), 1.0)
-    return collectives.all_reduce(tensor, group).mean().item(), group.shared.fits(tensor)
+    count = shared_memory.SLOT_BYTES // 4 + 12345
+    everyone = [torch.arange(count, dtype=torch.float32) * (r + 1) for r in range(size)]
+    tensors = [everyone[group.index] + shift for shift in range(3)]
+    works = [collectives.all_reduce_bucket(tensor, group) for tensor in tensors]
+    for work in works:
+        work.wait()
+    sums = [sum((e + shift for e in everyone[1:]), everyone[0] + shift) for shift in range(3)]
+    return [torch.equal(a, b) for a, b in zip(tensors, sums, strict=True)]
 
 
-def test_tensors_beyond_a_slot_take_the_backends_way(pool: Pool) -> None:
-    assert pool.run(2, larger_than_a_slot, 2) == [(2.0, False)] * 2
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_beyond_a_slot_go_through_in_pieces(pool: Pool, size: int) -> None:
+    assert pool.run(size, several_large_sums, size) == [[True] * 3] * size
 
 
 def without_room(size: int) -> tuple[bool, float]:
