@@ -1,14 +1,8 @@
-"""Collectives between CPU ranks of one host through memory that they share.
+"""Memory that CPU ranks of one host share, with semaphores to take turns by.
 
-gloo moves activations between processes of one machine through TCP: at 512 KiB between two ranks
-that costs a millisecond or more, most of it waking threads. Ranks on one host can as well write
-into memory that the others read.
-
-Every rank has two slots. A collective writes the rank's tensor into a slot, tells each peer by a
-semaphore, waits for theirs and reads their slots. Operations use the slots in turn, and a rank
-starts its next operation only after it has read all peers' slots of the one before. So whoever
-sees a peer's signal for operation n + 1 knows that the peer has done with operation n, and may
-write operation n + 2 into the slot of n: no second signal is needed.
+gloo moves tensors between processes of one machine through TCP: at 512 KiB between two ranks that
+costs a millisecond or more, most of it waking threads. Ranks on one host can as well write into
+memory that the others read. `shared_collectives.py` and `pipeline/mailbox.py` build on this.
 
 POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can
 time out. Each rank holds a lock on its byte of the file, which the kernel drops with the process:
@@ -26,25 +20,21 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 FOLDER = Path("/dev/shm")
-SLOT_BYTES = 4 << 20  # larger sums go through in pieces
-PIECE_BYTES = 1 << 20  # of such a sum: stays in a core's cache between its two passes
-SLOTS = 2
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
 SPIN_S = 100e-6  # peers that compute the same arrive together: look for a while before sleeping
 
 
 class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 def _libc() -> ctypes.CDLL:
@@ -56,109 +46,51 @@ def _libc() -> ctypes.CDLL:
 
 @dataclass
 class SharedMemory:
-    """The shared slots of one group, seen by one of its ranks; see `open_shared_memory`."""
+    """Semaphores and bytes that all ranks of a group see; made by `open_shared_memory`.
+
+    Attributes:
+        index, size: this rank's place in the group, and the group's size.
+        data: (bytes,) uint8, the same memory in every rank.
+    """
 
     index: int
     size: int
     descriptor: int
+    semaphores: int
     length: int
     timeout_s: float
     libc: ctypes.CDLL = field(default_factory=_libc)
-    operations: int = 0
-    pending: bool = False
 
     def __post_init__(self) -> None:
         memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = self.bytes.data_ptr()
-
-    def fits(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
-
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Starts the sum over the ranks, in place, in rank order: equal bits on every rank."""
-        slots = self._start(tensor)
-
-        def finish() -> None:
-            if self.size == 2:
-                tensor.add_(slots[1 - self.index].view_as(tensor))  # a + b == b + a
-                return
-            torch.add(slots[0].view_as(tensor), slots[1].view_as(tensor), out=tensor)
-            for slot in slots[2:]:
-                tensor.add_(slot.view_as(tensor))
-
-        return Pending(self, finish)
-
-    def all_reduce_in_pieces(self, tensor: Tensor) -> InPieces:
-        """The sum of a tensor of any size, in place; all of the work is done in `wait()`.
-
-        For gradient buckets, of which several are under way: nothing is shared before the wait, so
-        they do not meet, as long as all ranks wait for them in the same order.
-        """
-        return InPieces(self, tensor)
-
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Pending:
-        """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
-        slots = self._start(tensor)
-
-        def finish() -> None:
-            for part, slot in zip(out.chunk(self.size), slots, strict=True):
-                part.copy_(slot.view_as(part))
-
-        return Pending(self, finish)
-
-    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> Pending:
-        """Starts the sum of (size · n, ...) over the ranks; `out` (n, ...) is this rank's part."""
-        slots = [slot.chunk(self.size)[self.index] for slot in self._start(tensor)]
-
-        def finish() -> None:
-            torch.add(slots[0].view_as(out), slots[1].view_as(out), out=out)
-            for slot in slots[2:]:
-                out.add_(slot.view_as(out))
-
-        return Pending(self, finish)
-
-    def _start(self, tensor: Tensor) -> list[Tensor]:
-        """Writes this rank's slot and signals; the slots of all ranks, flat, in rank order."""
-        if self.pending:
-            raise RuntimeError(
-                "a shared-memory collective was started before the last one's wait()"
-            )
-        self.pending = True
-        turn = self.operations % SLOTS
-        self.operations += 1
-        slots = [self._slot(rank, turn, tensor) for rank in range(self.size)]
-        slots[self.index].copy_(tensor.reshape(-1))
-        for peer in range(self.size):
-            if peer != self.index:
-                self.libc.sem_post(self._semaphore(self.index, peer))
-        return slots
-
-    def _slot(self, rank: int, turn: int, like: Tensor) -> Tensor:
-        start = _semaphore_area(self.size) + (rank * SLOTS + turn) * SLOT_BYTES
-        return self.bytes[start : start + like.nbytes].view(like.dtype)
-
-    def _semaphore(self, writer: int, reader: int) -> ctypes.c_void_p:
-        place = (writer * self.size + reader) * SEMAPHORE_BYTES
-        return ctypes.c_void_p(self.address + place)
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = everything.data_ptr()
+        self.data = everything[_semaphore_area(self.semaphores) :]
 
     def close(self) -> None:
         """Lets go of the file, and with it of the lock by which peers see this rank alive."""
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
-    def wait_for_peers(self) -> None:
-        """Returns once every peer has written its slot of the current operation.
+    def __del__(self) -> None:
+        self.close()  # an open file keeps its memory
+
+    def _semaphore(self, number: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.address + number * SEMAPHORE_BYTES)
+
+    def post(self, number: int) -> None:
+        """Adds one to a semaphore."""
+        self.libc.sem_post(self._semaphore(number))
+
+    def wait(self, number: int, peer: int) -> None:
+        """Takes one from a semaphore that member `peer` posts; sleeps until it can.
 
         Raises:
-            ConnectionError: a peer has ended.
-            TimeoutError: a peer did not come within the group's timeout.
+            ConnectionError: the peer has ended.
+            TimeoutError: the peer did not post within the group's timeout.
         """
-        for peer in range(self.size):
-            if peer != self.index:
-                self._wait(peer)
-
-    def _wait(self, peer: int) -> None:
-        semaphore = self._semaphore(peer, self.index)
+        semaphore = self._semaphore(number)
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
             if time.perf_counter() - start > SPIN_S:
@@ -171,8 +103,7 @@ class SharedMemory:
                 raise ConnectionError(f"member {peer} of the group has ended")
             if time.perf_counter() - start > self.timeout_s:
                 raise TimeoutError(
-                    f"member {peer} of the group did not join a collective within "
-                    f"{self.timeout_s:g} s"
+                    f"member {peer} of the group was not heard of for {self.timeout_s:g} s"
                 )
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
@@ -196,47 +127,31 @@ class SharedMemory:
         return False
 
 
-@dataclass
-class Pending:
-    """A shared-memory collective whose result is there after `wait()`."""
-
-    shared: SharedMemory
-    finish: Callable[[], None]
-
-    def wait(self) -> None:
-        self.shared.wait_for_peers()
-        self.finish()
-        self.shared.pending = False
-
-
-@dataclass
-class InPieces:
-    """A sum that goes through the slots piece by piece when it is waited for."""
-
-    shared: SharedMemory
-    tensor: Tensor
-
-    def wait(self) -> None:
-        for piece in self.tensor.view(-1).split(PIECE_BYTES // self.tensor.itemsize):
-            self.shared.all_reduce(piece).wait()
-
-
-def _semaphore_area(size: int) -> int:
-    """Bytes before the first slot, whole pages."""
+def _semaphore_area(semaphores: int) -> int:
+    """Bytes before the data, whole pages."""
     page = mmap.PAGESIZE
-    return (size * size * SEMAPHORE_BYTES + page - 1) // page * page
+    return (semaphores * SEMAPHORE_BYTES + page - 1) // page * page
 
 
 def open_shared_memory(
-    handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
+    handle: dist.ProcessGroup,
+    index: int,
+    size: int,
+    semaphores: Sequence[int],
+    data_bytes: int,
+    timeout_s: float,
 ) -> SharedMemory | None:
-    """Shared memory of the group's ranks, or None if they cannot share any; collective.
+    """Memory shared by the group's ranks, or None if they cannot share any; collective.
 
     The first rank makes a file, the others try to open it: on another host, or in a container with
     a /dev/shm of its own, they cannot, and the group does without.
+
+    Args:
+        semaphores: their initial values.
+        data_bytes: bytes beside them, the same on every rank.
     """
-    length = _semaphore_area(size) + size * SLOTS * SLOT_BYTES
-    name, descriptor = _create(length, size) if index == 0 else ("", -1)
+    length = _semaphore_area(len(semaphores)) + data_bytes
+    name, descriptor = _create(length, semaphores) if index == 0 else ("", -1)
     names: list[str | None] = [None] * size
     dist.all_gather_object(names, name, group=handle)
     if index > 0 and names[0]:
@@ -248,14 +163,14 @@ def open_shared_memory(
     if name:
         os.unlink(name)
     if all(attached):
-        return SharedMemory(index, size, descriptor, length, timeout_s)
+        return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s)
     if descriptor >= 0:
         os.close(descriptor)
     return None
 
 
-def _create(length: int, size: int) -> tuple[str, int]:
-    """A file of `length` bytes with its semaphores at zero; ("", -1) where there is no room."""
+def _create(length: int, semaphores: Sequence[int]) -> tuple[str, int]:
+    """A file of `length` bytes with its semaphores set; ("", -1) where there is no room."""
     if sys.platform != "linux" or not os.access(FOLDER, os.W_OK):
         return "", -1
     descriptor, name = tempfile.mkstemp(prefix="parallel3d-", dir=FOLDER)
@@ -266,10 +181,10 @@ def _create(length: int, size: int) -> tuple[str, int]:
         os.unlink(name)
         return "", -1
     libc = _libc()
-    with mmap.mmap(descriptor, _semaphore_area(size)) as memory:
+    with mmap.mmap(descriptor, _semaphore_area(len(semaphores))) as memory:
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        for i in range(size * size):
-            libc.sem_init(ctypes.c_void_p(start + i * SEMAPHORE_BYTES), 1, 0)
+        for i, initial in enumerate(semaphores):
+            libc.sem_init(ctypes.c_void_p(start + i * SEMAPHORE_BYTES), 1, initial)
     return name, descriptor
 
 

@@ -23,10 +23,12 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.data_parallel.reducer import Reducer
+from parallel3d.models.ops import Ops
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
 from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.split import layers_of_stages
 from parallel3d.tensor_parallel.parameters import Initializer
@@ -84,9 +86,9 @@ class Trainer:
         self.dtype = DTYPES[config.precision.name]
         self.steps_done = 0
 
-        context = BuildContext(
-            Initializer(config.seed, self.dtype, self.device), groups.tp, config.sp
-        )
+        ops = Ops.compiled() if config.compile else Ops.eager()
+        initializer = Initializer(config.seed, self.dtype, self.device)
+        context = BuildContext(initializer, groups.tp, config.sp, ops)
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
@@ -100,7 +102,13 @@ class Trainer:
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
-        self.executor = Executor(self.stage, groups.pp, hidden_shape, self.dtype, self.device)
+        boxes = None
+        if groups.pp.size > 1 and self.device.type == "cpu":
+            timeout_s = config.launch.timeout_s
+            boxes = Mailboxes.open(groups.pp.handle, groups.pp.index, groups.pp.size, timeout_s)
+        self.executor = Executor(
+            self.stage, groups.pp, hidden_shape, self.dtype, self.device, boxes
+        )
         stages, microbatches = groups.pp.size, config.num_microbatches
         self.plan = schedule(config.schedule.name, stages, microbatches)[groups.pp.index]
         self._open_data()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.data.batches import MicroBatch
 from parallel3d.models.transformer import Stage
+from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Transfer, post
 from parallel3d.pipeline.schedule import Action, Kind, Step, add_communication
 from parallel3d.topology.process_groups import Group
@@ -30,6 +31,7 @@ class Executor:
         pp: the pipeline group.
         hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
             parallelism: every micro-batch has this shape.
+        boxes: the group's shared memory, if it has any.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class Executor:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        boxes: Mailboxes | None = None,
     ) -> None:
-        self.stage, self.pp = stage, pp
+        self.stage, self.pp, self.boxes = stage, pp, boxes
         self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
         self.live: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.outbox: dict[Action, Tensor] = {}
@@ -102,7 +105,7 @@ class Executor:
                 tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
         self._finish_sends()  # those of the group before: bounds the buffers in flight
-        for transfer in post(messages, self.pp):
+        for transfer in post(messages, self.pp, self.boxes):
             if transfer.action.kind.is_send:
                 self.sending.append(transfer)
             else:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.collectives import Work
+from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.topology.process_groups import Group
 
@@ -27,12 +28,24 @@ def _tag(action: Action) -> int:
     return 2 * action.microbatch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
 
 
-def post(messages: Sequence[tuple[Action, Tensor]], group: Group) -> list[Transfer]:
+def _through(boxes: Mailboxes, action: Action, tensor: Tensor) -> Transfer:
+    peer = boxes.memory.index + action.kind.peer_offset
+    call = boxes.send if action.kind.is_send else boxes.receive
+    return Transfer(action, tensor, call(tensor, peer))
+
+
+def post(
+    messages: Sequence[tuple[Action, Tensor]], group: Group, boxes: Mailboxes | None = None
+) -> list[Transfer]:
     """Starts one communication group of a plan: all of its sends and receives together.
+
+    With `boxes` messages go through shared memory, as long as they fit.
 
     On NCCL a message is known by its position alone, so the group goes out as one batch and the
     checker proves that both ends list the same messages in the same order; gloo also matches tags.
     """
+    if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
+        return [_through(boxes, action, tensor) for action, tensor in messages]
     calls = []
     for action, tensor in messages:
         peer = group.ranks[group.index + action.kind.peer_offset]

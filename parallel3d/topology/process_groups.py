@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel3d.shared_memory import SharedMemory, open_shared_memory
+from parallel3d.shared_collectives import SharedCollectives
 from parallel3d.topology.layout import Coordinates, Layout
 
 
@@ -24,7 +24,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int  # this rank's place in `ranks`
     handle: dist.ProcessGroup | None
-    shared: SharedMemory | None = field(default=None, compare=False)  # CPU ranks of one host
+    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
 
     @property
     def size(self) -> int:
@@ -118,7 +118,7 @@ class ProcessGroups:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
         for group in (self.tp, self.dp):
             if group.shared is not None:
-                group.shared.close()
+                group.shared.memory.close()
         made = {g.handle for g in (self.tp, self.dp, self.pp, self.model, self.embedding)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)
@@ -128,7 +128,7 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
     """The same group, with shared memory where its ranks can have it; collective."""
     if group.handle is None:
         return group
-    shared = open_shared_memory(group.handle, group.index, group.size, timeout_s)
+    shared = SharedCollectives.open(group.handle, group.index, group.size, timeout_s)
     return replace(group, shared=shared)
 
 

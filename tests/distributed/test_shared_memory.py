@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives, shared_memory
+from parallel3d import collectives, shared_collectives, shared_memory
+from parallel3d.pipeline.mailbox import SLOTS, Mailboxes
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import Group, ProcessGroups
 from tests.distributed.pool import Pool
@@ -83,14 +84,14 @@ def missing_peer(size: int) -> str:
 
 def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
-    assert answers[0] == "member 1 of the group did not join a collective within 0.3 s"
+    assert answers[0] == "member 1 of the group was not heard of for 0.3 s"
 
 
 def peer_that_lets_go(size: int) -> str:
     """A process that ends loses its locks; here rank 1 gives its lock up and never comes."""
     group = tp_group(size)
     if group.index == 1:
-        group.shared.close()
+        group.shared.memory.close()
     dist.barrier()
     answer = ""
     if group.index == 0:
@@ -110,7 +111,7 @@ def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
 def several_large_sums(size: int) -> list[bool]:
     """Three sums beyond a slot, started together and waited for in order, as buckets are."""
     group = tp_group(size)
-    count = shared_memory.SLOT_BYTES // 4 + 12345
+    count = shared_collectives.SLOT_BYTES // 4 + 12345
     everyone = [torch.arange(count, dtype=torch.float32) * (r + 1) for r in range(size)]
     tensors = [everyone[group.index] + shift for shift in range(3)]
     works = [collectives.all_reduce_bucket(tensor, group) for tensor in tensors]
@@ -146,3 +147,33 @@ def left_behind(size: int) -> list[str]:
 
 def test_no_file_is_left_even_while_the_memory_is_in_use(pool: Pool) -> None:
     assert pool.run(2, left_behind, 2) == [[], []]
+
+
+def messages_in_both_directions(size: int) -> list[bool]:
+    """Each stage sends its neighbours numbered messages, at most SLOTS ahead, and checks theirs."""
+    pp = ProcessGroups.create(Layout(pp=size), "cpu").pp
+    boxes = Mailboxes.open(pp.handle, pp.index, size, 30.0)
+    assert boxes is not None
+    neighbours = [peer for peer in (pp.index - 1, pp.index + 1) if 0 <= peer < size]
+    own, right = random.Random(pp.index), []
+    for first in range(0, 60, SLOTS):
+        for number in range(first, first + SLOTS):
+            for peer in neighbours:
+                message = value(100 * pp.index + peer, number, 5, torch.float32)
+                boxes.send(message, peer)
+                message.zero_()  # sent is sent
+        if own.random() < 0.2:
+            time.sleep(0.003)
+        for number in range(first, first + SLOTS):
+            for peer in neighbours:
+                tensor = torch.empty(5, 3)
+                boxes.receive(tensor, peer).wait()
+                expected = value(100 * peer + pp.index, number, 5, torch.float32)
+                right.append(torch.equal(tensor, expected))
+    return right
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_neighbours_get_each_message_once_and_in_order(pool: Pool, size: int) -> None:
+    for right in pool.run(size, messages_in_both_directions, size):
+        assert len(right) >= 60 and all(right)

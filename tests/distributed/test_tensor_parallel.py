@@ -210,6 +210,5 @@ def test_each_bucket_is_reduced_once_a_step_and_groups_of_one_send_nothing(pool:
         assert calls["all_reduce", "dp", 2] == 0
     for calls, _, _ in pool.run(2, count_calls, Layout(pp=2), False, 3):
         assert not [key for key in calls if key[1] in ("tp", "dp") and key[2] != 1]
-        assert calls["raw", "isend", "pp"] >= 3
     (alone,) = pool.run(1, count_calls, Layout(), False, 3)
     assert not [key for key in alone[0] if key[0] == "raw"]
