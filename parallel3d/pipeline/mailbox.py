@@ -10,7 +10,7 @@ ahead of the next stage than that one's own warm-up, and GPipe sends in one dire
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +27,9 @@ class Mailboxes:
     """The links of one pipeline group, on one of its ranks."""
 
     memory: SharedMemory
-    sent: dict[int, int]  # link → messages so far
-    received: dict[int, int]
+    sent: dict[int, int] = field(default_factory=dict)  # link → messages so far
+    expected: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -39,7 +40,7 @@ class Mailboxes:
         semaphores = [0, SLOTS] * links  # of each link: filled slots, free slots
         data = links * SLOTS * SLOT_BYTES
         memory = open_shared_memory(handle, index, size, semaphores, data, timeout_s)
-        return None if memory is None else cls(memory, {}, {})
+        return None if memory is None else cls(memory)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
@@ -66,11 +67,11 @@ class Mailboxes:
     def receive(self, tensor: Tensor, peer: int) -> Arrival:
         """The next message of member `peer` will be in `tensor` after the handle's `wait()`.
 
-        Handles of one peer must be waited for in the order in which they were made.
+        Handles of one peer are waited for in the order in which they were made.
         """
         link = self._link(peer, self.memory.index)
-        turn = self.received.get(link, 0)
-        self.received[link] = turn + 1
+        turn = self.expected.get(link, 0)
+        self.expected[link] = turn + 1
         return Arrival(self, tensor, peer, link, turn)
 
 
@@ -85,7 +86,11 @@ class Arrival:
     turn: int
 
     def wait(self) -> None:
+        """Raises RuntimeError out of order: that would hand out another message's tensor."""
         memory = self.boxes.memory
+        if self.boxes.taken.get(self.link, 0) != self.turn:
+            raise RuntimeError(f"message {self.turn} of member {self.peer} is taken out of order")
+        self.boxes.taken[self.link] = self.turn + 1
         memory.wait(2 * self.link, self.peer)
         self.tensor.copy_(self.boxes._slot(self.link, self.turn, self.tensor))
         memory.post(2 * self.link + 1)

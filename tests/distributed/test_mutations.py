@@ -18,6 +18,7 @@ from torch import Tensor
 
 import parallel3d.optim.optimizer
 import parallel3d.trainer
+from parallel3d.collectives import Done
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.tensor_parallel.parameters import Initializer, Piece
@@ -96,6 +97,9 @@ def exchanged_receives(kind: Kind) -> Iterator[None]:
         if first in group:
             sound(self, [*group, second])
             inbox = self.receiving
+            for action in (first, second):
+                inbox[action].work.wait()
+                inbox[action].work = Done()
             inbox[first], inbox[second] = inbox[second], inbox[first]
         else:
             sound(self, [action for action in group if action != second])
