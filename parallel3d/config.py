@@ -92,6 +92,11 @@ class Config:
     )
     runs_dir: str = key("runs", "folder of all runs")
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    compile: bool = key(
+        False,
+        "element-wise operations through TorchInductor: fewer passes, a slower first step; needs a "
+        "C++ compiler on CPU, Triton on CUDA",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

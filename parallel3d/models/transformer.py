@@ -8,14 +8,15 @@ split, gathered and reduced is the business of `tensor_parallel`. Hidden states 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config import ModelConfig
+from parallel3d.models.attention import causal_attention
 from parallel3d.models.layers import Norm, rotary_tables
-from parallel3d.models.ops import split_heads_rotary, swiglu
+from parallel3d.models.ops import Ops, swiglu
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from parallel3d.tensor_parallel.embedding import (
     WORD_TABLE,
@@ -34,11 +35,12 @@ from parallel3d.topology.process_groups import SINGLE, Group
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every layer needs beside the model's shape: who shares it, and its initial values."""
+    """What every layer needs beside its shape: who shares it, initial values, element-wise ops."""
 
     init: Initializer
     tp: Group
     sp: bool
+    ops: Ops = field(default_factory=Ops.eager)
 
     @property
     def sequence_parallel(self) -> bool:
@@ -53,7 +55,7 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.heads = model.num_attention_heads // ctx.tp.size
         self.kv_heads = model.kv_heads // ctx.tp.size
-        self.rope = model.position_embedding == "rope"
+        self.ops = ctx.ops
         prefix = f"layers.{layer}.attention"
         kv_rows = model.kv_heads * model.head_dim
         q_rows = model.num_attention_heads * model.head_dim
@@ -70,18 +72,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        qkv = self.qkv(x)
-        if rotary is not None:
-            q, k, v = split_heads_rotary(qkv, self.heads, self.kv_heads, self.head_dim, *rotary)
-        else:
-            sizes = (self.heads, self.kv_heads, self.kv_heads)
-            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
-        if self.kv_heads != self.heads:
-            repeats = self.heads // self.kv_heads
-            k, v = (t.repeat_interleave(repeats, dim=2) for t in (k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = causal_attention(
+            self.qkv(x), self.heads, self.kv_heads, self.head_dim, rotary, self.ops
+        )
+        return self.out(y)
 
 
 class MLP(nn.Module):
@@ -89,7 +83,7 @@ class MLP(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.activation = model.activation
+        self.activation, self.ops = model.activation, ctx.ops
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
         split = {"group": ctx.tp, "sp": ctx.sequence_parallel, "init": ctx.init, "bias": model.bias}
@@ -103,7 +97,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.activation == "swiglu":
-            x = swiglu(x)
+            x = swiglu(x, self.ops)
         elif self.activation == "gelu":
             x = F.gelu(x)
         else:
@@ -116,9 +110,9 @@ class Block(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.input_norm = Norm(f"layers.{layer}.input_norm", model, ctx.init)
+        self.input_norm = Norm(f"layers.{layer}.input_norm", model, ctx.init, ctx.ops)
         self.attention = Attention(layer, model, ctx)
-        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
+        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init, ctx.ops)
         self.mlp = MLP(layer, model, ctx)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -157,7 +151,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
-        self.norm = Norm("final_norm", model, ctx.init)
+        self.norm = Norm("final_norm", model, ctx.init, ctx.ops)
         if tied_table is not None:
             self.table = tied_table
         elif model.tie_embeddings:

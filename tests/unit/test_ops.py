@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
+from parallel3d.models.attention import BLOCK, LONGEST, causal_attention
+from parallel3d.models.ops import Ops, rms_norm, split_heads_rotary, swiglu
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+EAGER = Ops.eager()
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -18,30 +21,112 @@ def leaf(*shape: int) -> torch.Tensor:
 
 def test_rms_norm_is_pytorchs() -> None:
     x, w = leaf(2, 3, 8), leaf(8)
-    torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
-    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+    torch.testing.assert_close(rms_norm(x, w, 1e-3, EAGER), F.rms_norm(x, (8,), w, 1e-3))
+    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3, EAGER), (x, w))
 
 
 def test_swiglu_is_silu_times_up() -> None:
     x = leaf(2, 3, 10)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(swiglu(x), F.silu(gate) * up)
-    assert gradcheck(swiglu, (x,))
+    torch.testing.assert_close(swiglu(x, EAGER), F.silu(gate) * up)
+    assert gradcheck(lambda x: swiglu(x, EAGER), (x,))
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
 def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     qkv = leaf(2, 5, (3 + 2 * 1) * 8)
     angle = torch.randn(5, 1, rotated // 2, dtype=torch.float64)
-    q, k, v = split_heads_rotary(qkv, 3, 1, 8, angle.cos(), angle.sin())
+    rotary = angle.cos(), angle.sin()
+    q, k, v = split_heads_rotary(qkv, 3, 1, 8, rotary, EAGER)
     heads = qkv.unflatten(-1, (5, 8))
     half = rotated // 2
     pairs = torch.complex(heads[:, :, :4, :half], heads[:, :, :4, half:rotated])
     turned = pairs * torch.polar(torch.ones_like(angle), angle)
     expected = torch.cat((turned.real, turned.imag, heads[:, :, :4, rotated:]), -1)
-    torch.testing.assert_close(torch.cat((q, k), 2), expected)
-    torch.testing.assert_close(v, heads[:, :, 4:])
-    assert gradcheck(lambda x: split_heads_rotary(x, 3, 1, 8, angle.cos(), angle.sin()), (qkv,))
+    torch.testing.assert_close(torch.cat((q, k), 1), expected.transpose(1, 2))
+    torch.testing.assert_close(v, heads[:, :, 4:].transpose(1, 2))
+    assert gradcheck(lambda x: split_heads_rotary(x, 3, 1, 8, rotary, EAGER), (qkv,))
+
+
+def rotary_of(sequence: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.linspace(0, 9, sequence * half, dtype=torch.float64).view(sequence, 1, half)
+    return angle.cos(), angle.sin()
+
+
+def explicit_attention(
+    qkv: torch.Tensor, heads: int, kv_heads: int, rotary: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    """Softmax attention in as many words, by autograd; rotation pairs (d, d + r/2)."""
+    size = qkv.shape[-1] // (heads + 2 * kv_heads)
+    parts = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
+    q, k, v = (t.transpose(1, 2) for t in parts)
+    if rotary is not None:
+        cos, sin = (t.squeeze(1) for t in rotary)
+        half = cos.shape[-1]
+
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+            return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1)
+
+        q, k = turn(q), turn(k)
+    out = []
+    for head in range(heads):
+        key, value = (t[:, head // (heads // kv_heads)] for t in (k, v))
+        scores = q[:, head] @ key.transpose(1, 2) / size**0.5
+        past = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        out.append(scores.masked_fill(~past, -torch.inf).softmax(-1) @ value)
+    return torch.stack(out, 2).flatten(2)
+
+
+@pytest.mark.parametrize("rotated", [0, 2, 4])
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("sequence", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 5, LONGEST + 1])
+def test_attention_is_explicit_softmax_attention(
+    sequence: int, heads: int, kv_heads: int, rotated: int
+) -> None:
+    qkv = leaf(2, sequence, (heads + 2 * kv_heads) * 4)
+    rotary = rotary_of(sequence, rotated // 2) if rotated else None
+    ours = causal_attention(qkv, heads, kv_heads, 4, rotary, EAGER)
+    theirs = explicit_attention(qkv, heads, kv_heads, rotary)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    grad = torch.randn_like(ours)
+    (our_grad,), (their_grad,) = (torch.autograd.grad(y, qkv, grad) for y in (ours, theirs))
+    torch.testing.assert_close(our_grad, their_grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (2, 1)])
+def test_attention_gradients_are_finite_differences(heads: int, kv_heads: int) -> None:
+    sequence = BLOCK + 2
+    qkv, rotary = leaf(1, sequence, (heads + 2 * kv_heads) * 2), rotary_of(sequence, 1)
+    assert gradcheck(
+        lambda x: causal_attention(x, heads, kv_heads, 2, rotary, EAGER), (qkv,), fast_mode=True
+    )
+
+
+def test_attention_takes_half_precision() -> None:
+    qkv = leaf(2, 9, (4 + 2 * 2) * 4)
+    ours = causal_attention(qkv.bfloat16(), 4, 2, 4, None, EAGER)
+    assert ours.dtype == torch.bfloat16
+    expected = explicit_attention(qkv, 4, 2, None)
+    torch.testing.assert_close(ours.double(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("rotated", [0, 4, 8])
+def test_compiled_operations_equal_eager_ones(rotated: int) -> None:
+    sequence, results = BLOCK + 6, []
+    inputs = leaf(2, sequence, 16), leaf(16), leaf(2, sequence, 20), leaf(2, sequence, 8 * 8)
+    rotary = rotary_of(sequence, rotated // 2) if rotated else None
+    for ops in (EAGER, Ops.compiled()):
+        x, weight, gate_up, qkv = inputs
+        out = (
+            rms_norm(x, weight, 1e-3, ops),
+            swiglu(gate_up, ops),
+            causal_attention(qkv, 4, 2, 8, rotary, ops),
+        )
+        torch.manual_seed(0)
+        grads = [torch.randn_like(y) for y in out]
+        results.append((*out, *torch.autograd.grad(out, inputs, grads)))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
 
 
 def test_cross_entropy_ignores_padded_columns() -> None:
