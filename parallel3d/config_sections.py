@@ -331,7 +331,7 @@ class LoggerConfig:
 class TrainConfig:
     """Length of the run, evaluation and logging."""
 
-    steps: int = key(300, "optimizer steps", minimum=1, megatron="--train-iters")
+    steps: int = key(600, "optimizer steps", minimum=1, megatron="--train-iters")
     eval_every: int = key(
         100,
         "evaluate every so many steps; 0: only at the end",

@@ -182,9 +182,9 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["optim.lr_warmup_fraction=0.1", "optim.lr_warmup_steps=5", "one of them"],
     ),
     (
-        {"optim.lr_warmup_steps": 300},
+        {"optim.lr_warmup_steps": 600},
         None,
-        ["optim.lr_warmup_steps=300", "train.steps=300", "=299"],
+        ["optim.lr_warmup_steps=600", "train.steps=600", "=599"],
     ),
     (
         {"optim.lr_warmup_steps": 60, "optim.lr_decay_steps": 50},
@@ -255,7 +255,7 @@ def test_a_value_is_accepted_once_its_row_is_deleted(monkeypatch: pytest.MonkeyP
         ({"optim.lr_decay_style": "wsd", "optim.lr_warmup_fraction": 0.8}, None, 1),
         (
             {"optim.lr_decay_style": "wsd", "optim.lr_warmup_steps": 100}
-            | {"optim.wsd_decay_fraction": 0.666666667},  # of 300 steps: 2/3, rounded up
+            | {"optim.wsd_decay_fraction": 0.666666667},  # of 600 steps: 2/3, rounded up
             None,
             1,
         ),
