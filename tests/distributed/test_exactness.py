@@ -2,15 +2,14 @@
 
 In fp64 the losses, gradient norms and all weights after five steps agree to 1e-9 relative (weights
 by tensor: max|a - b| <= 1e-9 · max|b|); in fp32 the losses to 1e-5 and the gradient norms to 1e-4.
-Initial weights are those of one process bit for bit. `--full-matrix` crosses everything everywhere.
+Initial weights are those of one process bit for bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, cycle, product
+from itertools import cycle, product
 
 import pytest
 
@@ -22,7 +21,6 @@ from tests.distributed.pool import Pool
 LAYOUTS = [sizes for sizes in product((1, 2, 4), repeat=3) if sizes[0] * sizes[1] * sizes[2] <= 8]
 MODELS = ("gpt_tiny", "llama_tiny")
 OPTIMIZERS = ("sgd", "adamw")
-FACTORS = 5  # model, optimizer, tied, schedule, sp
 # By pp: micro-batches that let GPipe and 1F1B differ, and layers that no pp > 1 divides.
 MICROBATCHES = {1: 2, 2: 3, 4: 4}
 LAYERS = {1: 2, 2: 3, 4: 5}
@@ -42,39 +40,13 @@ def levels(case: Case) -> tuple[bool, ...]:
     return gpt, sgd, problem.tied, case.schedule == "gpipe", case.sp
 
 
-def strength(tp: int, pp: int, dp: int) -> int:
-    """How many of the five factors are fully crossed, whichever one picks.
-
-    All where a case is cheap: up to four ranks and no collectives inside the layers. Four in
-    (2, 2, 2). Elsewhere two, in eight cases: an orthogonal array, the optimizer and, with
-    pipelines, the schedule following from the other factors.
-    """
-    if tp == 1 and pp * dp <= 4:
-        return FACTORS
-    return 4 if (tp, pp, dp) == (2, 2, 2) else 2
-
-
-def main_cases(tp: int, pp: int, dp: int, crossed: int) -> list[Case]:
-    """Model × optimizer × tied × schedule × sp in fp64, as far as the layout tells them apart.
-
-    Any `crossed` of the five are fully crossed (5, 4 or 2).
-    """
-    cases = [
+def main_cases(tp: int, pp: int) -> list[Case]:
+    """Model × optimizer × tied × schedule × sp in fp64, as far as the layout tells them apart."""
+    return [
         Case(Problem(model, optimizer, tied), microbatches=MICROBATCHES[pp], **way)
         for model, optimizer, tied in product(MODELS, OPTIMIZERS, (True, False))
         for way in ways(tp, pp)
     ]
-    if crossed == FACTORS:
-        return cases
-    chosen = []
-    for case in cases:
-        gpt, sgd, tied, gpipe, sp = levels(case)
-        if crossed == 4 and gpt ^ sgd ^ tied ^ gpipe ^ sp:
-            continue
-        if crossed == 2 and (sgd != gpt ^ tied ^ sp or (min(tp, pp) > 1 and gpipe != gpt ^ sp)):
-            continue
-        chosen.append(case)
-    return chosen
 
 
 def in_turn(problems: Sequence[Problem], tp: int, pp: int) -> list[Case]:
@@ -139,10 +111,10 @@ def odd_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
     ]
 
 
-def all_cases(tp: int, pp: int, dp: int, crossed: int) -> list[Case]:
+def all_cases(tp: int, pp: int, dp: int) -> list[Case]:
     """Everything that a layout runs."""
     turn = LAYOUTS.index((tp, pp, dp))
-    cases = main_cases(tp, pp, dp, crossed) + fp32_cases(tp, pp, turn) + odd_cases(tp, pp, dp, turn)
+    cases = main_cases(tp, pp) + fp32_cases(tp, pp, turn) + odd_cases(tp, pp, dp, turn)
     return [replace(c, problem=replace(c.problem, layers=LAYERS[pp])) for c in cases]
 
 
@@ -151,10 +123,8 @@ def test_layout_trains_as_the_reference_does(
     sizes: tuple[int, int, int],
     pool: Pool,
     references: References,
-    request: pytest.FixtureRequest,
 ) -> None:
-    full = request.config.getoption("full_matrix")
-    cases = all_cases(*sizes, FACTORS if full else strength(*sizes))
+    cases = all_cases(*sizes)
     world = sizes[0] * sizes[1] * sizes[2]
     by_rank = pool.run(world, run_cases, sizes, cases, timeout_s=600)
     failures = []
@@ -166,18 +136,13 @@ def test_layout_trains_as_the_reference_does(
 
 
 def test_the_matrix_is_what_it_says() -> None:
-    """17 layouts, factors crossed to the promised strength in each, sizes that divide badly."""
+    """17 layouts, five factors fully crossed in each, sizes that divide badly."""
     assert len(LAYOUTS) == 17
     for sizes in LAYOUTS:
         tp, pp, _ = sizes
-        crossed = strength(*sizes)
-        seen = [levels(case) for case in main_cases(*sizes, crossed)]
-        assert len(set(seen)) == len(seen)
-        number = [2, 2, 2, min(pp, 2), min(tp, 2)]
-        for some in combinations(range(FACTORS), crossed):
-            combined = {tuple(case[f] for f in some) for case in seen}
-            assert len(combined) == math.prod(number[f] for f in some), (sizes, some)
-        for case in all_cases(*sizes, crossed):
+        seen = {levels(case) for case in main_cases(tp, pp)}
+        assert len(seen) == 2 * 2 * 2 * min(pp, 2) * min(tp, 2)
+        for case in all_cases(*sizes):
             model = case.config(Layout(*sizes)).model
             assert pp == 1 or model.num_layers % pp != 0
             assert tp == 1 or model.vocab_size % tp != 0
