@@ -25,7 +25,7 @@ RANK_0 = {
 }
 
 
-def refused(ended: Ended, *parts: str) -> None:
+def assert_refused(ended: Ended, *parts: str) -> None:
     assert ended.code == 2, ended
     assert len(ended.errors) == 1, ended.err
     assert ended.errors[0].startswith("parallel3d: ")
@@ -36,10 +36,10 @@ def refused(ended: Ended, *parts: str) -> None:
     assert ended.cpu_s < SECONDS
 
 
-def refuse(shell: Shell, words: tuple[str, ...], *parts: str, **environ: str) -> None:
+def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ: str) -> None:
     """Run `train` with `words`: refused with `parts` in the sentence, and nothing written."""
     before = shell.snapshot()
-    refused(shell.run(*PARALLEL3D, *words, **environ), *parts)
+    assert_refused(shell.run(*PARALLEL3D, *words, **environ), *parts)
     assert shell.snapshot() == before
 
 
@@ -64,21 +64,21 @@ def refuse(shell: Shell, words: tuple[str, ...], *parts: str, **environ: str) ->
     ],
 )
 def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
-    refuse(shell, ("train", *words.split()), *parts)
+    assert_refusal(shell, ("train", *words.split()), *parts)
 
 
 def test_unknown_subcommand_names_the_nearest(shell: Shell) -> None:
-    refuse(shell, ("trian", "tp=2"), "trian", "train")
+    assert_refusal(shell, ("trian", "tp=2"), "trian", "train")
 
 
 def test_empty_data_is_refused(shell: Shell) -> None:
     (shell.cwd / "empty.txt").touch()
-    refuse(shell, ("train", "data=text", "data.path=empty.txt"), "empty.txt")
+    assert_refusal(shell, ("train", "data=text", "data.path=empty.txt"), "empty.txt")
 
 
 def test_short_data_is_refused(shell: Shell) -> None:
     (shell.cwd / "short.txt").write_text("too short\n")
-    refuse(shell, ("train", "data=text", "data.path=short.txt"), "short.txt", "seq_length")
+    assert_refusal(shell, ("train", "data=text", "data.path=short.txt"), "short.txt", "seq_length")
 
 
 def test_unreadable_data_is_refused() -> None:
@@ -91,14 +91,16 @@ def test_unreadable_data_is_refused() -> None:
         if os.geteuid() == 0:  # root reads everything: be nobody, who must at least get here
             Path(folder).chmod(0o755)
             become = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-            refused(shell.run(*become, *PARALLEL3D, *words), "secret.txt")
+            assert_refused(shell.run(*become, *PARALLEL3D, *words), "secret.txt")
         else:
-            refused(shell.run(*PARALLEL3D, *words), "secret.txt")
+            assert_refused(shell.run(*PARALLEL3D, *words), "secret.txt")
         assert [path.name for path in Path(folder).iterdir()] == ["secret.txt"]
 
 
 def test_absent_cuda_is_refused(shell: Shell) -> None:
-    refuse(shell, ("train", "device=cuda"), "device=cuda", "device=cpu", CUDA_VISIBLE_DEVICES="")
+    assert_refusal(
+        shell, ("train", "device=cuda"), "device=cuda", "device=cpu", CUDA_VISIBLE_DEVICES=""
+    )
 
 
 def test_port_in_use_is_refused(shell: Shell) -> None:
@@ -107,7 +109,7 @@ def test_port_in_use_is_refused(shell: Shell) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         words = ("train", "tp=2", *TINY, *shell.text(), f"launch.master_port={port}")
-        refuse(shell, words, f"launch.master_port={port}", "in use")
+        assert_refusal(shell, words, f"launch.master_port={port}", "in use")
 
 
 @pytest.mark.parametrize(
@@ -125,13 +127,13 @@ def test_port_in_use_is_refused(shell: Shell) -> None:
 def test_contradicting_launcher_is_refused(
     shell: Shell, environ: dict[str, str], parts: list[str]
 ) -> None:
-    refuse(shell, ("train", "tp=2", *TINY, *shell.text()), *parts, **(RANK_0 | environ))
+    assert_refusal(shell, ("train", "tp=2", *TINY, *shell.text()), *parts, **(RANK_0 | environ))
 
 
 def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -> None:
     words = ("train", "tp=2", *TINY, *shell.text())
     three = RANK_0 | {"WORLD_SIZE": "3"}
-    refuse(shell, words, "3", "tp=2", **three)
+    assert_refusal(shell, words, "3", "tp=2", **three)
     silent = shell.run(*PARALLEL3D, *words, **(three | {"RANK": "1", "LOCAL_RANK": "1"}))
     assert (silent.code, silent.out, silent.err) == (2, "", "")
 
@@ -139,13 +141,13 @@ def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -
 def test_taken_run_is_refused_and_left_alone(shell: Shell) -> None:
     words = ("train", "run=mine", *TINY, *shell.text(), "train.steps=1")
     assert shell.run(*PARALLEL3D, *words).code == 0
-    refuse(shell, words, "run=mine", "exists already")
+    assert_refusal(shell, words, "run=mine", "exists already")
     # What does not belong to a run's identity is not what differs.
     watched = ("train.progress=false", "logger.project=other", "launch.timeout_s=61")
-    refuse(shell, (*words, *watched), "run=mine", "exists already")
-    refuse(shell, (*words, "seed=7", *watched), "run=mine", "seed is 1234 there, now 7")
+    assert_refusal(shell, (*words, *watched), "run=mine", "exists already")
+    assert_refusal(shell, (*words, "seed=7", *watched), "run=mine", "seed is 1234 there, now 7")
     (shell.cwd / "runs" / "mine" / "config.yaml").unlink()
-    refuse(shell, words, "run=mine", "not a run directory")
+    assert_refusal(shell, words, "run=mine", "not a run directory")
 
 
 def test_user_who_asks_for_hydras_traceback_gets_it(shell: Shell) -> None:
