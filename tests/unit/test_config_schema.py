@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from parallel3d import config as schema
@@ -47,9 +48,11 @@ def test_lists_are_not_shared_between_configurations() -> None:
     assert Config().logger.tags == []
 
 
-def test_registering_twice_is_harmless() -> None:
+def test_registering_twice_leaves_one_schema_with_every_key() -> None:
     register_schema()
     register_schema()
+    stored = ConfigStore.instance().load("schema.yaml").node
+    assert OmegaConf.to_container(stored) == OmegaConf.to_container(OmegaConf.structured(Config))
 
 
 def test_the_packages_own_conf_folder_wins_over_the_checkouts(
