@@ -34,6 +34,9 @@ from parallel3d.run_directory import check_run_is_free, make_run_directory
 from parallel3d.worker import APPS, USER_ERROR, run_alone, run_joined, say
 
 INTERRUPTED = 130
+# Answered by this process alone, without torch: f(config) -> exit code.
+TOPOLOGY = "topology"
+SUBCOMMANDS = (*APPS, TOPOLOGY)
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -51,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"parallel3d {parallel3d.__version__}")
         elif words[0] in COMPLETION_FLAGS:
             _complete(words)
-        elif words[0] in APPS:
+        elif " ".join(words[:2]) in SUBCOMMANDS:
+            _run_hydra(" ".join(words[:2]), words[2:])
+        elif words[0] in SUBCOMMANDS:
             _run_hydra(words[0], words[1:])
         else:
             raise UserError(_unknown_subcommand(words[0]))
@@ -100,6 +105,10 @@ def _run_job(app: str, composed: DictConfig) -> int:
     place: Place | None = None
     try:
         config = OmegaConf.to_object(composed)
+        if app == TOPOLOGY:
+            from parallel3d.topology.report import topology
+
+            return topology(config)
         place = detect(os.environ)
         config = check_config(config, place.world_size if place else None)
         if place is None:
@@ -162,11 +171,11 @@ def _is_sweep() -> bool:
 
 
 def _unknown_subcommand(word: str) -> str:
-    close = nearest(word.lstrip("-"), APPS)
+    close = nearest(word.lstrip("-"), SUBCOMMANDS)
     hint = f"; the nearest is {close}" if close else ""
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"
-    return f"{word} is not a subcommand: it must be one of {', '.join(APPS)}{hint}."
+    return f"{word} is not a subcommand: it must be one of {', '.join(SUBCOMMANDS)}{hint}."
 
 
 def _order_words(words: list[str]) -> list[str]:

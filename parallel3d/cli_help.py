@@ -13,6 +13,8 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
 
   parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
   parallel3d verify [key=value …]   prove that the layout gives what one process gives
+  parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
+  parallel3d bench comm [key=value …]  time every collective in every group
 
   parallel3d train --help           the most used keys and the presets
   parallel3d train --cfg job        the whole configuration, as it would run
@@ -25,6 +27,8 @@ Try: parallel3d train tp=2 pp=2
 ABOUT = {
     "train": "train a model",
     "verify": "run this configuration as given and as one process, and compare",
+    "topology": "map the layout onto a cluster, price its traffic and draw it",
+    "bench comm": "time every collective in every group, beside the model's price",
 }
 
 MOST_USED = (
@@ -45,6 +49,13 @@ EXAMPLES = {
     "verify": """\
         parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
         parallel3d verify tp=2 sp=true verify.steps=10""",
+    "topology": """\
+        parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
+        parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
+        parallel3d topology cluster=slurm""",
+    "bench comm": """\
+        parallel3d bench comm tp=2 pp=2 dp=2
+        parallel3d bench comm dp=8 bench.sizes=[1048576]""",
 }
 
 
@@ -55,9 +66,10 @@ def overview() -> str:
 
 def register(app: str) -> str:
     """Put the help text of `app` where Hydra's --help finds it; returns the override that asks."""
+    name = f"parallel3d_{app.replace(' ', '_')}"
     node = {"app_name": "parallel3d", "header": "", "footer": "", "template": _template(app)}
-    ConfigStore.instance().store(group="hydra/help", name=f"parallel3d_{app}", node=node)
-    return f"hydra/help=parallel3d_{app}"
+    ConfigStore.instance().store(group="hydra/help", name=name, node=node)
+    return f"hydra/help={name}"
 
 
 def _template(app: str) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel3d.config_cluster import BenchConfig, ClusterConfig, TopologyConfig
 from parallel3d.config_sections import (
     DataConfig,
     DataParallelConfig,
@@ -27,6 +28,8 @@ from parallel3d.config_sections import (
 
 __all__ = [
     "SECTIONS",
+    "BenchConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "DataParallelConfig",
@@ -36,6 +39,7 @@ __all__ = [
     "OptimConfig",
     "PrecisionConfig",
     "ScheduleConfig",
+    "TopologyConfig",
     "TrainConfig",
     "VerifyConfig",
     "conf_dir",
@@ -97,6 +101,16 @@ class Config:
         "element-wise operations through TorchInductor: fewer passes, a slower first step; needs a "
         "C++ compiler on CPU, Triton on CUDA",
     )
+    placement: str = key(
+        "default",
+        "which GPU holds which rank: default (the launcher's order), auto (searched), an order "
+        "such as tp-cp-pp-dp, a tiling such as tp4-dp2-pp2-dp4, or file (rank_file)",
+    )
+    rank_file: str | None = key(
+        None, "for placement=file: a line `rank host local_index` for each rank"
+    )
+    preflight: bool = key(False, "probe every group before step 1 and name what is slow")
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -107,6 +121,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
     @property
     def num_microbatches(self) -> int:

@@ -371,6 +371,9 @@ class LaunchConfig:
         megatron="--distributed-timeout-minutes",
         differs="minutes there, seconds here",
     )
+    shared_memory: bool = key(
+        True, "CPU ranks of one host exchange through shared memory; false: through the network"
+    )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
     )

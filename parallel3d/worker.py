@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # What each subcommand runs on every rank: f(config, worker) -> exit code or None.
-APPS = {"train": ("parallel3d.train", "train"), "verify": ("parallel3d.verify", "verify")}
+APPS = {
+    "train": ("parallel3d.train", "train"),
+    "verify": ("parallel3d.verify", "verify"),
+    "bench comm": ("parallel3d.bench.comm", "bench_comm"),
+}
 
 # Rank 0's word to the others, once the store is up.
 RUN_KEY = "parallel3d/run"

@@ -1,0 +1,1 @@
+"""What `parallel3d bench` measures."""
