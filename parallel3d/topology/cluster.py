@@ -131,6 +131,22 @@ class Cluster:
             return np.asarray(self.node_unit, dtype=np.int64)[self.node]
         return self.node // (self.unit_nodes or self.nodes)
 
+    def sorted_slots(self) -> Slots:
+        """(size,): all slots, those joined by the fastest wires next to each other.
+
+        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order a
+        domain is in one piece, and so are the domains of a unit; a domain that reaches into other
+        units counts to the unit of its first slot. Whole domains come before smaller ones and full
+        units before others, so that a GPU that is missing puts only the groups of the tail out of
+        step. Among equals the first seen is first: an even cluster in order stays as it is, and
+        slot 0 stays first unless its own domain or unit is one of the smaller ones.
+        """
+        domain_first, domain_size = _first_and_size(self.domain)
+        unit_first, unit_size = _first_and_size(self.unit)
+        home_first, home_size = unit_first[domain_first], unit_size[domain_first]
+        keys = (domain_first, -domain_size, home_first, -home_size)
+        return np.lexsort((np.arange(self.size), unit_first, *keys))
+
     def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
         """The `LinkClass` between slots `a` and `b`, element by element.
 
@@ -163,3 +179,11 @@ class Cluster:
     def slot_name(self, slot: int) -> str:
         """`node3 GPU 5`."""
         return f"{self.node_name(int(self.node[slot]))} GPU {int(self.local[slot])}"
+
+
+def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
+    """For each slot: the first slot of its group, and how many slots the group has."""
+    _, first, inverse, counts = np.unique(
+        group, return_index=True, return_inverse=True, return_counts=True
+    )
+    return first[inverse], counts[inverse]
