@@ -18,9 +18,13 @@ class ClusterConfig:
         choices=("config", "slurm", "local"),
     )
     nodes: int | None = key(
-        None, "nodes; null: as many as the ranks need (train), or one (topology)", minimum=1
+        None,
+        "nodes; null: as many as the ranks need, or one NVLink domain where they are unknown",
+        minimum=1,
     )
-    gpus_per_node: int = key(8, "GPUs of a node", minimum=1)
+    gpus_per_node: int | None = key(
+        8, "GPUs of a node; null: the ranks shared out evenly (8 where they are unknown)", minimum=1
+    )
     domain_gpus: int | None = key(
         None, "GPUs joined by NVLink: part of a node, a node or several; null: a node", minimum=1
     )
@@ -36,11 +40,18 @@ class ClusterConfig:
     oversubscription: float = key(
         1.0, "what the NICs could send over what the spine carries", minimum=1
     )
-    nvlink_gb_per_s: float = key(50.0, "of one GPU to its domain, one way, 1e9 B/s", above=0)
+    nvlink_gb_per_s: float = key(
+        50.0, "of one GPU to its domain, one way, 1e9 B/s, as the datasheet has it", above=0
+    )
     nvlink_latency_us: float = key(2.0, "of one message inside the domain", minimum=0)
-    rail_gb_per_s: float = key(10.0, "of one GPU's NIC, one way, 1e9 B/s", above=0)
+    rail_gb_per_s: float = key(
+        10.0, "of one GPU's NIC, one way, 1e9 B/s, as the datasheet has it", above=0
+    )
     rail_latency_us: float = key(5.0, "of one message through a leaf switch", minimum=0)
     spine_latency_us: float = key(8.0, "of one message over the spine", minimum=0)
+    topology_file: str | None = key(
+        None, "with source=slurm: a topology.conf, or what `scontrol show topology` printed"
+    )
     nvlink_interface: str | None = key(
         None, "on CPU: network interface for groups inside one domain; null: the system's choice"
     )

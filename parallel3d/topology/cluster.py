@@ -1,8 +1,8 @@
 """What a cluster is made of: NVLink domains, one NIC a GPU on its rail, leaf switches, a spine.
 
 Pure Python and numpy, for two GPUs or a million. GPUs are counted as *slots*, node by node: slot =
-the GPUs of all nodes before + the local index. `discovery` fills the same object from Slurm or from
-the GPUs themselves.
+the GPUs of all nodes before + the local index. `cluster_config` fills the object from the
+configuration, `discover` from Slurm or from the GPUs themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ class LinkClass(IntEnum):
 
 @dataclass(frozen=True)
 class Link:
-    """One GPU's share of a link class, in each direction."""
+    """One GPU's share of a link class, in each direction.
+
+    `gb_per_s` is the datasheet's rate one way: half of what NVIDIA prints for NVLink (900 GB/s of
+    an H100 are 450 here), an eighth of a NIC's Gb/s. What of it programs reach belongs to the cost
+    model, not here.
+    """
 
     gb_per_s: float  # 1e9 bytes a second
     latency_us: float
@@ -50,6 +55,8 @@ class Cluster:
 
     Nodes differ where `node_gpus`, `node_domain` or `node_unit` say so; left empty they follow from
     the sizes. `node_domain` names the domain of a node (then a domain is whole nodes).
+    `local_rail` and `local_domain` are for boxes wired otherwise: the rail, and which of the node's
+    own domains, of each local GPU. `origin` says in a few words where this was found.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -69,6 +76,9 @@ class Cluster:
     node_gpus: tuple[int, ...] = ()
     node_domain: tuple[int, ...] = ()
     node_unit: tuple[int, ...] = ()
+    local_rail: tuple[int, ...] = ()
+    local_domain: tuple[int, ...] = ()
+    origin: str = ""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node", "domain_gpus", "rails"):
@@ -83,6 +93,10 @@ class Cluster:
         for name in ("node_names", "node_gpus", "node_domain", "node_unit"):
             if getattr(self, name) and len(getattr(self, name)) != self.nodes:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {self.nodes}")
+        most = max(self.node_gpus, default=self.gpus_per_node)
+        for name in ("local_rail", "local_domain"):
+            if getattr(self, name) and len(getattr(self, name)) < most:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {most}")
 
     @cached_property
     def _gpus(self) -> Slots:
@@ -114,6 +128,9 @@ class Cluster:
         """(size,): the NVLink domain of each slot; numbers need not be adjacent."""
         if self.node_domain:
             return np.asarray(self.node_domain, dtype=np.int64)[self.node]
+        if self.local_domain:
+            own = np.asarray(self.local_domain, dtype=np.int64)
+            return self.node * (own.max() + 1) + own[self.local]
         if self.domain_gpus >= self.gpus_per_node:
             return self.node // (self.domain_gpus // self.gpus_per_node)
         per_node = -(-max(int(self._gpus.max()), self.gpus_per_node) // self.domain_gpus)
@@ -122,6 +139,8 @@ class Cluster:
     @cached_property
     def rail_of(self) -> Slots:
         """(size,): the rail of each slot's NIC."""
+        if self.local_rail:
+            return np.asarray(self.local_rail, dtype=np.int64)[self.local]
         return self.local % self.rails
 
     @cached_property
