@@ -374,6 +374,17 @@ class LaunchConfig:
     shared_memory: bool = key(
         True, "CPU ranks of one host exchange through shared memory; false: through the network"
     )
+    nccl_high_priority: list[str] = key(  # noqa: RUF009
+        ["tp", "pp"],
+        "kinds of groups whose kernels get high-priority streams",
+        megatron="--high-priority-stream-groups",
+    )
+    nccl_settings: list[str] = key(  # noqa: RUF009
+        [],
+        "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
+        megatron="--nccl-communicator-config-path",
+        differs="there the path of a YAML file that holds the same",
+    )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
     )

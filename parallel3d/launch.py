@@ -11,9 +11,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from parallel3d.errors import UserError
+
+if TYPE_CHECKING:
+    from parallel3d.topology.placement import Placement
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
@@ -27,6 +30,8 @@ class Worker:
 
     `phase` is what a failure report says the rank was in ("train step 12"): set it as the work
     goes on. `device` is "cpu" or "cuda:<index>", already current; torch.distributed is initialised.
+    `rank` is the place in the layout; the launcher may have numbered this process otherwise.
+    `placement` is where all ranks sit, None where the run did not need to know.
     """
 
     rank: int
@@ -37,6 +42,7 @@ class Worker:
     launcher: Launcher
     device: str = "cpu"
     phase: str = "start"
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import cores
+from parallel3d.run_directory import PLACEMENT_FILE
+from parallel3d.topology.placed_ranks import rank_of_launch
 from parallel3d.worker import ANSWER, close_books, say
 
 LOCALHOST = "127.0.0.1"
@@ -74,14 +76,15 @@ def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, 
 
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
-    """Say the failure behind these exit codes by rank. Returns the launcher's exit code."""
+    """Say the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
     answers = [code - ANSWER for code in exits.values() if ANSWER <= code < 2 * ANSWER]
     if answers:
         return max(answers)
     records = failure.read_all(run_dir)
     known = {record.rank for record in records}
+    placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): code for n, code in exits.items()}
     silent = [
-        failure.from_exit(config, rank, code) for rank, code in exits.items() if rank not in known
+        failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
     ]
     cause = failure.root_cause(records + silent)
     if sys.stderr.isatty():

@@ -18,6 +18,7 @@ from parallel3d.errors import UserError
 
 CONFIG_FILE = "config.yaml"
 FAILURES = "failures"
+PLACEMENT_FILE = "placement.json"
 
 # Keys that say where and how a run is watched, not what it computes.
 NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
@@ -85,7 +86,7 @@ def load_config(directory: Path) -> Config:
 
 def discard_unused(directory: Path) -> None:
     """Remove a run directory in which nothing was computed, so that its name is free again."""
-    ours = {CONFIG_FILE, FAILURES}
+    ours = {CONFIG_FILE, FAILURES, PLACEMENT_FILE}
     for path in directory.iterdir():
         if path.name not in ours and not path.name.endswith(".traceback.txt"):
             return

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -143,8 +144,9 @@ def open_shared_memory(
 ) -> SharedMemory | None:
     """Memory shared by the group's ranks, or None if they cannot share any; collective.
 
-    The first rank makes a file, the others try to open it: on another host, or in a container with
-    a /dev/shm of its own, they cannot, and the group does without.
+    The first rank makes a file, the others try to open it: in a container with a /dev/shm of its
+    own they cannot, and the group does without, as it does where host names differ. (Two hosts can
+    see one /dev/shm: nodes made of namespaces, or of containers on one machine.)
 
     Args:
         semaphores: their initial values.
@@ -152,10 +154,11 @@ def open_shared_memory(
     """
     length = _semaphore_area(len(semaphores)) + data_bytes
     name, descriptor = _create(length, semaphores) if index == 0 else ("", -1)
-    names: list[str | None] = [None] * size
-    dist.all_gather_object(names, name, group=handle)
-    if index > 0 and names[0]:
-        descriptor = _attach(names[0], length)
+    host = socket.gethostname()
+    seen: list[tuple[str, str] | None] = [None] * size
+    dist.all_gather_object(seen, (host, name), group=handle)
+    if index > 0 and seen[0] is not None and seen[0][0] == host and seen[0][1]:
+        descriptor = _attach(seen[0][1], length)
     if descriptor >= 0:
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
     attached: list[bool | None] = [None] * size

@@ -16,7 +16,6 @@ from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 
@@ -28,9 +27,8 @@ def train(config: Config, worker: Worker) -> None:
     `weights-initial.safetensors` and `weights-final.safetensors` into the run directory.
     """
     worker.phase = "making process groups"
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
     device = torch.device(worker.device)
-    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
+    groups = ProcessGroups.of_run(config, worker)
     worker.phase = "opening the data"
     corpus = open_corpus(config.data, config.model.seq_length)
     worker.phase = "building the model"

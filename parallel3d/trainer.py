@@ -103,7 +103,8 @@ class Trainer:
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
         boxes = None
-        if groups.pp.size > 1 and self.device.type == "cpu":
+        on_cpu = self.device.type == "cpu"
+        if groups.pp.size > 1 and on_cpu and config.launch.shared_memory:
             timeout_s = config.launch.timeout_s
             boxes = Mailboxes.open(groups.pp.handle, groups.pp.index, groups.pp.size, timeout_s)
         self.executor = Executor(

@@ -73,9 +73,9 @@ def verify(config: Config, worker: Worker) -> int:
     """Runs all comparisons; collective. Returns 0 if the layout is exact, else 1."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length)
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
     device = torch.device(worker.device)
-    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
+    groups = ProcessGroups.of_run(config, worker)
+    layout = groups.layout
     failure, everything = None, []
     if console:
         console.print(describe(config))

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from parallel3d.config import Config
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
 from parallel3d.launch import Place, Worker, detect
+from parallel3d.rank_exchange import take_rank, wait_for_readers
 from parallel3d.run_directory import discard_unused, load_config, make_run_directory
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     import torch
     import torch.distributed as dist
 
+    worker.phase = "placing the ranks"
+    take_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
     cuda = worker.device.startswith("cuda")
     if cuda:
@@ -202,7 +204,7 @@ def _agree_on_run(config: Config, place: Place, worker: Worker, store: Store) ->
             error, word = refused, {"error": str(refused)}
         store.set(RUN_KEY, json.dumps(word))
         if error is not None:
-            _wait_for_readers(store, place.world_size - 1)
+            wait_for_readers(store, SEEN_KEY, place.world_size - 1)
             raise error
     word = json.loads(store.get(RUN_KEY))
     if place.rank != 0:
@@ -217,13 +219,6 @@ def _agree_on_run(config: Config, place: Place, worker: Worker, store: Store) ->
             f"on {worker.device}; give device=cpu or device=cuda"
         )
     return dataclasses.replace(config, run=word["run"])
-
-
-def _wait_for_readers(store: Store, readers: int) -> None:
-    """Keep rank 0, which may hold the store, until the others have read why it ends."""
-    deadline = time.monotonic() + 5
-    while store.add(SEEN_KEY, 0) < readers and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def _device(config: Config, place: Place) -> str:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d.config import LaunchConfig
 from parallel3d.shared_collectives import SharedCollectives
+from parallel3d.topology.group_options import GLOO_ON, Interfaces, gloo_on, nccl_options
 from parallel3d.topology.layout import Coordinates, Layout
+from parallel3d.topology.placed_ranks import layout_of
+
+if TYPE_CHECKING:
+    from parallel3d.config import Config
+    from parallel3d.launch import Worker
+
+# Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
+# rails by their nature, so they stay where the processes met.
+DATA_KINDS = ("tp", "dp", "pp", "embedding")
 
 
 @dataclass(frozen=True)
@@ -67,46 +79,58 @@ class ProcessGroups:
         return self.coordinates.pp == self.layout.pp - 1
 
     @classmethod
-    def create(cls, layout: Layout, device_type: str, timeout_s: float = 600.0) -> ProcessGroups:
+    def of_run(cls, config: Config, worker: Worker) -> ProcessGroups:
+        """The groups of a run's layout on this rank, made as its configuration says; collective."""
+        device_type = worker.device.split(":")[0]
+        interfaces = None
+        if device_type == "cpu":
+            interfaces = Interfaces.of_run(config.cluster, worker.placement)
+        return cls.create(
+            layout_of(config), device_type, config.launch.timeout_s, config.launch, interfaces
+        )
+
+    @classmethod
+    def create(
+        cls,
+        layout: Layout,
+        device_type: str,
+        timeout_s: float = 600.0,
+        launch: LaunchConfig | None = None,
+        interfaces: Interfaces | None = None,
+    ) -> ProcessGroups:
         """Makes the groups; collective over the world, which must be initialised.
 
-        Every rank makes every group in the same order (creation is a collective of the world);
-        the mesh is assembled from the finished groups with explicit ranks, so that FSDP2, DTensor
-        and distributed checkpoints see the same placement.
+        Every rank makes every kind of group in the same order (creation is a collective of the
+        world); the mesh is assembled from the finished groups with explicit ranks, so that FSDP2,
+        DTensor and distributed checkpoints see the same placement.
+
+        Args:
+            launch: shared memory or not, NCCL's settings; its defaults if None.
+            interfaces: where gloo's groups connect; the system's choice if None.
 
         Raises:
             ValueError: the world size is not the layout's.
+            UserError: an interface or a setting of NCCL that is not there.
         """
         world = dist.get_world_size()
         if world != layout.world_size:
             raise ValueError(f"world size {world} is not the layout's {layout.world_size}")
-        rank = dist.get_rank()
-        timeout = datetime.timedelta(seconds=timeout_s)
-
-        made: dict[tuple, dist.ProcessGroup | None] = {}
-
-        def group(name: str, all_ranks: list[list[int]]) -> Group:
-            mine = next((r for r in all_ranks if rank in r), [rank])
-            key = tuple(map(tuple, all_ranks))
-            if key not in made:  # equal ranks share one group: with dp=1, `model` is the world
-                made[key] = _make(all_ranks, world, timeout, name)
-            handle = made[key] if len(mine) > 1 else None
-            return Group(name, tuple(mine), mine.index(rank), handle)
-
-        tp, dp, pp = (group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
-        if device_type == "cpu":
+        launch = launch or LaunchConfig()
+        maker = _Maker(device_type, datetime.timedelta(seconds=timeout_s), launch, interfaces)
+        tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
+        if device_type == "cpu" and launch.shared_memory:
             tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
         ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
         return cls(
             layout=layout,
-            rank=rank,
+            rank=dist.get_rank(),
             mesh=_mesh(layout, device_type, {"pp": pp, "dp": dp, "tp": tp}),
             tp=tp,
             dp=dp,
             pp=pp,
-            model=group("model", layout.groups("tp", "pp")),
-            embedding=group("embedding", ends),
-            world=group("world", [list(range(world))]),
+            model=maker.group("model", layout.groups("tp", "pp")),
+            embedding=maker.group("embedding", ends),
+            world=maker.group("world", [list(range(world))]),
         )
 
     @classmethod
@@ -132,16 +156,48 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
     return replace(group, shared=shared)
 
 
-def _make(
-    all_ranks: list[list[int]], world: int, timeout: datetime.timedelta, name: str
-) -> dist.ProcessGroup | None:
-    """The group of this rank among `all_ranks`; every rank of the world makes all of them."""
-    if len(all_ranks[0]) == 1:
-        return None
-    if len(all_ranks[0]) == world:
-        return dist.group.WORLD  # the same ranks in the same order need no second group
-    mine, _ = dist.new_subgroups_by_enumeration(all_ranks, timeout=timeout, group_desc=name)
-    return mine
+@dataclass
+class _Maker:
+    """Makes the groups of each kind. Equal ranks share one: with dp=1, `model` is the world."""
+
+    device_type: str
+    timeout: datetime.timedelta
+    launch: LaunchConfig
+    interfaces: Interfaces | None
+    made: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def group(self, kind: str, all_ranks: list[list[int]]) -> Group:
+        """This rank's group among `all_ranks`, which every rank of the world lists alike."""
+        rank = dist.get_rank()
+        mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
+        interface = None
+        if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
+            interface = self.interfaces.of_group(mine, rank)
+        # The kinds that have interfaces of their own are made apart from the world's group.
+        apart = self.interfaces is not None and kind in DATA_KINDS
+        key = (apart, tuple(map(tuple, all_ranks)))
+        if key not in self.made:
+            self.made[key] = self._make(kind, all_ranks, interface, apart)
+        handle = self.made[key] if len(mine) > 1 else None
+        return Group(kind, tuple(mine), mine.index(rank), handle)
+
+    def _make(
+        self, kind: str, all_ranks: list[list[int]], interface: str | None, apart: bool
+    ) -> dist.ProcessGroup | None:
+        if len(all_ranks[0]) == 1:
+            return None
+        if len(all_ranks[0]) == dist.get_world_size() and not apart:
+            return dist.group.WORLD  # the same ranks in the same order need no second group
+        more = {"timeout": self.timeout, "group_desc": kind}
+        if self.device_type == "cuda":
+            # One communicator split for all groups of a kind; made one by one, each group would
+            # cost every rank of the world a collective call.
+            options = nccl_options(kind, self.launch, self.timeout)
+            return dist.split_group(split_ranks=all_ranks, pg_options=options, **more)
+        if interface is not None:
+            more |= {"backend": GLOO_ON, "pg_options": gloo_on(interface, self.timeout)}
+        mine, _ = dist.new_subgroups_by_enumeration(all_ranks, **more)
+        return mine
 
 
 def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceMesh | None:

@@ -1,0 +1,301 @@
+"""Launched processes become ranks: by the default, by a placement, by a rank file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel3d.config import Config
+from parallel3d.errors import UserError
+from parallel3d.topology import placed_ranks
+from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.placed_ranks import (
+    from_word,
+    hosts_in_order,
+    natural,
+    place_processes,
+    rank_of_launch,
+    save,
+    slots_of,
+    to_word,
+    with_rank_0_at,
+)
+from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.rank_file import Process, launch_ranks_by_file, parse_rank_file
+
+SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
+
+
+def cluster(nodes: int, gpus: int, **more) -> Cluster:
+    return Cluster("test", nodes, gpus, more.pop("domain", gpus), gpus, *SPEEDS, **more)
+
+
+def launched(*hosts: str, gpus: int = 2) -> list[Process]:
+    """`gpus` processes on each host, in the launcher's order."""
+    return [Process(host, local) for host in hosts for local in range(gpus)]
+
+
+def config(placement: str = "default", rank_file: Path | None = None, **sizes: int) -> Config:
+    made = Config(**sizes)
+    made.placement = placement
+    made.rank_file = None if rank_file is None else str(rank_file)
+    return made
+
+
+def host_of(placed: placed_ranks.PlacedRanks, rank: int) -> str:
+    return placed.processes[placed.launch_ranks[rank]].host
+
+
+# --- where processes are ----------------------------------------------------------------------
+
+
+def test_numbers_in_host_names_count_as_numbers() -> None:
+    names = ["node10", "node9", "b", "node9b"]
+    assert sorted(names, key=natural) == ["b", "node9", "node9b", "node10"]
+
+
+def test_hosts_under_one_switch_stand_together_whatever_their_names() -> None:
+    address = {"n1": "core.leaf2.n1", "n2": "core.leaf1.n2", "n3": "core.leaf2.n3"}
+    processes = [Process(host, 0, address[host]) for host in ("n3", "n2", "n1")]
+    assert hosts_in_order(processes) == ["n2", "n1", "n3"]
+
+
+def test_hosts_in_any_order_take_the_slots_of_their_nodes() -> None:
+    named, slots, note = slots_of(cluster(3, 2), launched("h3", "h1", "h2"))
+    assert slots.tolist() == [4, 5, 0, 1, 2, 3]
+    assert (named.node_name(2), note) == ("h3", None)
+
+
+def test_a_cluster_that_knows_its_nodes_names_them_by_full_or_short_name() -> None:
+    known = cluster(3, 2, node_names=("b.site", "a.site", "c.site"))
+    _, slots, note = slots_of(known, launched("a", "b.site"))
+    assert slots.tolist() == [2, 3, 0, 1]
+    assert note is None
+
+
+def test_nodes_of_unequal_size_keep_every_process_on_its_own_gpu() -> None:
+    uneven = cluster(2, 4, node_names=("x", "y"), node_gpus=(3, 4))
+    processes = [*launched("y", gpus=4), *launched("x", gpus=3)]
+    _, slots, note = slots_of(uneven, processes)
+    assert slots.tolist() == [3, 4, 5, 6, 0, 1, 2]
+    assert note is None
+
+
+def test_more_ranks_on_a_host_than_it_has_gpus_are_taken_in_launch_order_and_said() -> None:
+    made_up, slots, note = slots_of(cluster(3, 2), launched("laptop", gpus=6))
+    assert slots.tolist() == [0, 1, 2, 3, 4, 5]
+    assert made_up.node_name(0) == "node0"
+    assert note == (
+        "laptop runs 6 ranks and has 2 GPUs: GPUs of cluster test are taken in launch order"
+    )
+
+
+def test_a_host_that_the_cluster_does_not_have_is_said() -> None:
+    _, slots, note = slots_of(cluster(2, 2, node_names=("a", "b")), launched("a", "z"))
+    assert slots.tolist() == [0, 1, 2, 3]
+    assert note is not None and note.startswith("z is none of the 2 nodes of the cluster")
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_number_of_nodes_that_would_do() -> None:
+    with pytest.raises(UserError, match=r"4 GPUs for 6 ranks; the nearest is cluster\.nodes=3"):
+        slots_of(cluster(2, 2), launched("a", "b", "c"))
+
+
+# --- the map ----------------------------------------------------------------------------------
+
+
+def test_default_is_the_launchers_order_and_needs_no_cluster() -> None:
+    run = config(tp=2, pp=2, dp=2)
+    assert not placed_ranks.wants_cluster(run)
+    placed = place_processes(run, launched("d", "c", "b", "a"), None)
+    assert placed.launch_ranks == tuple(range(8))
+    assert placed.placement is None
+
+
+@pytest.mark.parametrize("placement", ["tp-cp-dp-pp", "tp-cp-pp-dp", "dp-tp-pp", "dp2-tp2-pp2"])
+def test_ranks_sit_where_the_order_says_though_hosts_come_scrambled(placement: str) -> None:
+    layout = Layout(tp=2, pp=2, dp=2)
+    hosts = ["h1", "h4", "h2", "h3"]
+    processes = launched(*hosts)
+    placed = place_processes(config(placement, tp=2, pp=2, dp=2), processes, cluster(4, 2))
+    for slot, rank in enumerate(Tiling.parse(placement, layout).rank_of_slot(layout)):
+        process = placed.processes[placed.launch_ranks[rank]]
+        assert process == Process(f"h{slot // 2 + 1}", slot % 2)
+
+
+def test_launch_rank_0_is_rank_0_wherever_its_host_stands() -> None:
+    for hosts in itertools.permutations(["h1", "h2", "h3", "h4"]):
+        placed = place_processes(
+            config("tp-cp-pp-dp", tp=2, pp=2, dp=2), launched(*hosts), cluster(4, 2)
+        )
+        assert placed.launch_ranks[0] == 0
+        assert host_of(placed, 0) == hosts[0]
+
+
+def groups_of_slots(placement: Placement, *dims: str) -> set[frozenset[int]]:
+    return {
+        frozenset(placement.slots[list(group)].tolist()) for group in placement.layout.groups(*dims)
+    }
+
+
+def neighbours(placement: Placement, dim: str) -> set[frozenset[int]]:
+    """Pairs of slots that follow each other in a group, the last and the first too."""
+    pairs = set()
+    for group in placement.layout.groups(dim):
+        for a, b in zip(group, group[1:] + group[:1], strict=True):
+            pairs.add(frozenset(placement.slots[[a, b]].tolist()))
+    return pairs
+
+
+def test_turning_rank_0_to_a_slot_keeps_every_group_and_every_ring() -> None:
+    layout = Layout(tp=2, pp=3, dp=4)
+    start = Placement.tiled(cluster(6, 4), layout, Tiling.parse("tp-dp-pp", layout))
+    for slot in range(24):
+        turned = with_rank_0_at(start, slot)
+        assert turned.slots[0] == slot
+        for dim in ("tp", "dp", "pp"):
+            assert groups_of_slots(turned, dim) == groups_of_slots(start, dim)
+            assert neighbours(turned, dim) == neighbours(start, dim)
+
+
+def test_a_pipeline_whose_last_stage_must_come_first_is_turned_round() -> None:
+    layout = Layout(pp=4)
+    start = Placement.tiled(cluster(4, 1), layout, Tiling.parse("pp", layout))
+    assert with_rank_0_at(start, 3).slots.tolist() == [3, 2, 1, 0]
+    assert with_rank_0_at(start, 1).slots.tolist() == [1, 2, 3, 0]
+
+
+def test_random_launch_orders_lose_no_process() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        tp, pp, dp = rng.choice([(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 1, 4)])
+        hosts = [f"h{n}" for n in range(1, 5)]
+        rng.shuffle(hosts)
+        order = "-".join(rng.sample(["tp", "cp", "dp", "pp"], 4))
+        placed = place_processes(
+            config(order, tp=tp, pp=pp, dp=dp), launched(*hosts), cluster(4, 2)
+        )
+        assert sorted(placed.launch_ranks) == list(range(8))
+        assert [placed.launch_ranks[r] for r in placed.rank_of_launch] == list(range(8))
+
+
+def test_a_missing_node_leaves_its_slots_empty() -> None:
+    run = config("tp-cp-dp-pp", tp=2, dp=2)
+    whole = cluster(3, 2, node_names=("a", "b", "c"))
+    placed = place_processes(run, launched("c", "a"), whole)
+    assert placed.placement is not None
+    assert sorted(placed.placement.slots.tolist()) == [0, 1, 4, 5]
+    assert [host_of(placed, r) for r in range(4)] == ["c", "c", "a", "a"]
+
+
+def test_the_map_survives_the_store_and_the_disk(tmp_path: Path) -> None:
+    processes = launched("h1", "h3", "h2", "h4")
+    run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
+    placed = place_processes(run, processes, cluster(4, 2, unit_nodes=2))
+    ranks, placement = from_word(to_word(placed), placed.layout)
+    assert ranks == placed.rank_of_launch
+    assert placement is not None and placed.placement is not None
+    assert placement.cluster == placed.placement.cluster
+    assert np.array_equal(placement.slots, placed.placement.slots)
+    assert placed.predicted_s is not None and placed.predicted_s > 0
+
+    path = tmp_path / "placement.json"
+    save(placed, path)
+    said = json.loads(path.read_text())
+    assert said["predicted_communication_s"] == placed.predicted_s
+    row = said["ranks"][5]
+    process = placed.processes[row["launch_rank"]]
+    assert (row["host"], row["local_index"]) == (process.host, process.local)
+    assert (row["pp"], row["dp"], row["tp"]) == (1, 0, 1)
+    assert row["gpu"] == f"{process.host} GPU {process.local}"
+    for launch, rank in enumerate(placed.rank_of_launch):
+        assert rank_of_launch(path, launch) == rank
+
+
+def test_without_a_map_a_launch_rank_is_the_rank(tmp_path: Path) -> None:
+    assert rank_of_launch(tmp_path / "placement.json", 5) == 5
+
+
+def test_a_map_of_16384_ranks_is_made_and_packed_small() -> None:
+    hosts = [f"node{n}" for n in range(2048)]
+    random.Random(0).shuffle(hosts)
+    run = config("tp-cp-pp-dp", tp=8, pp=8, dp=256)
+    placed = place_processes(run, launched(*hosts, gpus=8), cluster(2048, 8, unit_nodes=32))
+    assert sorted(placed.launch_ranks) == list(range(16384))
+    assert len(to_word(placed)) < 200_000
+
+
+# --- rank files -------------------------------------------------------------------------------
+
+PROCESSES = launched("h1", "h2.site")
+GOOD = """
+# a comment
+0 h1 0
+1 h2 1   # the first label will do
+rank 2=h2.site slot=0
+rank 3 = h1 slots=1
+"""
+
+
+def test_both_spellings_of_a_rank_file_are_read() -> None:
+    assert launch_ranks_by_file(GOOD, "ranks", PROCESSES) == [0, 3, 2, 1]
+
+
+def test_the_map_follows_the_rank_file(tmp_path: Path) -> None:
+    file = tmp_path / "ranks"
+    file.write_text(GOOD)
+    placed = place_processes(config("file", file, tp=2, dp=2), PROCESSES, None)
+    assert placed.launch_ranks == (0, 3, 2, 1)
+    with_cluster = place_processes(config("file", file, tp=2, dp=2), PROCESSES, cluster(2, 2))
+    assert with_cluster.launch_ranks == (0, 3, 2, 1)
+    assert with_cluster.placement is not None
+    assert with_cluster.placement.slots.tolist() == [0, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ("0 h1 0\n1 h1", r"ranks line 2, '1 h1', cannot be read: it must be `rank host local"),
+        ("0 h1 0\n4 h1 1", r"ranks line 2 places rank 4, .* ranks 0 to 3; the nearest is 3"),
+        ("0 h1 0\n\n0 h1 1", r"ranks line 3 places rank 0 again after ranks line 1"),
+        ("0 h1 0\n1 h3 1", r"ranks line 2 names host h3, .*; the nearest is h1"),
+        ("0 h1 0\n1 h2 2", r"ranks line 2 names process 2 of h2\.site, .* nearest is h2\.site 1"),
+        ("0 h1 0\n1 h1 0", r"ranks line 2 gives h1 0 to rank 1, but ranks line 1 gave it"),
+        ("0 h1 0\n1 h1 1\n3 h2 1", r"no line for rank 2; `2 h2\.site 0` is free"),
+        ("# none", r"no line for rank 0 and 3 more; `0 h1 0` is free"),
+        ("0 h1 1\n1 h1 0\n2 h2 0\n3 h2 1", r"line 1 puts rank 0 elsewhere .* must be `0 h1 0`"),
+    ],
+)
+def test_a_wrong_line_is_named_with_what_would_do(lines: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        launch_ranks_by_file(lines, "ranks", PROCESSES)
+
+
+def test_localhost_is_the_only_host() -> None:
+    one = launched("laptop")
+    assert launch_ranks_by_file("0 localhost 0\n1 localhost 1", "f", one) == [0, 1]
+    with pytest.raises(UserError, match="names host localhost"):
+        launch_ranks_by_file("0 localhost 0", "f", PROCESSES)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        place_processes(config("file", tmp_path / "none", dp=4), PROCESSES, None)
+
+
+def test_random_rank_files_are_followed_line_by_line() -> None:
+    rng = random.Random(7)
+    for _ in range(100):
+        order = [0, *rng.sample(range(1, 4), 3)]
+        rows = [f"{rank} {PROCESSES[p].host} {PROCESSES[p].local}" for rank, p in enumerate(order)]
+        rng.shuffle(rows)
+        assert launch_ranks_by_file("\n".join(rows), "f", PROCESSES) == order
+        assert [e.rank for e in parse_rank_file("\n".join(rows), "f")] == [
+            int(row.split()[0]) for row in rows
+        ]
