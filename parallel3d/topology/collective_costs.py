@@ -1,10 +1,10 @@
 """Seconds that a collective takes by the α–β model: α for each message, bytes / B for their size.
 
-`n` ranks, each with one full-duplex port of `link.gb_per_s` (B) and `link.latency_us` a message (α).
-`nbytes` is the whole buffer, as nccl-tests counts it: what a rank holds before an all-reduce, a
-broadcast or a send; all that is gathered by all-gather and gather; all that is there before
-reduce-scatter, scatter and all-to-all. Arithmetic on the data costs nothing here. Every function
-gives 0 for one rank, and raises ValueError for fewer, or for less than no bytes.
+`n` ranks, each with one full-duplex port of `link.gb_per_s` (B) and `link.latency_us` (α) for each
+message. `nbytes` is the whole buffer, as nccl-tests counts it: what a rank holds before an
+all-reduce, a broadcast or a send; all that is gathered by all-gather and gather; all that is there
+before reduce-scatter, scatter and all-to-all. Arithmetic on the data costs nothing here. Every
+function gives 0 for one rank, and raises ValueError for fewer, or for less than no bytes.
 
 `nccl_model` prices the same collectives as NCCL's tuner does, with its algorithms and protocols.
 docs/collectives.md draws what each collective does.
@@ -156,7 +156,10 @@ def scatter(n: int, nbytes: float, link: Link) -> float:
 
 
 def gather(n: int, nbytes: float, link: Link) -> float:
-    """A scatter run backwards: the root receives n − 1 messages of N/n. nccl-tests, src/gather.cu."""
+    """A scatter run backwards: the root receives n − 1 messages of N/n.
+
+    Source: nccl-tests, src/gather.cu (the factor).
+    """
     return scatter(n, nbytes, link)
 
 
