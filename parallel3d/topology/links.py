@@ -128,16 +128,29 @@ class Wiring:
     domain: Slots
     leaf: Slots  # one rail of one unit
     rail: Slots
+    nic: Slots  # one rail of one node
     has_spine: bool
 
     @classmethod
     def of(cls, cluster: Cluster, slots: Slots) -> Wiring:
         rail = cluster.rail_of[slots]
         leaf = cluster.unit[slots] * cluster.rails + rail
-        return cls(cluster.domain[slots], leaf, rail, cluster.oversubscription is not None)
+        nic = cluster.node[slots] * cluster.rails + rail
+        return cls(cluster.domain[slots], leaf, rail, nic, cluster.oversubscription is not None)
 
     def __getitem__(self, index: Slots) -> Wiring:
-        return Wiring(self.domain[index], self.leaf[index], self.rail[index], self.has_spine)
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(a[index] for a in arrays), self.has_spine)
+
+    def take(self, order: Matrix) -> Wiring:
+        """(groups, n) reordered along each group."""
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(np.take_along_axis(a, order, axis=1) for a in arrays), self.has_spine)
+
+    def flat(self, index: tuple) -> Wiring:
+        """The part `index` of (groups, n), as one row."""
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(a[index].ravel() for a in arrays), self.has_spine)
 
     def to(self, other: Wiring) -> npt.NDArray[np.int8]:
         """`Cluster.link_class` of each of these GPUs with the one at its place in `other`.

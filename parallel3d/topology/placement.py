@@ -86,12 +86,17 @@ class Placement:
             raise ValueError(f"{self.slots.size} slots for {self.layout.world_size} ranks")
         if self.slots.min() < 0 or self.slots.max() >= self.cluster.size:
             raise ValueError(f"a slot is outside of 0..{self.cluster.size - 1}")
-        if np.unique(self.slots).size != self.slots.size:
+        if np.bincount(self.slots).max() > 1:
             raise ValueError("two ranks share a slot")
 
     @classmethod
     def tiled(
-        cls, cluster: Cluster, layout: Layout, tiling: Tiling, slots: Slots | None = None
+        cls,
+        cluster: Cluster,
+        layout: Layout,
+        tiling: Tiling,
+        slots: Slots | None = None,
+        how: str | None = None,
     ) -> Placement:
         """`tiling` counted over `slots` (all of the cluster's, in order, where None)."""
         free = np.arange(cluster.size) if slots is None else slots
@@ -99,7 +104,7 @@ class Placement:
             raise ValueError(f"{free.size} GPUs for {layout.world_size} ranks")
         placed = np.empty(layout.world_size, dtype=np.int64)
         placed[tiling.rank_of_slot(layout)] = free[: layout.world_size]
-        return cls(cluster, layout, placed, str(tiling))
+        return cls(cluster, layout, placed, how or str(tiling))
 
     @cached_property
     def ranks(self) -> Slots:

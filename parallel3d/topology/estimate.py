@@ -1,0 +1,194 @@
+"""The price of a tiling from a sample of its ranks, for the placement search.
+
+A tiling repeats itself over the cluster, so a few stretches of whole domains or units show which
+wires each dimension uses and how many flows each leaf switch has; to them come ranks at the digits'
+carries, where a ring leaves its domain or closes. The model is that of `price`, except that only
+what leaves a NIC or leaf is counted, not what arrives. The search prices its winners in full.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parallel3d.topology.cluster import LinkClass, Slots
+from parallel3d.topology.layout import DIMENSIONS, Layout
+from parallel3d.topology.links import OPEN_CHAINS, Wiring
+from parallel3d.topology.placement import Tiling
+from parallel3d.topology.price import Fabric, Flows, Paths, price_transfer
+
+if TYPE_CHECKING:
+    from parallel3d.topology.cluster import Link
+    from parallel3d.topology.traffic import Transfer
+
+SAMPLE = 2048  # GPUs looked at, and the most of a stretch
+STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, where units are not smaller
+WITNESSES = 32  # ranks looked at for each carry
+
+Coordinates = dict[str, Slots]
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One digit of a tiling: its place in the dimension's index and in the position."""
+
+    dim: str
+    factor: int
+    weight: int  # of the dimension's index
+    stride: int  # in positions
+
+
+def digits_of(tiling: Tiling, boundary: int) -> tuple[Digit, ...]:
+    """The tiling's digits, the one across position `boundary` split there where it can be."""
+    split: list[tuple[str, int]] = []
+    stride = 1
+    for dim, factor in tiling.digits:
+        first = boundary // stride if stride < boundary < stride * factor else 1
+        fits = first > 1 and boundary % stride == 0 and factor % first == 0
+        split += [(dim, first), (dim, factor // first)] if fits else [(dim, factor)]
+        stride *= factor
+    found, stride = [], 1
+    weight = dict.fromkeys(DIMENSIONS, 1)
+    for dim, factor in split:
+        found.append(Digit(dim, factor, weight[dim], stride))
+        weight[dim] *= factor
+        stride *= factor
+    return tuple(found)
+
+
+@dataclass
+class Sample:
+    """Stretches of the positions 0..world-1 of `slots`, the same for all tilings over them.
+
+    `domain`, `unit`: positions of most domains and units.
+    """
+
+    layout: Layout
+    slots: Slots
+    domain: int
+    unit: int
+    fabric: Fabric
+    positions: Slots = field(init=False)
+    wiring: Wiring = field(init=False)
+    leaf_weight: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        world = self.layout.world_size
+        stretch = self.domain * -(-STRETCH // self.domain)
+        if stretch < self.unit <= SAMPLE:
+            stretch = self.unit
+        count = max(1, min(SAMPLE // stretch, -(-world // stretch)))
+        starts = np.unique(np.linspace(0, (world - 1) // stretch, count).astype(np.int64)) * stretch
+        positions = (starts[:, None] + np.arange(stretch)).ravel()
+        self.positions = positions[positions < world]
+        self.wiring = Wiring.of(self.fabric.cluster, self.slots[:world])
+        nics = self.fabric.leaf_nics
+        used = np.bincount(self.wiring.leaf, minlength=nics.size)
+        seen = np.bincount(self.wiring.leaf[self.positions], minlength=nics.size)
+        self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
+
+    def seconds(self, tiling: Tiling, transfers: list[Transfer]) -> float:
+        """Predicted seconds a step; infinity where a dimension has no path."""
+        digits = digits_of(tiling, self.domain)
+        place = self._coordinates(digits)
+        total = 0.0
+        for dim in dict.fromkeys(t.dim for t in transfers):
+            paths = self._paths(dim, digits, place)
+            if paths is None:
+                continue
+            if paths.flat is None and dim != "model":
+                return math.inf
+            cluster = self.fabric.cluster
+            mine = (price_transfer(t, paths, cluster) for t in transfers if t.dim == dim)
+            total += math.fsum(p.seconds for p in mine)
+        return total
+
+    def _coordinates(self, digits: tuple[Digit, ...]) -> Coordinates:
+        place = {d: np.zeros_like(self.positions) for d in DIMENSIONS}
+        for x in digits:
+            place[x.dim] += self.positions // x.stride % x.factor * x.weight
+        return place
+
+    def _paths(self, dim: str, digits: tuple[Digit, ...], place: Coordinates) -> Paths | None:
+        dims = {"model": ("tp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
+        n = math.prod(self.layout.size(d) for d in dims)
+        if n == 1:
+            return None
+        own = [x for x in digits if x.dim in dims]
+        flat = self._slowest(dim, dims, own, place)
+        n = 2 if dim == "embedding" else n
+        inner = math.prod(x.factor for x in own if x.stride * x.factor <= self.domain)
+        whole = any(x.stride * x.factor == self.domain for x in digits)
+        if dim in OPEN_CHAINS or inner in (1, n) or not whole:
+            return Paths(n, flat)
+        outside = [x for x in own if x.stride >= self.domain]
+        return Paths(n, flat, inner, self._outer(outside))
+
+    def _slowest(
+        self, dim: str, dims: tuple[str, ...], own: list[Digit], place: Coordinates
+    ) -> Link | None:
+        """The slowest flow of the ring (or between stages), sampled."""
+        few = slice(None, None, max(1, self.positions.size // WITNESSES))
+        carries = {0} | {x.factor * x.weight - 1 for x in own}
+        witnesses = [(self.positions[few], {d: place[d][few] for d in dims})]
+        for index in carries:
+            at, was = self.positions[few], witnesses[0][1]
+            now = {d: np.full_like(was[d], min(index, self.layout.size(d) - 1)) for d in dims}
+            witnesses.append((at + _shift(own, was, now), now))
+        at = np.concatenate([self.positions, *(w[0] for w in witnesses)])
+        was = {d: np.concatenate([place[d], *(w[1][d] for w in witnesses)]) for d in dims}
+        now, goes = _next(dim, dims, was, self.layout)
+        to = at + _shift(own, was, now)
+        return self._wire(at[goes], to[goes], int(goes[: self.positions.size].sum()))
+
+    def _outer(self, outside: list[Digit]) -> Link | None:
+        """The slowest flow to the same member of the next domain, sampled."""
+        step = np.zeros_like(self.positions)
+        carry = np.ones_like(self.positions)
+        for x in outside:  # add one to the number that the outside digits form
+            digit = self.positions // x.stride % x.factor
+            following = (digit + carry) % x.factor
+            step += (following - digit) * x.stride
+            carry = carry * (digit == x.factor - 1)
+        return self._wire(self.positions, self.positions + step, self.positions.size)
+
+    def _wire(self, at: Slots, to: Slots, counted: int) -> Link | None:
+        """The wire of the slowest flow; the first `counted` flows are those of the stretches."""
+        flows = Flows(self.wiring[at], self.wiring[to])
+        nic_flows, leaf_load = 1, 0.0
+        first = slice(None, counted)
+        if self.fabric.shares_nics:
+            nics = flows.here.nic[first][flows.kinds[first] > LinkClass.NVLINK]
+            nic_flows = int(np.unique(nics, return_counts=True)[1].max(initial=1))
+        spine = flows.kinds[first] == LinkClass.SPINE
+        if spine.any():
+            up = np.bincount(flows.here.leaf[first][spine], minlength=self.leaf_weight.size)
+            leaf_load = float((up * self.leaf_weight).max())
+        return self.fabric.slowest(flows.counts, nic_flows, leaf_load)
+
+
+def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:
+    """How far the position moves when the coordinates of these digits change."""
+    moved: Slots | int = 0
+    for x in own:
+        old, new = (c[x.dim] // x.weight % x.factor for c in (was, now))
+        moved = moved + (new - old) * x.stride
+    return np.asarray(moved)
+
+
+def _next(
+    dim: str, dims: tuple[str, ...], was: Coordinates, layout: Layout
+) -> tuple[Coordinates, np.ndarray]:
+    """The coordinates of each rank's next neighbour, and which ranks have one."""
+    if dim == "embedding":
+        ends = (was["pp"] == 0) | (was["pp"] == layout.pp - 1)
+        return {"pp": layout.pp - 1 - was["pp"]}, ends
+    now, carry = {}, np.ones_like(was[dims[0]])
+    for d in dims:  # fastest first
+        now[d] = (was[d] + carry) % layout.size(d)
+        carry = carry * (was[d] == layout.size(d) - 1)
+    goes = was["pp"] < layout.pp - 1 if dim == "pp" else np.ones(carry.shape, dtype=bool)
+    return now, goes
