@@ -1,0 +1,181 @@
+"""`parallel3d bench comm`: every collective in every group of the user's own layout, timed.
+
+As nccl-tests does for one group: time, algorithm bandwidth and bus bandwidth over message sizes,
+here beside the price of the cluster's model, with the groups of a dimension one at a time and all
+at once. A probe of pairs names what is slow. Needs no data and no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from parallel3d.bench import rows as bench_rows
+from parallel3d.bench.fit import Fit, Sample, fit
+from parallel3d.bench.measure import Measurement, Progress
+from parallel3d.bench.probe import Exchange, Finding, Pair, exchange, probe
+from parallel3d.bench.table import make_console, table
+from parallel3d.bench.timing import MEASURING_SHARE
+from parallel3d.bench.where import Where
+from parallel3d.config import Config
+from parallel3d.launch import Worker
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.topology.cluster import LinkClass
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+
+
+def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int:
+    """Measures, prints and writes `bench.json`; collective. Returns 0, also when something is slow.
+
+    `send` is how the probe exchanges a message with a rank. Raises WrongResult where a collective
+    gives a wrong number.
+    """
+    console = make_console() if worker.rank == 0 else None
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
+    device = torch.device(worker.device)
+    worker.phase = "making process groups"
+    started = time.perf_counter()
+    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
+    where = Where.find(config, worker, layout)
+    sites = bench_rows.sites(groups, device, config.launch.timeout_s)
+    rows = bench_rows.all_rows(sites, config.bench.sizes, layout)
+    results: list[dict] = []
+    with _progress(console, worker) as progress:
+        measurement = Measurement(
+            rows,
+            sites,
+            where,
+            config.bench.warmup,
+            config.bench.iterations,
+            MEASURING_SHARE * config.bench.budget_s,
+            progress,
+        )
+        for dim, done in measurement.results():
+            results += done
+            if console:
+                console.print(table(dim, done, console.width))
+        worker.phase = "bench comm: probing pairs"
+        findings, pairs = probe(where, device, config.bench.outlier, send)
+    for site in sites.values():
+        if site.boxes is not None:
+            site.boxes.memory.close()
+    groups.close()
+    if console:
+        path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"
+        fitted = fits(results)
+        seconds = time.perf_counter() - started
+        write_json(path, report(config, where, results, findings, pairs, fitted, seconds))
+        cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
+        summary = f"{len(results)} rows in {seconds:.0f} s{cut}: {path}"
+        for line in [*conclusions(config, where, findings, pairs, fitted, results), summary]:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+@contextmanager
+def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
+    """What is told before each row: the phase of this rank, and on rank 0's terminal a bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = console is not None and console.is_terminal
+    with Bar(*columns, console=console, transient=True) if shown else nullcontext() as bar:
+        task = bar.add_task("") if bar else None
+
+        def tell(what: str, done: int, of: int) -> None:
+            worker.phase = f"bench comm: {what}"
+            if bar is not None:
+                bar.update(task, description=what, completed=done, total=of)
+
+        yield tell
+
+
+def fits(results: list[dict]) -> dict[str, Fit]:
+    """Link class → the speeds that would have priced it right.
+
+    From sums and gathers by the way that training takes, with all groups at work as in training.
+    """
+    samples: dict[str, dict[tuple, Sample]] = {}
+    for row in results:
+        if row["reduction"] not in (None, "sum") or "not_offered" in row:
+            continue
+        several = row["groups_of_the_dimension"] > 1
+        if several and row["mode"] != bench_rows.TOGETHER:
+            continue
+        key = (row["dim"], row["op"], row["size"])
+        of_class = samples.setdefault(row["link"], {})
+        if row["training_path"] or key not in of_class:
+            of_class[key] = Sample(row["op"], row["ranks_of_a_group"], row["bytes"], row["seconds"])
+    found = {kind: fit(list(of_class.values())) for kind, of_class in samples.items()}
+    return {kind: fitted for kind, fitted in found.items() if fitted is not None}
+
+
+def conclusions(
+    config: Config,
+    where: Where,
+    findings: list[Finding],
+    pairs: dict[Pair, list[float]],
+    fitted: dict[str, Fit],
+    results: list[dict],
+) -> list[str]:
+    """What the tables come to, a sentence a line."""
+    lines = [finding.sentence(where) for finding in findings]
+    if len(pairs) == 1:
+        lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")
+    elif not findings:
+        lines.append(
+            f"No rank and none of {len(pairs)} pairs is slower than {config.bench.outlier:g} "
+            "times the median."
+        )
+    lines += [
+        f"{dim} is not measured: {why}."
+        for dim, why in bench_rows.dimensions(where.placement.layout)[1].items()
+    ]
+    refused = {row["not_offered"] for row in results if "not_offered" in row}
+    lines += [f"avg is not measured: {why}." for why in refused]
+    for kind, fitted_link in fitted.items():
+        keys = fitted_link.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
+        words = " ".join(f"{key}={value:g}" for key, value in keys.items())
+        lines.append(
+            f"Measured here: {words} (prices half of {fitted_link.samples} rows of training's "
+            f"collectives within a factor of {fitted_link.typical_factor:.2g})"
+        )
+    return lines
+
+
+def report(
+    config: Config,
+    where: Where,
+    results: list[dict],
+    findings: list[Finding],
+    pairs: dict[Pair, list[float]],
+    fitted: dict[str, Fit],
+    seconds: float,
+) -> dict:
+    """What bench.json holds."""
+    layout = where.placement.layout
+    return {
+        "layout": {name: layout.size(name) for name in ("tp", "pp", "dp", "cp")},
+        "cluster": where.placement.cluster.name,
+        "placement": where.placement.how,
+        "seconds": seconds,
+        "not_measured": bench_rows.dimensions(layout)[1],
+        "findings": [finding.facts(where) for finding in findings],
+        "fitted": {
+            kind: found.overrides(LinkClass[kind.upper()], config.cluster.rail_gb_per_s)
+            | {"samples": found.samples, "typical_factor": found.typical_factor}
+            for kind, found in fitted.items()
+        },
+        "ranks": [where.facts(rank) for rank in range(layout.world_size)],
+        "pairs": [
+            {"ranks": list(pair), "link": where.link_class(*pair).label, "seconds": times}
+            for pair, times in pairs.items()
+        ],
+        "rows": results,
+    }
