@@ -108,7 +108,7 @@ def _run_job(app: str, composed: DictConfig) -> int:
         if app == TOPOLOGY:
             from parallel3d.topology.report import topology
 
-            return topology(config)
+            return topology(config, HydraConfig.get().overrides.task)
         place = detect(os.environ)
         config = check_config(config, place.world_size if place else None)
         if place is None:

@@ -40,17 +40,19 @@ class Loads:
     """Bytes that one step sends over each wire, one way.
 
     `nvlink` and `nic` are (size,): what each GPU sends inside its domain and through its NIC.
-    `uplink` is (units, rails): what each leaf switch sends up to the spine.
+    `uplink` is (units, rails): what each leaf switch sends up to the spine, and `port` the share of
+    one of its uplinks.
     """
 
     nvlink: npt.NDArray[np.float64]
     nic: npt.NDArray[np.float64]
     uplink: npt.NDArray[np.float64]
+    port: npt.NDArray[np.float64]
 
     @property
     def largest(self) -> float:
         """Bytes on the busiest wire of all."""
-        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.uplink)))
+        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
 
 def marks(layout: Layout, rank: int) -> dict[int, str]:
@@ -129,7 +131,14 @@ def hidden_marks(
 
 def byte_text(nbytes: float) -> str:
     """`1.25 GB`: three digits, decimal units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (
+        ("EB", 1e18),
+        ("PB", 1e15),
+        ("TB", 1e12),
+        ("GB", 1e9),
+        ("MB", 1e6),
+        ("kB", 1e3),
+    ):
         if nbytes >= 0.9995 * size:
             return f"{_three_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"

@@ -257,7 +257,7 @@ class Picture:
         self, unit: int, rail: int, x: float, y: float, end: float, uplink: float, spine: float
     ) -> None:
         colour = rail_colour(rail)
-        sent = float(self.loads.uplink[unit, rail])
+        sent, port = float(self.loads.uplink[unit, rail]), float(self.loads.port[unit, rail])
         if self.cluster.oversubscription is not None:
             self.canvas.line(
                 uplink,
@@ -265,11 +265,14 @@ class Picture:
                 uplink,
                 spine,
                 colour,
-                self.width(sent),
+                self.width(port),
                 cls="wire uplink",
-                data={"bytes": f"{sent:.0f}"},
+                data={"bytes": f"{port:.0f}"},
             )
-        tip = f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine"
+        tip = (
+            f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine, "
+            f"{byte_text(port)} an uplink"
+        )
         self.canvas.rect(
             x,
             y,
@@ -372,7 +375,7 @@ class Picture:
         for colour, words in (
             (NVLINK, "down from a GPU: NVLink"),
             (rail_colour(0), "right of a GPU: its NIC, to its rail's leaf switch; a colour a rail"),
-            (SPINE, "above a leaf switch: to the spine"),
+            (SPINE, "above a leaf switch: one of its uplinks"),
         ):
             canvas.line(x, y - 4, x + 26, y - 4, colour, 4)
             canvas.text(x + 34, y + 1, words, size=13)

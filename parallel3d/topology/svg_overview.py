@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from parallel3d.topology.svg import Picture
 
 DOT, PITCH = 6, 8
-ROWS = 36  # nodes of a small tile; a longer unit is drawn as several
-MAX_TILES = 72
+ROWS = 32  # nodes of a small tile; a longer unit is drawn as several
+MAX_TILES = 44
 ROOM = 1000  # pixels to the right of the unit drawn in full
 
 
@@ -127,7 +127,7 @@ def _switches(
     """
     canvas, cluster = picture.canvas, picture.cluster
     if cluster.oversubscription is not None and not again:
-        middle, sent = (x + right) / 2, float(picture.loads.uplink[unit].max())
+        middle, sent = (x + right) / 2, float(picture.loads.port[unit].max())
         data = {"bytes": f"{sent:.0f}", "unit": unit}
         width = picture.width(sent)
         canvas.line(middle, y, middle, y + 24, SPINE, width, cls="wire uplink", data=data)

@@ -17,7 +17,6 @@ from parallel3d.topology.scene import (
     CHOSEN,
     GROUP_WORDS,
     GROUPS,
-    Loads,
     Nodes,
     Tile,
     byte_text,
@@ -55,7 +54,7 @@ def plain(lines: list[Line]) -> str:
 
 
 def terminal_map(
-    placement: Placement, rank: int, width: int, loads: Loads | None = None
+    placement: Placement, rank: int, width: int, spine_bytes: float | None = None
 ) -> list[Line]:
     """The whole map, `width` columns at most; the groups of `rank` carry marks and colours."""
     drawing = _Map(placement, marks(placement.layout, rank), width)
@@ -64,7 +63,7 @@ def terminal_map(
     blocks = drawing.blocks(shown)
     body = _flow(blocks, width)
     widest = max(_length(line) for line in body)
-    lines = [*_spine(placement.cluster, loads, widest), *body]
+    lines = [*_spine(placement.cluster, spine_bytes, min(width, max(widest, 36))), *body]
     return [*lines, [], *_legend(placement, rank, drawing.marked, shown, width)]
 
 
@@ -80,6 +79,8 @@ class _Map:
         cluster = self.placement.cluster
         self.digits = max(1, len(str(self.placement.layout.world_size - 1)))
         self.gpus = np.bincount(cluster.node, minlength=cluster.nodes)
+        fullest = int(cluster.first_slot[self.gpus.argmax()])
+        self.rails = cluster.rail_of[fullest : fullest + int(self.gpus.max())].tolist()
 
     def blocks(self, shown: Nodes) -> list[list[Line]]:
         """One block a tile that has shown nodes; a line for each run of tiles that has none."""
@@ -135,22 +136,20 @@ class _Map:
         return lines
 
     def _leaves(self, unit: int) -> Line:
-        rails = self.placement.cluster.rails
         line: Line = [(f"unit {unit}".ljust(self.label + 1), "box")]
         for column in range(self.columns):
-            rail = column % rails
+            rail = self.rails[column]
             line.append((f"[r{rail}]".center(self.cell), f"rail{rail}"))
         return [*line, (" ", "")]
 
     def _border(self, left: str, middle: str, right: str, title: str | None = None) -> Line:
-        rails = self.placement.cluster.rails
         line: Line = [(" " * self.label, ""), (left, "box")]
         if title and len(title) < self.columns * self.cell:
             return [*line, (title.ljust(self.columns * self.cell, middle), "box"), (right, "box")]
         for column in range(self.columns):
             before = (self.cell - 1) // 2
             line.append((middle * before, "box"))
-            line.append(("┼", f"rail{column % rails}"))
+            line.append(("┼", f"rail{self.rails[column]}"))
             line.append((middle * (self.cell - before - 1), "box"))
         return [*line, (right, "box")]
 
@@ -185,13 +184,13 @@ class _Map:
         return [(edge, "box"), (text, kind), (" " * (self.cell - len(text) - 1), "")]
 
 
-def _spine(cluster: Cluster, loads: Loads | None, width: int) -> list[Line]:
+def _spine(cluster: Cluster, spine_bytes: float | None, width: int) -> list[Line]:
     if cluster.oversubscription is None:
         text = " no spine: nothing joins the rails "
         return [[(text.center(width, "╌")[:width], "quiet")]]
     text = f" spine, {cluster.oversubscription:g}:1"
-    if loads is not None:
-        text += f", {byte_text(float(loads.uplink.sum()))} a step"
+    if spine_bytes is not None:
+        text += f", {byte_text(spine_bytes)} a step"
     return [[((text + " ").center(width, "═")[:width], "spine")]]
 
 
