@@ -10,17 +10,13 @@ gradient norm and the sequence-parallel sum each touch a few long views and not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.data_parallel.bucket_sizes import assign
 from parallel3d.tensor_parallel.parameters import ParameterSpec
-
-MIB = 1024 * 1024
-FIRST_BUCKET_MIB = 1.0
-DEFAULT_CAP_MIB = 25.0
 
 
 @dataclass
@@ -50,28 +46,6 @@ class Bucket:
     param: Tensor
     grad: Tensor
     segments: list[Segment] = field(default_factory=list)
-
-
-def assign(sizes: Iterable[int], bucket_cap_mb: float | None) -> list[list[int]]:
-    """Groups parameters, given by their bytes in the order of readiness, into buckets.
-
-    As PyTorch's DDP means `bucket_cap_mb`: parameters are never split, and a bucket closes with
-    the parameter that makes it reach the cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3).
-    """
-    caps = [FIRST_BUCKET_MIB, DEFAULT_CAP_MIB] if bucket_cap_mb is None else [bucket_cap_mb]
-    buckets: list[list[int]] = []
-    current: list[int] = []
-    filled = 0
-    for i, size in enumerate(sizes):
-        current.append(i)
-        filled += size
-        if filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
-            buckets.append(current)
-            current, filled = [], 0
-    if current:
-        buckets.append(current)
-    return buckets
 
 
 def build_buckets(

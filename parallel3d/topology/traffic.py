@@ -1,14 +1,25 @@
 """What every rank sends in one optimizer step, by arithmetic on the configuration alone.
 
 The list mirrors the code call by call; `tests/distributed/test_traffic.py` runs real steps and
-compares every call and byte.
+compares every call and byte. Evaluation, checkpoints and the start of a run are not part of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from parallel3d.config import Config
+from parallel3d.data_parallel.bucket_sizes import assign
+from parallel3d.models.local_shapes import LocalParameter, stage_parameters, word_table_numel
+from parallel3d.pipeline.split import layers_of_stages
 from parallel3d.topology.collective_costs import bus_factor
+from parallel3d.topology.layout import Layout
+
+ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+SCALAR_BYTES = 8  # losses, token counts and squared norms travel as float64
+DIMS = ("tp", "pp", "dp", "embedding", "model")
 
 
 @dataclass(frozen=True)
@@ -33,3 +44,182 @@ class Transfer:
 def wire_bytes(transfer: Transfer, n: int) -> float:
     """What one rank sends for all calls of `transfer` in a ring (or chain) of n ranks."""
     return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)
+
+
+def group_size(dim: str, layout: Layout) -> int:
+    """Ranks of a group that a `Transfer` names."""
+    if dim == "model":
+        return layout.tp * layout.pp
+    if dim == "embedding":
+        return min(2, layout.pp)
+    return layout.size(dim)
+
+
+def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[Transfer]:
+    """All that one rank sends in a step: of `stage`, or of the busiest stage of each dimension.
+
+    Stages differ in layers, embedding and head. Without `stage`, each dimension is that of the
+    stage that sends most along it, except pp: there both directions of one boundary are listed,
+    forward and back, also where pp=2 and no single stage sends both.
+
+    Args:
+        config: checked; only its sizes are read. tp, pp and dp are the layout's.
+        stage: pipeline stage, 0 to pp − 1.
+
+    Raises:
+        ValueError: no such stage, or cp > 1, which the trainer does not know yet.
+        UserError: `schedule.layers_per_stage` does not fit the model.
+    """
+    if layout.cp > 1:
+        raise ValueError(f"cp={layout.cp}: context parallelism sends nothing yet")
+    if stage is not None and not 0 <= stage < layout.pp:
+        raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
+    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    layers = layers_of_stages(config)
+    if stage is not None:
+        return _of_stage(_Stage(config, layout, stage, layers[stage]))
+    # Stages between the ends differ by their number of layers alone.
+    inner = {len(layers[p]): p for p in range(1, layout.pp - 1)}
+    chosen = sorted({0, layout.pp - 1, *inner.values()})
+    lists = [_of_stage(_Stage(config, layout, p, layers[p])) for p in chosen]
+    found: list[Transfer] = []
+    for dim in DIMS:
+        if dim == "pp":
+            # A set in order: all messages of a step have one size, only the direction differs.
+            found += dict.fromkeys(t for sent in lists for t in sent if t.dim == dim)
+            continue
+        mine = [[t for t in sent if t.dim == dim] for sent in lists]
+        n = group_size(dim, layout)
+        found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
+    return found
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One pipeline stage of a configuration whose tp, pp and dp are `layout`'s."""
+
+    config: Config
+    layout: Layout
+    index: int
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.layout.pp - 1
+
+    @property
+    def sp(self) -> bool:
+        return self.config.sp and self.layout.tp > 1
+
+    @property
+    def item(self) -> int:
+        """Bytes of one activation."""
+        return ACTIVATION_BYTES[self.config.precision.name]
+
+    @property
+    def grad_item(self) -> int:
+        """Bytes of one accumulated gradient: fp32 or better."""
+        return max(4, self.item)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.config.micro_batch_size * self.config.model.seq_length
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of a micro-batch's whole hidden states (b, s, h)."""
+        return self.tokens * self.config.model.hidden_size * self.item
+
+    @property
+    def parameters(self) -> list[LocalParameter]:
+        model, tp = self.config.model, self.layout.tp
+        return stage_parameters(model, tp, self.layers, self.first, self.last)
+
+
+def _of_stage(stage: _Stage) -> list[Transfer]:
+    groups = (_tensor, _pipeline, _data, _tied, _scalars)
+    found = [transfer for make in groups for transfer in make(stage)]
+    return [t for t in found if t.count and group_size(t.dim, stage.layout) > 1]
+
+
+def _tensor(stage: _Stage) -> Iterator[Transfer]:
+    """tensor_parallel/layers.py, embedding.py, cross_entropy.py; optim/optimizer.py for sp."""
+    microbatches, whole = stage.config.num_microbatches, stage.hidden
+    layers = len(stage.layers) * microbatches
+    if stage.sp:
+        # Column-parallel layers gather their input, and again in the backward, and scatter its
+        # gradient; row-parallel ones scatter their output and gather its gradient. Two of each.
+        yield Transfer("tp", "all_gather", whole, 6 * layers, "activations of the layers")
+        yield Transfer("tp", "reduce_scatter", whole, 4 * layers, "activations of the layers")
+    else:
+        yield Transfer("tp", "all_reduce", whole, 4 * layers, "activations of the layers")
+    if stage.first and stage.config.model.embedding == "vocab_parallel":
+        if stage.sp:
+            yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
+            yield Transfer("tp", "all_gather", whole, microbatches, "embedding's gradient")
+        else:
+            yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
+    if stage.last:
+        yield from _head(stage)
+    if stage.sp:
+        partial = sum(p.numel for p in stage.parameters if p.replicated) * stage.grad_item
+        yield Transfer("tp", "all_reduce", partial, 1, "gradients of replicated parameters")
+
+
+def _head(stage: _Stage) -> Iterator[Transfer]:
+    """models/transformer.py's Head and the loss, over tp."""
+    model, microbatches, whole = stage.config.model, stage.config.num_microbatches, stage.hidden
+    if stage.sp:
+        yield Transfer("tp", "all_gather", whole, 2 * microbatches, "head's input")
+        yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
+    else:
+        yield Transfer("tp", "all_reduce", whole, microbatches, "head's input gradient")
+        if model.tie_embeddings and model.embedding == "replicated":
+            table = model.padded_vocab_size * model.hidden_size * stage.item
+            yield Transfer("tp", "all_gather", table, microbatches, "replicated table's gradient")
+    if model.parallel_output:
+        # Maximum, sum of exponentials and target of each token, from every rank, fp32 or better.
+        stats = stage.layout.tp * 3 * stage.tokens * max(4, stage.item)
+        yield Transfer("tp", "all_gather", stats, microbatches, "loss")
+    else:
+        logits = stage.tokens * model.padded_vocab_size * stage.item
+        yield Transfer("tp", "all_gather", logits, microbatches, "logits")
+
+
+def _pipeline(stage: _Stage) -> Iterator[Transfer]:
+    """pipeline/executor.py: one message a micro-batch, direction and boundary."""
+    nbytes = stage.hidden // (stage.layout.tp if stage.sp else 1)
+    count = stage.config.num_microbatches
+    if not stage.last:
+        yield Transfer("pp", "send_recv", nbytes, count, "activations to the next stage")
+    if not stage.first:
+        yield Transfer("pp", "send_recv", nbytes, count, "gradients to the previous stage")
+
+
+def _data(stage: _Stage) -> Iterator[Transfer]:
+    """data_parallel/reducer.py: every bucket once; trainer.py: token count and loss."""
+    sizes = [p.numel * stage.grad_item for p in reversed(stage.parameters)]
+    buckets = assign(sizes, stage.config.ddp.bucket_cap_mb)
+    by_size = Counter(sum(sizes[i] for i in members) for members in buckets)
+    for nbytes, count in by_size.items():
+        yield Transfer("dp", "all_reduce", nbytes, count, "gradient buckets")
+    if stage.last:
+        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 2, "token count and loss")
+
+
+def _tied(stage: _Stage) -> Iterator[Transfer]:
+    """optim/optimizer.py: the table that first and last stage both hold."""
+    model = stage.config.model
+    if model.tie_embeddings and (stage.first or stage.last):
+        table = word_table_numel(model, stage.layout.tp) * stage.grad_item
+        yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
+
+
+def _scalars(stage: _Stage) -> Iterator[Transfer]:
+    """trainer.py: loss, token count and squared gradient norm."""
+    yield Transfer("model", "all_reduce", 3 * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.data_parallel.buckets import MIB, assign, build_buckets
+from parallel3d.data_parallel.bucket_sizes import MIB, assign
+from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.tensor_parallel.parameters import ParameterSpec
 from parallel3d.topology.process_groups import SINGLE
