@@ -24,7 +24,7 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
     """
     nodes, gpus = _nodes_and_gpus(config, world_size)
     domain = gpus if config.domain_gpus is None else config.domain_gpus
-    _check_domain(domain, gpus)
+    check_domain(domain, gpus)
     rails = gpus if config.rails is None else config.rails
     check_rails(rails, gpus)
     return Cluster(
@@ -66,7 +66,8 @@ def _nodes_and_gpus(config: ClusterConfig, world_size: int | None) -> tuple[int,
     return nodes, gpus
 
 
-def _check_domain(domain: int, gpus: int) -> None:
+def check_domain(domain: int, gpus: int) -> None:
+    """Raises UserError if nodes of `gpus` GPUs cannot have NVLink domains of `domain`."""
     small, large = sorted((domain, gpus))
     if large % small == 0:
         return
