@@ -37,6 +37,7 @@ INTERRUPTED = 130
 # Answered by this process alone, without torch: f(config) -> exit code.
 TOPOLOGY = "topology"
 SUBCOMMANDS = (*APPS, TOPOLOGY)
+NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
@@ -110,10 +111,11 @@ def _run_job(app: str, composed: DictConfig) -> int:
 
             return topology(config, HydraConfig.get().overrides.task)
         place = detect(os.environ)
-        config = check_config(config, place.world_size if place else None)
+        world_size = place.world_size if place else None
+        config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)
-        return run_joined(app, _checked_here(config, place), place)
+        return run_joined(app, _checked_here(app, config, place), place)
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
@@ -126,7 +128,7 @@ def _start(app: str, config: Config) -> int:
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     check_run_is_free(config, number)
     device = choose_device(config.device, world_size)
-    _check_data(config)
+    _check_data(app, config)
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
         raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
@@ -138,12 +140,12 @@ def _start(app: str, config: Config) -> int:
     return run_local_workers(app, config, run_dir, world_size, device)
 
 
-def _checked_here(config: Config, place: Place) -> Config:
+def _checked_here(app: str, config: Config, place: Place) -> Config:
     """The configuration, after what only this host can tell: its devices and its data."""
     try:
         slurm = place.launcher == "slurm"
         choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
-        _check_data(config)
+        _check_data(app, config)
     except UserError as error:
         if place.rank == 0:
             raise
@@ -151,8 +153,9 @@ def _checked_here(config: Config, place: Place) -> Config:
     return config
 
 
-def _check_data(config: Config) -> None:
-    check_data(config.data, config.model.seq_length)
+def _check_data(app: str, config: Config) -> None:
+    if app in NEED_DATA:
+        check_data(config.data, config.model.seq_length)
 
 
 def _refuse(error: UserError, place: Place | None = None) -> int:

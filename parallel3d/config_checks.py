@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from parallel3d.config import Config, ModelConfig
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
@@ -22,14 +23,19 @@ BYTE_VOCABULARY = 257  # 256 bytes and the end of text
 
 
 def check_config(
-    config: Config, world_size: int | None = None, *, own_samples: bool = False
+    config: Config,
+    world_size: int | None = None,
+    *,
+    own_samples: bool = False,
+    communication_only: bool = False,
 ) -> Config:
     """Prove a whole configuration consistent and return it with its derived values filled in.
 
     Filled in: `dp` (what is left of `world_size` ranks; 1 where that is None),
     `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`.
     Pure: the argument is left as it is, and a checked configuration passes unchanged. With
-    `own_samples` the caller brings samples of its own and the `data` section is not read.
+    `own_samples` the caller brings samples of its own and the `data` section is not read. With
+    `communication_only` (`bench comm`) neither data nor model is read; only `dp` is filled in.
 
     Raises:
         UserError: one sentence with the key, its value, what is allowed and the nearest choice.
@@ -38,6 +44,8 @@ def check_config(
         kind = type(config).__name__
         raise UserError(f"a {kind} is not a Config; make one by OmegaConf.to_object or Config().")
     check_fields(config)
+    if communication_only:
+        return _check_communication(config, world_size)
     _check_model(config.model)
     _check_tensor_parallel(config)
     _check_pipeline(config)
@@ -56,6 +64,30 @@ def check_config(
         max_position_embeddings=config.model.max_positions,
     )
     return dataclasses.replace(config, dp=dp, model=model)
+
+
+def _check_communication(config: Config, world_size: int | None) -> Config:
+    """What `bench comm` needs: ranks that add up, at least two of them, and sizes to measure."""
+    dp = _data_parallel_size(config, world_size)
+    _check_run_name(config)
+    _check_launch(config)
+    if config.tp * config.pp * config.cp * dp == 1:
+        raise UserError(
+            f"tp={config.tp}, pp={config.pp} and dp={dp} are one rank, and one rank sends nothing; "
+            "bench comm needs at least 2, as in dp=2."
+        )
+    sizes, file = config.bench.sizes, config.bench.json
+    if not sizes or min(sizes) < 4:
+        raise UserError(
+            f"bench.sizes={show(sizes)} must name at least one size, and none below 4 bytes; the "
+            f"nearest is bench.sizes={show([max(4, size) for size in sizes] or [4])}."
+        )
+    if file is not None and not Path(file).parent.is_dir():
+        raise UserError(
+            f"bench.json={show(file)}: there is no folder {Path(file).parent}; make it, or leave "
+            "bench.json=null, which writes into the run directory."
+        )
+    return dataclasses.replace(config, dp=dp)
 
 
 def _closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
