@@ -9,16 +9,18 @@ what leaves a NIC or leaf is counted, not what arrives. The search prices its wi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parallel3d.topology.cluster import LinkClass, Slots
+from parallel3d.topology.flows import Fabric, Flows
 from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.links import OPEN_CHAINS, Wiring
 from parallel3d.topology.placement import Tiling
-from parallel3d.topology.price import Fabric, Flows, Paths, price_transfer
+from parallel3d.topology.price import Paths, price_transfer
 
 if TYPE_CHECKING:
     from parallel3d.topology.cluster import Link
@@ -90,8 +92,10 @@ class Sample:
         seen = np.bincount(self.wiring.leaf[self.positions], minlength=nics.size)
         self.leaf_weight = used / np.maximum(seen, 1) / np.maximum(nics, 1)
 
-    def seconds(self, tiling: Tiling, transfers: list[Transfer]) -> float:
-        """Predicted seconds a step; infinity where a dimension has no path."""
+    def seconds(
+        self, tiling: Tiling, transfers: list[Transfer], exposed: Mapping[str, float]
+    ) -> float:
+        """Predicted seconds a step, `exposed` of each dimension; infinity where one has no path."""
         digits = digits_of(tiling, self.domain)
         place = self._coordinates(digits)
         total = 0.0
@@ -103,7 +107,7 @@ class Sample:
                 return math.inf
             cluster = self.fabric.cluster
             mine = (price_transfer(t, paths, cluster) for t in transfers if t.dim == dim)
-            total += math.fsum(p.seconds for p in mine)
+            total += exposed.get(dim, 1.0) * math.fsum(p.seconds for p in mine)
         return total
 
     def _coordinates(self, digits: tuple[Digit, ...]) -> Coordinates:

@@ -18,6 +18,7 @@ CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one
 SHOWN_PAIRS = 4
 
+Numbers = npt.NDArray[np.int32]
 Matrix = npt.NDArray[np.int64]  # (groups, members)
 
 
@@ -40,7 +41,8 @@ def members(layout: Layout, dim: str) -> Matrix:
     grid = np.arange(layout.world_size).reshape([layout.size(d) for d in slowest_first])
     axes = [i for i, d in enumerate(slowest_first) if d in known[dim]]
     size = int(np.prod([layout.size(d) for d in known[dim]]))
-    return np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size)
+    moved = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size)
+    return np.ascontiguousarray(moved)
 
 
 def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
@@ -125,10 +127,10 @@ class DimLinks:
 class Wiring:
     """The switches over a set of GPUs, one number each: equal numbers share the thing."""
 
-    domain: Slots
-    leaf: Slots  # one rail of one unit
-    rail: Slots
-    nic: Slots  # one rail of one node
+    domain: Numbers
+    leaf: Numbers  # one rail of one unit
+    rail: Numbers
+    nic: Numbers  # one rail of one node
     has_spine: bool
 
     @classmethod
@@ -136,7 +138,9 @@ class Wiring:
         rail = cluster.rail_of[slots]
         leaf = cluster.unit[slots] * cluster.rails + rail
         nic = cluster.node[slots] * cluster.rails + rail
-        return cls(cluster.domain[slots], leaf, rail, nic, cluster.oversubscription is not None)
+        arrays = (cluster.domain[slots], leaf, rail, nic)
+        small = (a.astype(np.int32) for a in arrays)  # half the memory traffic at a million
+        return cls(*small, cluster.oversubscription is not None)
 
     def __getitem__(self, index: Slots) -> Wiring:
         arrays = (self.domain, self.leaf, self.rail, self.nic)

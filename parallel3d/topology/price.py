@@ -24,7 +24,6 @@ domains; the DGX SuperPOD reference architecture for leaf switches, units and up
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,14 +31,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.topology import collective_costs as costs
-from parallel3d.topology.cluster import Cluster, Link, LinkClass, Slots
-from parallel3d.topology.links import (
-    OPEN_CHAINS,
-    Wiring,
-    inner_size,
-    members,
-    outer_order,
-)
+from parallel3d.topology.cluster import Cluster, Link, LinkClass
+from parallel3d.topology.flows import Fabric, Flows, Port, Ports, flows_of
+from parallel3d.topology.links import Wiring, inner_size, members
 from parallel3d.topology.placement import Placement
 
 if TYPE_CHECKING:
@@ -47,80 +41,6 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """The cluster's shared capacities, made once and used for many placements."""
-
-    cluster: Cluster
-
-    @cached_property
-    def leaf_nics(self) -> Slots:
-        """(leaf switches,): NICs under each; a NIC is counted at its first GPU."""
-        cluster = self.cluster
-        first = np.flatnonzero(cluster.local < cluster.rails)
-        return np.bincount(cluster.unit[first] * cluster.rails + cluster.rail_of[first])
-
-    @cached_property
-    def shares_nics(self) -> bool:
-        return int(self.cluster.local.max()) >= self.cluster.rails
-
-    def slowest(self, kinds: Iterable[LinkClass], nic_flows: int, leaf_load: float) -> Link | None:
-        """The wire of the slowest flow; None where one of `kinds` is no wire.
-
-        `nic_flows`: most flows through one NIC. `leaf_load`: most flows up one leaf switch, divided
-        by the NICs under it.
-        """
-        found = []
-        for kind in kinds:
-            if kind is LinkClass.NONE:
-                return None
-            if kind is LinkClass.NVLINK:
-                found.append(self.cluster.nvlink)
-                continue
-            rail, spine = self.cluster.rail, self.cluster.spine
-            wire, flows = (rail, nic_flows)
-            if kind is LinkClass.SPINE:
-                thin = leaf_load * (self.cluster.oversubscription or 1.0)
-                wire, flows = spine, max(nic_flows, thin)
-            found.append(Link(wire.gb_per_s / flows, wire.latency_us))
-        return Link(min(w.gb_per_s for w in found), max(w.latency_us for w in found))
-
-
-@dataclass(frozen=True)
-class Flows:
-    """What ranks send at the same time, from `here` to `there`, element by element."""
-
-    here: Wiring
-    there: Wiring
-
-    @cached_property
-    def kinds(self) -> np.ndarray:
-        return self.here.to(self.there)
-
-    @cached_property
-    def counts(self) -> dict[LinkClass, int]:
-        found = np.bincount(self.kinds, minlength=len(LinkClass))
-        return {k: int(found[k]) for k in LinkClass if found[k]}
-
-    def slowest(self, fabric: Fabric) -> Link | None:
-        """The wire that the slowest of these flows sees, sharing counted."""
-        nic_flows, leaf_load = 1, 0.0
-        if fabric.shares_nics:
-            outside = self.kinds > LinkClass.NVLINK
-            nic_flows = max(_most(w.nic[outside]) for w in (self.here, self.there))
-        spine = self.kinds == LinkClass.SPINE
-        if spine.any():
-            nics = fabric.leaf_nics
-            for wiring in (self.here, self.there):
-                flows = np.bincount(wiring.leaf[spine], minlength=nics.size)
-                leaf_load = max(leaf_load, float((flows / np.maximum(nics, 1)).max()))
-        return fabric.slowest(self.counts, nic_flows, leaf_load)
-
-
-def _most(numbers: Slots) -> int:
-    return int(np.bincount(numbers).max()) if numbers.size else 1
 
 
 @dataclass(frozen=True)
@@ -160,14 +80,6 @@ class DimPrice:
     @property
     def algorithms(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(t.algorithm for t in self.transfers))
-
-
-@dataclass(frozen=True)
-class Port:
-    """A switch port and the bytes that it passes in one step, one way."""
-
-    name: str
-    nbytes: float
 
 
 @dataclass(frozen=True)
@@ -246,7 +158,7 @@ def price_step(
     """
     fabric = fabric or Fabric(placement.cluster)
     wiring = Wiring.of(placement.cluster, placement.slots)
-    ports = _Ports(fabric)
+    ports = Ports(fabric)
     dims = {}
     for dim in dict.fromkeys(t.dim for t in transfers):
         ranks = members(placement.layout, dim)
@@ -262,7 +174,7 @@ def _price_dim(
     wiring: Wiring,
     transfers: list[Transfer],
     fabric: Fabric,
-    ports: _Ports,
+    ports: Ports,
     algorithms: tuple[str, ...],
 ) -> DimPrice:
     ring, outer = flows_of(dim, wiring[ranks])
@@ -271,75 +183,42 @@ def _price_dim(
     if outer is not None:
         paths = Paths(n, paths.flat, inner_size(wiring[ranks[:1]]), outer.slowest(fabric))
     priced = tuple(price_transfer(t, paths, fabric.cluster, algorithms) for t in transfers)
-    flat = inside = between = 0.0  # bytes of each flow: of the ring, in the domain, outside
-    for p in priced:
-        op, total = p.transfer.op, p.transfer.nbytes * p.transfer.count
-        if p.algorithm != "hierarchical":
-            flat += total * (1.0 if op == "send_recv" else costs.bus_factor(op, n))
-        else:
-            inside += total * costs.bus_factor(op, paths.inner)
-            between += total / paths.inner * costs.bus_factor(op, paths.domains)
-    nbytes = {k: count * flat for k, count in ring.counts.items()}
-    ports.add(ring, flat, both_ways=dim == "pp")
-    if outer is not None and between:
-        for k, count in outer.counts.items():
-            nbytes[k] = nbytes.get(k, 0.0) + count * between
-        nbytes[LinkClass.NVLINK] = nbytes.get(LinkClass.NVLINK, 0.0) + ranks.size * inside
-        ports.add(outer, between)
+    nbytes = _count(ring, outer, priced, paths, ports, both_ways=dim == "pp")
     return DimPrice(dim, paths, priced, nbytes)
 
 
-def flows_of(dim: str, groups: Wiring) -> tuple[Flows, Flows | None]:
-    """The flows of all groups' rings (or of the stages), and between domains in two levels.
+def _count(
+    ring: Flows,
+    outer: Flows | None,
+    priced: tuple[PricedTransfer, ...],
+    paths: Paths,
+    ports: Ports,
+    both_ways: bool,
+) -> dict[LinkClass, float]:
+    """Bytes that all ranks send on each class; the ports get theirs."""
+    flat, inside, between = flow_bytes(priced, paths)
+    nbytes = {k: count * flat for k, count in ring.counts.items() if flat}
+    ports.add(ring, flat, both_ways)
+    if outer is not None and between:
+        for k, count in outer.counts.items():
+            nbytes[k] = nbytes.get(k, 0.0) + count * between
+        nvlink = nbytes.get(LinkClass.NVLINK, 0.0)
+        nbytes[LinkClass.NVLINK] = nvlink + outer.kinds.size * inside
+        ports.add(outer, between)
+    return nbytes
 
-    `groups`: (groups, n). Of a chain of stages the way forward; backward is its mirror image.
+
+def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float, float, float]:
+    """Bytes of one flow in a step: in the flat ring or chain; in two levels, inside and between.
+
+    A tree is counted like a ring: it sends at most n / (n − 1) times as much.
     """
-    if dim == "pp":
-        return Flows(groups.flat(np.s_[:, :-1]), groups.flat(np.s_[:, 1:])), None
-    size = groups.domain.shape[1]
-    following = np.roll(np.arange(size), -1)
-    ring = Flows(groups.flat(np.s_[:, :]), groups.flat(np.s_[:, following]))
-    order = None if dim in OPEN_CHAINS else outer_order(groups)
-    if order is None:
-        return ring, None
-    inner = inner_size(groups)
-    ordered = groups.take(order)
-    following = np.roll(np.arange(size), -inner)  # the same member of the next domain
-    return ring, Flows(ordered.flat(np.s_[:, :]), ordered.flat(np.s_[:, following]))
-
-
-class _Ports:
-    """Bytes through every NIC and up every leaf switch, added up over the dimensions."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric = fabric
-        cluster = fabric.cluster
-        self.nics = np.zeros(cluster.nodes * cluster.rails)
-        self.leaves = np.zeros(fabric.leaf_nics.size)
-
-    def add(self, flows: Flows, nbytes: float, both_ways: bool = False) -> None:
-        """`nbytes` on each flow; `both_ways`: half of them in the other direction."""
-        ends = (flows.here, flows.there) if both_ways else (flows.here,)
-        outside, spine = flows.kinds > LinkClass.NVLINK, flows.kinds == LinkClass.SPINE
-        for end in ends:
-            share = nbytes / len(ends)
-            self.nics += share * np.bincount(end.nic[outside], minlength=self.nics.size)
-            self.leaves += share * np.bincount(end.leaf[spine], minlength=self.leaves.size)
-
-    def busiest_nic(self) -> Port | None:
-        nic, cluster = int(self.nics.argmax()), self.fabric.cluster
-        if not self.nics[nic]:
-            return None
-        node, rail = divmod(nic, cluster.rails)
-        return Port(f"NIC of {cluster.node_name(node)} on rail {rail}", float(self.nics[nic]))
-
-    def busiest_uplink(self) -> Port | None:
-        """A leaf has its NICs / oversubscription uplinks, which share its bytes evenly."""
-        cluster = self.fabric.cluster
-        per_port = self.leaves / np.maximum(self.fabric.leaf_nics, 1)
-        per_port *= cluster.oversubscription or 1.0
-        leaf = int(per_port.argmax())
-        if not per_port[leaf]:
-            return None
-        unit, rail = divmod(leaf, cluster.rails)
-        return Port(f"uplink of the leaf of rail {rail} in unit {unit}", float(per_port[leaf]))
+    flat = inside = between = 0.0
+    for p in priced:
+        op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
+        if p.algorithm != "hierarchical":
+            flat += total * costs.bus_factor(op, paths.n)
+        else:
+            inside += total * costs.bus_factor(op, paths.inner)
+            between += total / paths.inner * costs.bus_factor(op, paths.domains)
+    return flat, inside, between

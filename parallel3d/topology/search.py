@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,11 @@ from parallel3d.topology.candidates import (
 )
 from parallel3d.topology.cluster import Cluster, Slots
 from parallel3d.topology.estimate import Sample
+from parallel3d.topology.flows import Fabric
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 from parallel3d.topology.links import classify
 from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.price import Fabric, Paths, StepPrice, price_step, price_transfer
+from parallel3d.topology.price import Paths, StepPrice, price_step, price_transfer
 
 if TYPE_CHECKING:
     from parallel3d.config import Config
@@ -45,8 +47,7 @@ BEAM = 10  # ways to fill a domain that are priced
 REFINED = 3  # tilings whose units are split
 FULL = 512  # ranks up to which every candidate is priced in full
 FULL_UNEVEN = 4096  # the same for uneven clusters
-PRICED = 5  # candidates of larger worlds that are priced in full
-SAME = 1e-9  # relative difference of equal prices
+PRICED = 3  # candidates of larger worlds that are priced in full
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,17 @@ class _Task:
     layout: Layout
     transfers: list[Transfer]
     fabric: Fabric
+    exposed: Mapping[str, float]  # by dimension, 1 where it is not named
 
     def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
         """The candidate priced in full; infinity where a needed wire is missing."""
         named = Candidate(tiling, base, math.inf, is_default)
         placement = Placement.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
         price = price_step(placement, self.transfers, fabric=self.fabric)
-        seconds = price.seconds if price.reachable else math.inf
+        seconds = math.inf
+        if price.reachable:
+            weighed = (self.exposed.get(d, 1.0) * x.seconds for d, x in price.dims.items())
+            seconds = math.fsum(weighed)
         return replace(named, seconds=seconds, placement=placement, price=price)
 
     def bound(self, dim: str, factor: int) -> float:
@@ -92,7 +97,8 @@ class _Task:
         if 1 < factor < n:
             paths = Paths(n, outside, factor, outside)
         mine = [t for t in self.transfers if t.dim == dim]
-        return math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
+        seconds = math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
+        return self.exposed.get(dim, 1.0) * seconds
 
 
 def search(
@@ -101,18 +107,22 @@ def search(
     transfers: list[Transfer],
     slots: Slots | None = None,
     priced: int = PRICED,
+    exposed: Mapping[str, float] | None = None,
 ) -> list[Candidate]:
     """The maps of `layout` over `slots` (all GPUs where None), cheapest first.
 
     The default order over the slots as they come is always among them and never cheaper than the
     first; of equal ones it comes first, then fewer digits. The first `priced` are priced in full;
-    the estimates of the rest follow. Where no candidate has all the wires it needs, all cost
-    infinity.
+    the estimates of the rest follow; of several with one price the simplest stands for all. Where
+    no candidate has all the wires it needs, all cost infinity.
+
+    `exposed`: the part of a dimension's seconds that a step waits for, 1 where it is not named;
+    less where it is known to hide behind compute, as gradient buckets can behind a backward pass.
 
     Raises:
         ValueError: fewer slots than ranks.
     """
-    task = _Task(cluster, layout, transfers, Fabric(cluster))
+    task = _Task(cluster, layout, transfers, Fabric(cluster), exposed or {})
     tried = bases(cluster, layout, slots)
     if tried[0].slots.size < layout.world_size:
         raise ValueError(f"{tried[0].slots.size} GPUs for {layout.world_size} ranks")
@@ -121,16 +131,28 @@ def search(
     scored = [c for base in tried for c in _scored(task, base, in_full)]
     default = task.placed(permutations(layout)[0], tried[0], is_default=True)
     scored = [c for c in scored if c.base is not tried[0] or c.tiling != default.tiling]
-    scored.sort(key=_rank)
+    scored = _simplest(sorted(scored, key=_rank))
     best = [c if c.price else task.placed(c.tiling, c.base) for c in scored[: max(priced - 1, 1)]]
     return sorted([*best, default], key=_rank) + scored[len(best) :]
 
 
 def _rank(candidate: Candidate) -> tuple:
-    seconds = float(f"{candidate.seconds:.9g}")  # prices that differ by rounding are equal
-    digits = len(candidate.tiling.digits)
-    note = candidate.base.note
-    return seconds, not candidate.is_default, digits, bool(note), str(candidate.tiling), note
+    """Cheaper, then the default, fewer digits, no other GPUs, the order most like the default."""
+    order = [DIMENSIONS.index(d) for d, _ in candidate.tiling.digits]
+    note, name = candidate.base.note, str(candidate.tiling)
+    return _cost(candidate), not candidate.is_default, len(order), bool(note), order, name, note
+
+
+def _cost(candidate: Candidate) -> float:
+    return float(f"{candidate.seconds:.9g}")  # prices that differ by rounding are equal
+
+
+def _simplest(ranked: list[Candidate]) -> list[Candidate]:
+    """The first of those with one price over one base: most differ inside the domain alone."""
+    first: dict[tuple, Candidate] = {}
+    for candidate in ranked:
+        first.setdefault((_cost(candidate), candidate.base.note), candidate)
+    return list(first.values())
 
 
 def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
@@ -145,7 +167,9 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
         if sample is None:
             found[tiling] = task.placed(tiling, base)
         else:
-            found[tiling] = Candidate(tiling, base, sample.seconds(tiling, task.transfers))
+            found[tiling] = Candidate(
+                tiling, base, sample.seconds(tiling, task.transfers, task.exposed)
+            )
 
     for tiling in permutations(layout):
         score(tiling)
@@ -207,7 +231,7 @@ def _chosen(
     if wanted == "default":
         return Placement.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
     tiling = _readable(wanted, layout)
-    task = _Task(cluster, layout, transfers, Fabric(cluster))
+    task = _Task(cluster, layout, transfers, Fabric(cluster), {})
     tried = bases(cluster, layout, slots)
     if len(tried) == 1:
         return Placement.tiled(cluster, layout, tiling, slots)
