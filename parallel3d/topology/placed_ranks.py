@@ -129,7 +129,7 @@ def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) ->
 
 
 def _predicted_seconds(config: Config, placement: Placement) -> float:
-    from parallel3d.topology.search import price_step
+    from parallel3d.topology.price import price_step
     from parallel3d.topology.traffic import transfers
 
     return float(price_step(placement, transfers(config, placement.layout)).seconds)

@@ -1,0 +1,116 @@
+"""Groups on an interface of their own do everything that plain ones do; memory is not shared."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from parallel3d import collectives
+from parallel3d.config import LaunchConfig
+from parallel3d.pipeline.p2p import post
+from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.topology.group_options import GLOO_ON, Interfaces
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.placement import Placement
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.pool import Pool
+
+LAYOUT = Layout(tp=2, pp=2, dp=2)
+SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+def on_loopback(layout: Layout) -> ProcessGroups:
+    cluster = Cluster("test", 4, 2, 2, 2, *SPEEDS)
+    placement = Placement(cluster, layout, np.arange(layout.world_size), "test")
+    interfaces = Interfaces(placement, LOOPBACK, f"{LOOPBACK}*")
+    return ProcessGroups.create(layout, "cpu", 30.0, LaunchConfig(shared_memory=False), interfaces)
+
+
+def everything_works() -> dict[str, object]:
+    groups = on_loopback(LAYOUT)
+    rank, found = groups.rank, {}
+    for group in (groups.tp, groups.dp, groups.pp):
+        assert group.shared is None
+        assert group.handle is not dist.group.WORLD
+        found[group.name] = dist.get_backend(group.handle)
+        total = collectives.all_reduce(torch.tensor([float(rank)]), group)
+        assert total.item() == sum(group.ranks)
+        gathered = collectives.all_gather(torch.tensor([rank]), group)
+        assert gathered.tolist() == list(group.ranks)
+        part = collectives.reduce_scatter(torch.arange(4.0), group)
+        assert part.tolist() == [2.0 * (2 * group.index), 2.0 * (2 * group.index + 1)]
+        word = collectives.broadcast(torch.tensor([rank]), 1, group)
+        assert word.item() == group.ranks[1]
+    # One message to the next stage and its gradient back, as the executor sends them.
+    forward, backward = torch.full((3,), float(rank)), torch.full((3,), -float(rank))
+    inbox = torch.empty(3)
+    if groups.is_first_stage:
+        calls = [(Action(Kind.SEND_F, 0), forward), (Action(Kind.RECV_B, 0), inbox)]
+    else:
+        calls = [(Action(Kind.RECV_F, 0), inbox), (Action(Kind.SEND_B, 0), backward)]
+    for transfer in post(calls, groups.pp):
+        transfer.work.wait()
+    peer = groups.pp.ranks[1 - groups.pp.index]
+    assert inbox.tolist() == [peer if peer < rank else -peer] * 3
+    found["model"] = dist.get_backend(groups.model.handle)
+    # DTensor sees the same groups through the mesh.
+    split = distribute_tensor(torch.arange(8.0), groups.mesh["tp"], [Shard(0)])
+    assert split.full_tensor().tolist() == list(range(8))
+    groups.close()
+    return found
+
+
+def test_every_collective_message_and_the_mesh_work_on_chosen_interfaces(pool: Pool) -> None:
+    for found in pool.run(8, everything_works):
+        assert found == {"tp": GLOO_ON, "dp": GLOO_ON, "pp": GLOO_ON, "model": "gloo"}
+
+
+def lonely_dimension() -> bool:
+    groups = on_loopback(Layout(tp=2))
+    apart = groups.tp.handle is not dist.group.WORLD and groups.world.handle is dist.group.WORLD
+    groups.close()
+    return apart
+
+
+def test_a_dimension_as_large_as_the_world_still_gets_its_interface(pool: Pool) -> None:
+    assert pool.run(2, lonely_dimension) == [True, True]
+
+
+def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
+    own = hostnames[dist.get_rank()]
+    original = socket.gethostname
+    socket.gethostname = lambda: own  # the pool's process is kept: put back below
+    try:
+        groups = ProcessGroups.create(Layout(tp=2, dp=2), "cpu", 30.0, launch)
+    finally:
+        socket.gethostname = original
+    found = [groups.tp.shared is not None, groups.dp.shared is not None]
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hostnames", "expected"),
+    [
+        (["a", "a", "a", "a"], [True, True]),
+        (["a", "a", "b", "b"], [True, False]),
+        (["a", "b", "a", "b"], [False, True]),
+    ],
+)
+def test_memory_is_shared_by_ranks_of_one_host_name_alone(
+    pool: Pool, hostnames: list[str], expected: list[bool]
+) -> None:
+    assert pool.run(4, shared_where, hostnames, LaunchConfig()) == [expected] * 4
+
+
+def test_shared_memory_can_be_turned_off(pool: Pool) -> None:
+    off = LaunchConfig(shared_memory=False)
+    assert pool.run(4, shared_where, ["a"] * 4, off) == [[False, False]] * 4

@@ -1,0 +1,156 @@
+"""Training gives the same bits whichever process is which rank.
+
+Processes take their ranks as in a real launch (`take_rank` through a store, gloo started with the
+permuted ranks, the whole training loop); only the launcher is the pool of tests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.numpy import load_file
+
+from parallel3d import worker
+from parallel3d.config import Config, ModelConfig, OptimConfig
+from parallel3d.config_checks import check_config
+from parallel3d.launch import Worker
+from parallel3d.topology.layout import Layout
+from tests.distributed.pool import Pool
+
+WORLD = 8
+STEPS = 3
+# What a step leaves behind, but for how long it took.
+NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
+PLACEMENTS = {
+    "tp=2 pp=2 dp=2": [
+        "tp-cp-dp-pp",
+        "tp-cp-pp-dp",
+        "dp-tp-pp",
+        "pp-dp-tp",
+        "auto",
+        "file",
+    ],
+    "tp=2 pp=1 dp=4": ["dp-tp", "dp2-tp2-dp2", "file"],
+    "tp=1 pp=4 dp=2": ["pp2-dp2-pp2", "dp-pp", "file"],
+}
+OPTIM = {
+    "sgd": OptimConfig(name="sgd", lr=0.5, weight_decay=0.0),
+    "adamw": OptimConfig(name="adamw", lr=0.01),
+}
+
+
+def train_as_placed(config: Config, run_dir: str, port: int) -> int:
+    """One launched process from its launch rank to the end of training. Returns its rank."""
+    launch_rank = dist.get_rank()
+    dist.barrier()  # all are connected: none sees another leave too early
+    dist.destroy_process_group()  # the pool's own: ours starts anew with the permuted ranks
+    store = dist.TCPStore(
+        "localhost", port, WORLD, is_master=launch_rank == 0, wait_for_workers=True
+    )
+    me = Worker(launch_rank, launch_rank, WORLD, WORLD, Path(run_dir), "local", "cpu")
+    assert worker._work("train", config, me, store) == 0
+    return me.rank
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Config:
+    sizes = {name: int(size) for name, size in (word.split("=") for word in layout.split())}
+    book = folder / "book.txt"
+    book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
+    config = Config(**sizes, micro_batch_size=1, global_batch_size=8, device="cpu")
+    config.model = ModelConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=32, init_std=0.2
+    )
+    config.optim = OPTIM[optimizer]
+    config.train.steps, config.train.eval_batches = STEPS, 1
+    config.train.save_weights, config.train.progress = True, False
+    config.launch.peak_tflops, config.launch.timeout_s = 0.1, 30.0
+    config.data.name, config.data.path = "text", str(book)
+    config.data.cache_dir = str(folder / "cache")
+    config.cluster.nodes, config.cluster.gpus_per_node = 4, 2
+    config.placement = placement
+    if placement == "file":
+        config.rank_file = str(folder / "ranks")
+        order = [0, *random.Random(layout).sample(range(1, WORLD), WORLD - 1)]
+        lines = (f"{rank} localhost {launch}\n" for rank, launch in enumerate(order))
+        (folder / "ranks").write_text("".join(lines))
+    return check_config(config, WORLD)
+
+
+def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
+    """The ranks by launch rank, and everything that must not depend on them."""
+    folder.mkdir()
+    ranks = pool.run(WORLD, train_as_placed, config, str(folder), free_port(), timeout_s=120)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [{k: r[k] for k in NUMBERS if k in r} for r in map(json.loads, lines)]
+    bits = {
+        f"{when} {name}": tensor.tobytes()
+        for when in ("initial", "final")
+        for name, tensor in load_file(folder / f"weights-{when}.safetensors").items()
+    }
+    assert sum("grad_norm" in record for record in records) == STEPS
+    return {"ranks": ranks, "records": records, "bits": bits}
+
+
+@pytest.mark.parametrize("optimizer", OPTIM)
+@pytest.mark.parametrize("layout", PLACEMENTS)
+def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
+    pool: Pool, tmp_path: Path, layout: str, optimizer: str
+) -> None:
+    expected = run(pool, config_of(layout, optimizer, "default", tmp_path), tmp_path / "default")
+    assert expected["ranks"] == list(range(WORLD))
+    finals = [bits for name, bits in expected["bits"].items() if name.startswith("final")]
+    starts = [bits for name, bits in expected["bits"].items() if name.startswith("initial")]
+    assert finals != starts
+    permuted = 0
+    for placement in PLACEMENTS[layout]:
+        folder = tmp_path / placement
+        placed = run(pool, config_of(layout, optimizer, placement, tmp_path), folder)
+        saved = json.loads((folder / "placement.json").read_text())
+        by_launch = {row["launch_rank"]: row["rank"] for row in saved["ranks"]}
+        assert [by_launch[launch] for launch in range(WORLD)] == placed["ranks"]
+        permuted += placed["ranks"] != list(range(WORLD))
+        assert placed["records"] == expected["records"], placement
+        assert placed["bits"] == expected["bits"], placement
+    assert permuted >= len(PLACEMENTS[layout]) - 2  # the default order, and maybe auto, change none
+
+
+def test_the_network_gives_the_bits_of_shared_memory(pool: Pool, tmp_path: Path) -> None:
+    """With two members to a group both ways add the same two numbers."""
+    shared = config_of("tp=2 pp=2 dp=2", "sgd", "tp-cp-pp-dp", tmp_path)
+    alone = config_of("tp=2 pp=2 dp=2", "sgd", "tp-cp-pp-dp", tmp_path)
+    alone.launch.shared_memory = False
+    by_memory = run(pool, shared, tmp_path / "memory")
+    by_network = run(pool, alone, tmp_path / "network")
+    assert by_network["records"] == by_memory["records"]
+    assert by_network["bits"] == by_memory["bits"]
+
+
+def coordinates_by_process(config: Config, run_dir: str, port: int) -> tuple[int, str]:
+    return train_as_placed(config, run_dir, port), socket.gethostname()
+
+
+def test_the_saved_map_tells_host_and_coordinates_of_every_rank(pool: Pool, tmp_path: Path) -> None:
+    config = config_of("tp=2 pp=2 dp=2", "sgd", "pp-dp-tp", tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    pool.run(WORLD, coordinates_by_process, config, str(folder), free_port(), timeout_s=120)
+    saved = json.loads((folder / "placement.json").read_text())
+    layout = Layout(tp=2, pp=2, dp=2)
+    assert saved["how"] == "pp2-dp2-tp2"
+    for row in saved["ranks"]:
+        assert row["host"] == socket.gethostname()
+        assert row["local_index"] == row["launch_rank"]
+        coordinates = layout.coordinates(row["rank"])._asdict()
+        assert {name: row[name] for name in coordinates} == coordinates
