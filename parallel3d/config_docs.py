@@ -86,11 +86,19 @@ def _keys_table(keys: list[Key]) -> str:
 
 
 def _comment(path: Path) -> str:
-    """The first comment line of a preset that is not an instruction to Hydra."""
+    """What a preset is: the comment at its head up to the full stop, without Hydra's `# @…`."""
+    text = ""
     for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# @"):
-            return line[2:]
-    raise ValueError(f"{path.name} does not begin with a comment that says what it is")
+        if line.startswith("# @"):
+            continue
+        if not line.startswith("# "):
+            break
+        text = f"{text} {line[2:]}".strip()
+        if text.endswith("."):
+            return text
+        if ". " in text:
+            return text[: text.rindex(". ") + 1]
+    raise ValueError(f"{path.name} does not begin with a sentence that says what it is")
 
 
 def _presets_table(group: str) -> str:
