@@ -1,0 +1,203 @@
+"""The price list of a step against the step itself: every call and every byte, on gloo ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d import collectives
+from parallel3d.config import Config, ModelConfig
+from parallel3d.data.sampler import Sample
+from parallel3d.models.local_shapes import stage_parameters
+from parallel3d.pipeline import executor
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.topology.traffic import transfers
+from parallel3d.trainer import Trainer
+from tests.distributed.pool import Pool
+
+Count = Counter[tuple[str, str, int]]  # (group, operation, bytes of a call) → calls
+
+# What the collectives may call themselves; anybody else calling it goes around the count.
+RAW = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_single", "broadcast", "reduce", "scatter", "gather",
+    "all_to_all", "all_to_all_single", "isend", "irecv", "send", "recv", "batch_isend_irecv",
+    "barrier", "all_gather_object", "broadcast_object_list",
+)  # fmt: skip
+
+
+class Ramp:
+    """Samples that differ; all tokens count."""
+
+    def sample(self, i: int) -> Sample:
+        tokens = (np.arange(9) * (i + 1)) % 30
+        return Sample(tokens, np.ones(8, dtype=bool))
+
+
+class Counting:
+    """Counts what a rank sends while it is entered."""
+
+    def __init__(self) -> None:
+        self.found: Count = Counter()
+        self.around: Counter[str] = Counter()  # raw calls outside of the counted ones
+        self.inside = 0
+        self.patches = ExitStack()
+
+    def __enter__(self) -> Counting:
+        for name, operation, sizes in (
+            ("all_reduce_async", "all_reduce", lambda t, group: t.nbytes),
+            ("all_reduce_bucket", "all_reduce", lambda t, group: t.nbytes),
+            ("all_gather_async", "all_gather", lambda t, group: t.nbytes * group.size),
+            ("reduce_scatter_async", "reduce_scatter", lambda t, group: t.nbytes),
+        ):
+            counted = self._collective(getattr(collectives, name), operation, sizes)
+            self.patches.enter_context(patch.object(collectives, name, counted))
+        self.patches.enter_context(patch.object(executor, "post", self._post(executor.post)))
+        for name in RAW:
+            if hasattr(dist, name):
+                raw = self._raw(name, getattr(dist, name))
+                self.patches.enter_context(patch.object(dist, name, raw))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.patches.close()
+
+    def _collective(self, original: Any, operation: str, nbytes: Any) -> Any:
+        def call(tensor: torch.Tensor, group: Any, *args: Any) -> Any:
+            if group.size > 1 and not self.inside:  # a bucket's call may be made of another
+                self.found[group.name, operation, nbytes(tensor, group)] += 1
+            return self._within(original, tensor, group, *args)
+
+        return call
+
+    def _post(self, original: Any) -> Any:
+        def call(messages: Any, group: Any, *args: Any) -> Any:
+            for action, tensor in messages:
+                if action.kind.is_send:
+                    self.found["pp", "send_recv", tensor.nbytes] += 1
+            return self._within(original, messages, group, *args)
+
+        return call
+
+    def _within(self, original: Any, *args: Any) -> Any:
+        self.inside += 1
+        try:
+            return original(*args)
+        finally:
+            self.inside -= 1
+
+    def _raw(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.inside:
+                self.around[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+
+def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
+    sizes = {
+        "num_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8,
+        "vocab_size": 30, "vocab_multiple": 8,
+    }  # fmt: skip
+    model = {k.removeprefix("model."): v for k, v in changes.items() if k.startswith("model.")}
+    config = Config(
+        tp=layout.tp, pp=layout.pp, dp=layout.dp, micro_batch_size=2, device="cpu",
+        global_batch_size=6 * layout.dp, model=ModelConfig(**(sizes | model)),
+    )  # fmt: skip
+    config.sp = changes.get("sp", False)
+    config.precision.name = changes.get("precision", "fp32")
+    config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
+    config.schedule.layers_per_stage = changes.get("layers_per_stage")
+    return config
+
+
+def sent_in_a_step(
+    layout: Layout, changes: dict[str, Any]
+) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
+    """This rank's stage, what it sent in its second step, and its parameters."""
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
+    config = config_of(layout, changes)
+    trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
+    trainer.train_step()
+    with Counting() as counting:
+        trainer.reducer.comm_hook = collectives.all_reduce_bucket
+        trainer.train_step()
+    parameters = [(p.numel(), p.spec.replicated) for p in trainer.parameters.values()]
+    stage = groups.pp.index
+    groups.close()
+    return stage, counting.found, counting.around, parameters
+
+
+def priced(config: Config, layout: Layout, stage: int) -> Count:
+    found: Count = Counter()
+    for t in transfers(config, layout, stage):
+        found[t.dim, t.op, t.nbytes] += t.count
+    return found
+
+
+LLAMA = {
+    "model.norm": "rmsnorm", "model.position_embedding": "rope", "model.activation": "swiglu",
+    "model.bias": False, "model.num_query_groups": 2,
+}  # fmt: skip
+UNTIED = {"model.tie_embeddings": False}
+REPLICATED = {"model.embedding": "replicated"}
+CASES = [
+    pytest.param(Layout(), {}, id="one rank"),
+    pytest.param(Layout(tp=2), {}, id="tp2"),
+    pytest.param(Layout(tp=4), {"precision": "fp64"}, id="tp4 fp64"),
+    pytest.param(Layout(tp=2), {"sp": True}, id="tp2 sp"),
+    pytest.param(Layout(tp=2), {"sp": True, **LLAMA, **UNTIED}, id="tp2 sp llama"),
+    pytest.param(Layout(tp=2), REPLICATED, id="tp2 replicated table"),
+    pytest.param(Layout(tp=2), {"sp": True, **REPLICATED}, id="tp2 sp replicated table"),
+    pytest.param(Layout(tp=2), {"model.parallel_output": False}, id="tp2 gathered logits"),
+    pytest.param(Layout(pp=2), {}, id="pp2"),
+    pytest.param(Layout(pp=2), UNTIED, id="pp2 untied"),
+    pytest.param(Layout(pp=3), {"layers_per_stage": [1, 1, 1]}, id="pp3"),
+    pytest.param(Layout(dp=2), {}, id="dp2"),
+    pytest.param(Layout(dp=2), {**LLAMA, "bucket_cap_mb": None}, id="dp2 default buckets"),
+    pytest.param(Layout(dp=4), {"precision": "fp64"}, id="dp4 fp64"),
+    pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
+    pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
+    pytest.param(Layout(tp=2, pp=2, dp=2), {"sp": True}, id="tp2 pp2 dp2 sp"),
+    pytest.param(
+        Layout(tp=2, pp=2, dp=2),
+        {"sp": True, **REPLICATED, "layers_per_stage": [2, 1], "precision": "fp64"},
+        id="tp2 pp2 dp2 sp replicated fp64",
+    ),
+]
+
+
+@pytest.mark.parametrize("layout, changes", CASES)
+def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict[str, Any]) -> None:
+    config = config_of(layout, changes)
+    seen = set()
+    for rank, (stage, found, around, _) in enumerate(
+        pool.run(layout.world_size, sent_in_a_step, layout, changes)
+    ):
+        assert found == priced(config, layout, stage), f"rank {rank}, stage {stage}"
+        assert not around, f"rank {rank} sends what nobody counts: {around}"
+        seen.add(stage)
+    assert seen == set(range(layout.pp))
+    if layout.world_size > 1:
+        assert found  # comparing two empty lists would prove nothing
+
+
+@pytest.mark.parametrize("changes", [{}, {**LLAMA, **UNTIED}, REPLICATED], ids=str)
+def test_parameters_of_a_stage_are_those_of_the_model(pool: Pool, changes: dict[str, Any]) -> None:
+    layout = Layout(tp=2, pp=2)
+    changes = {**changes, "layers_per_stage": [1, 2]}
+    config = config_of(layout, changes)
+    layers = (range(0, 1), range(1, 3))
+    for stage, _, _, parameters in pool.run(4, sent_in_a_step, layout, changes):
+        ends = (stage == 0, stage == 1)
+        listed = stage_parameters(config.model, layout.tp, layers[stage], *ends)
+        assert [(p.numel, p.replicated) for p in listed] == parameters

@@ -1,0 +1,126 @@
+"""Traffic of a step on large layouts, by hand (tests/distributed has the real steps)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from parallel3d.config import Config, ModelConfig
+from parallel3d.metrics.flops import parameter_count
+from parallel3d.models.local_shapes import stage_parameters
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.traffic import Transfer, group_size, transfers, wire_bytes
+
+
+def llama_70b(layout: Layout, sp: bool = False) -> Config:
+    model = ModelConfig(
+        num_layers=80, hidden_size=8192, num_attention_heads=64, num_query_groups=8,
+        ffn_hidden_size=28672, seq_length=4096, vocab_size=32000, norm="rmsnorm",
+        position_embedding="rope", activation="swiglu", bias=False, tie_embeddings=False,
+    )  # fmt: skip
+    config = Config(
+        tp=layout.tp, pp=layout.pp, dp=layout.dp, sp=sp, micro_batch_size=1,
+        global_batch_size=8 * layout.dp, model=model,
+    )  # fmt: skip
+    config.precision.name = "bf16"
+    config.schedule.layers_per_stage = [80 // layout.pp] * layout.pp
+    return config
+
+
+LARGE = Layout(tp=8, pp=4, dp=16)
+
+
+def total(found: list[Transfer], dim: str, layout: Layout) -> float:
+    return sum(wire_bytes(t, group_size(dim, layout)) for t in found if t.dim == dim)
+
+
+def test_tensor_parallel_volume_is_that_of_the_paper() -> None:
+    # Narayanan et al. 2021, §3.2: 8·b·s·h·(t − 1)/t elements a layer, micro-batch and device.
+    found = transfers(llama_70b(LARGE), LARGE, stage=1)
+    expected = 8 * 4096 * 8192 * 7 / 8 * 2 * (20 * 8)
+    assert total(found, "tp", LARGE) == expected
+
+
+def test_sequence_parallelism_sends_a_quarter_more_for_the_inputs_that_it_does_not_keep() -> None:
+    # 4 gathers and 4 scatters a layer have the volume of 4 all-reduces; 2 gathers more in the
+    # backward are 2 of 8 halves. Beside them: the norms' partial gradients, once a step.
+    found = transfers(llama_70b(LARGE, sp=True), LARGE, stage=1)
+    layers = sum(wire_bytes(t, 8) for t in found if t.what == "activations of the layers")
+    plain = total(transfers(llama_70b(LARGE), LARGE, stage=1), "tp", LARGE)
+    assert layers == plain * 10 / 8
+    assert total(found, "tp", LARGE) - layers == 2 * 7 / 8 * (40 * 8192 * 4)
+
+
+def test_messages_between_stages_shrink_by_tp_under_sequence_parallelism() -> None:
+    plain, split = (transfers(llama_70b(LARGE, sp=sp), LARGE, stage=1) for sp in (False, True))
+    assert [(t.nbytes, t.count) for t in plain if t.dim == "pp"] == [(4096 * 8192 * 2, 8)] * 2
+    assert [(t.nbytes, t.count) for t in split if t.dim == "pp"] == [(1024 * 8192, 8)] * 2
+
+
+def test_buckets_hold_every_gradient_of_the_stage_in_fp32() -> None:
+    config = llama_70b(LARGE)
+    for stage in range(4):
+        layers = range(stage * 20, stage * 20 + 20)
+        held = stage_parameters(config.model, 8, layers, stage == 0, stage == 3)
+        buckets = [t for t in transfers(config, LARGE, stage) if t.what == "gradient buckets"]
+        assert sum(t.nbytes * t.count for t in buckets) == 4 * sum(p.numel for p in held)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_of_all_stages_add_up_to_the_model(tied: bool) -> None:
+    model = ModelConfig(num_layers=6, vocab_size=256, vocab_multiple=8, tie_embeddings=tied)
+    whole = stage_parameters(model, 1, range(6), True, True)
+    assert sum(p.numel for p in whole) == parameter_count(model)
+    stages = [stage_parameters(model, 1, range(3 * i, 3 * i + 3), i == 0, i == 1) for i in range(2)]
+    copy = 256 * model.hidden_size if tied else 0  # first and last stage both hold a tied table
+    assert sum(p.numel for s in stages for p in s) == parameter_count(model) + copy
+    halves = stage_parameters(model, 2, range(6), True, True)
+    split = [p.numel for p in halves if not p.replicated]
+    assert 2 * sum(split) + sum(p.numel for p in halves if p.replicated) == parameter_count(model)
+
+
+def test_without_a_stage_each_dimension_is_the_busiest_stage_s() -> None:
+    config = llama_70b(LARGE)
+    config.schedule.layers_per_stage = [17, 25, 20, 18]
+    found = transfers(config, LARGE)
+    by_stage = [transfers(config, LARGE, stage) for stage in range(4)]
+    for dim in ("tp", "dp"):
+        assert total(found, dim, LARGE) == max(total(s, dim, LARGE) for s in by_stage)
+    assert [t for t in found if t.dim == "tp"] == [t for t in by_stage[1] if t.dim == "tp"]
+    assert [t.what for t in found if t.dim == "pp"] == [
+        "activations to the next stage",
+        "gradients to the previous stage",
+    ]
+    pair = Layout(pp=2)
+    assert len([t for t in transfers(llama_70b(pair), pair) if t.dim == "pp"]) == 2
+    assert len([t for t in transfers(llama_70b(pair), pair, stage=0) if t.dim == "pp"]) == 1
+
+
+def test_groups_of_one_send_nothing() -> None:
+    assert transfers(llama_70b(Layout()), Layout()) == []
+    dims = {t.dim for t in transfers(llama_70b(Layout(dp=4)), Layout(dp=4))}
+    assert dims == {"dp"}
+
+
+def test_wire_bytes_of_a_ring() -> None:
+    assert wire_bytes(Transfer("tp", "all_reduce", 800, 3, ""), 4) == 3 * 1200
+    assert wire_bytes(Transfer("tp", "all_gather", 800, 1, ""), 4) == 600
+    assert wire_bytes(Transfer("pp", "send_recv", 800, 2, ""), 4) == 1600
+    assert wire_bytes(Transfer("pp", "send_recv", 800, 2, ""), 1) == 0
+
+
+def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stage 4 is outside of 0\.\.3"):
+        transfers(llama_70b(LARGE), LARGE, stage=4)
+    with pytest.raises(ValueError, match="cp=2"):
+        transfers(llama_70b(Layout()), Layout(cp=2))
+
+
+def test_the_price_is_found_without_torch() -> None:
+    code = (
+        "import sys; from parallel3d.topology import traffic, collective_costs, nccl_model; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
