@@ -42,8 +42,12 @@ def take_rank(
     if worker.world_size == 1:
         return
     launch_rank = worker.rank
-    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
-    mine = Process(socket.gethostname(), worker.local_rank, address)
+    mine = Process(
+        environ.get("SLURMD_NODENAME") or socket.gethostname(),  # as Slurm's topology calls it
+        worker.local_rank,
+        environ.get("SLURM_TOPOLOGY_ADDR", ""),
+        environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
+    )
     store.set(f"{PROCESS_KEY}/{launch_rank}", json.dumps(mine))
     needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
     moves = needs_cluster or config.placement != placed_ranks.DEFAULT
@@ -89,18 +93,15 @@ def find_cluster(config: Config, processes: list[Process], environ: Mapping[str,
 
     Left without a number of nodes it has one for each host, or as many as the ranks need.
     """
-    from parallel3d.topology.cluster_config import cluster_from_config
+    from parallel3d.topology.discover import discover, run_command
 
     settings = config.cluster
-    if settings.source != "config":
-        from parallel3d.topology.discover import discover, run_command
-
-        return discover(settings, environ, run_command)
-    if settings.nodes is None:
+    if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})
         nodes = max(hosts, -(-len(processes) // (settings.gpus_per_node or len(processes))))
         settings = dataclasses.replace(settings, nodes=nodes)
-    return cluster_from_config(settings, len(processes))
+    addresses = {p.host: (p.address, p.pattern) for p in processes if p.address}
+    return discover(settings, environ, run_command, len(processes), addresses or None)
 
 
 def _tell(placed: PlacedRanks) -> None:

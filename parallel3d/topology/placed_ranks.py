@@ -227,7 +227,8 @@ def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process
     for process in processes:
         gpus = int(sizes[nodes[process.host]])
         if process.local >= gpus:
-            return f"{process.host} runs {most[process.host]} ranks and has {gpus} GPUs"
+            ranks, s = most[process.host], "" if gpus == 1 else "s"
+            return f"{process.host} runs {ranks} ranks and has {gpus} GPU{s}"
     return None
 
 
@@ -259,7 +260,7 @@ def save(placed: PlacedRanks, path: Path) -> None:
     """Write the map as JSON, a line for each rank."""
     rows = []
     for rank, launch in enumerate(placed.launch_ranks):
-        host, local, _ = placed.processes[launch]
+        host, local, *_ = placed.processes[launch]
         row: dict[str, object] = {
             "rank": rank,
             "host": host,

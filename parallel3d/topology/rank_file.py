@@ -19,12 +19,14 @@ OPENMPI_FORM = re.compile(r"rank\s+(\d+)\s*=\s*(\S+)\s+slots?\s*=\s*(\d+)", re.I
 class Process(NamedTuple):
     """A launched process: where it runs, in the order in which the launcher numbered them.
 
-    `address` is Slurm's SLURM_TOPOLOGY_ADDR, the switches above the node, "" where unknown.
+    `address` and `pattern` are Slurm's SLURM_TOPOLOGY_ADDR, the switches above the node, and
+    SLURM_TOPOLOGY_ADDR_PATTERN, what each part of it is; "" where unknown.
     """
 
     host: str
     local: int
     address: str = ""
+    pattern: str = ""
 
 
 class Entry(NamedTuple):
@@ -123,14 +125,14 @@ def _complete(
     missing = [rank for rank in range(len(processes)) if rank not in found]
     if missing:
         launch = next(i for i in range(len(processes)) if i not in lines)
-        host, local, _ = processes[launch]
+        host, local, *_ = processes[launch]
         raise UserError(
             f"rank_file: {name} has no line for rank {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}; "
             f"`{missing[0]} {host} {local}` is free"
         )
     if found[0] != 0:
-        host, local, _ = processes[0]
+        host, local, *_ = processes[0]
         raise UserError(
             f"rank_file: {lines[found[0]]} puts rank 0 elsewhere than the launcher's first "
             f"process, with which the others meet; it must be `0 {host} {local}`"

@@ -12,6 +12,8 @@ import pytest
 
 from parallel3d.config import Config
 from parallel3d.errors import UserError
+from parallel3d.launch import Worker
+from parallel3d.rank_exchange import RANKS_SEEN_KEY, take_rank
 from parallel3d.topology import placed_ranks
 from parallel3d.topology.cluster import Cluster, Link
 from parallel3d.topology.layout import Layout
@@ -225,7 +227,8 @@ def test_without_a_map_a_launch_rank_is_the_rank(tmp_path: Path) -> None:
 def test_a_map_of_16384_ranks_is_made_and_packed_small() -> None:
     hosts = [f"node{n}" for n in range(2048)]
     random.Random(0).shuffle(hosts)
-    run = config("tp-cp-pp-dp", tp=8, pp=8, dp=256)
+    run = config("tp-cp-pp-dp", tp=8, pp=8, dp=256, global_batch_size=1024)
+    run.model.num_layers = 8
     placed = place_processes(run, launched(*hosts, gpus=8), cluster(2048, 8, unit_nodes=32))
     assert sorted(placed.launch_ranks) == list(range(16384))
     assert len(to_word(placed)) < 200_000
@@ -299,3 +302,126 @@ def test_random_rank_files_are_followed_line_by_line() -> None:
         assert [e.rank for e in parse_rank_file("\n".join(rows), "f")] == [
             int(row.split()[0]) for row in rows
         ]
+
+
+# --- through the store ------------------------------------------------------------------------
+
+
+class Store:
+    """A store as far as it is used; every call is counted."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.counts: dict[str, int] = {}
+        self.calls = 0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.calls += 1
+        self.held[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        self.calls += 1
+        return self.held[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls += 1
+        return [self.held[key] for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+SLURM_NODES = ["n4", "n1", "n3", "n2"]
+
+
+def take_ranks(
+    run: Config, store: Store, folder: Path, app: str = "train"
+) -> tuple[list[Worker], list[str]]:
+    """All processes of two a node, the last launched first and launch rank 0 at the end."""
+    workers = [Worker(n, n % 2, 8, 2, folder, "slurm") for n in range(8)]
+    errors = []
+    for repeat in (False, True):  # the others wait for launch rank 0: here they come twice
+        for me in reversed(workers):
+            me.rank = workers.index(me)
+            if repeat and me.rank == 0:
+                continue
+            node = SLURM_NODES[me.rank // 2]
+            environ = {
+                "SLURMD_NODENAME": node,
+                "SLURM_TOPOLOGY_ADDR": f"core.leaf{1 if node in ('n1', 'n4') else 2}.{node}",
+                "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+            }
+            try:
+                take_rank(run, me, store, environ, app)
+            except KeyError:
+                assert not repeat  # a real store would have waited here
+            except UserError as error:
+                errors.append(str(error))
+    return workers, errors
+
+
+def test_the_default_costs_a_word_from_each_and_one_look(tmp_path: Path) -> None:
+    store = Store()
+    workers = [Worker(n, n % 2, 8, 2, tmp_path, "slurm") for n in reversed(range(8))]
+    for me in workers:
+        take_rank(config(tp=2, pp=2, dp=2), me, store, {"SLURMD_NODENAME": "n1"}, "train")
+    assert store.calls == 8 + 1
+    assert [me.rank for me in workers] == list(reversed(range(8)))
+    assert all(me.placement is None for me in workers)
+    saved = json.loads((tmp_path / "placement.json").read_text())
+    assert [row["launch_rank"] for row in saved["ranks"]] == list(range(8))
+
+
+def test_one_rank_has_nowhere_to_go(tmp_path: Path) -> None:
+    store = Store()
+    take_rank(config(), Worker(0, 0, 1, 1, tmp_path, "local"), store, {}, "train")
+    assert store.calls == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slurms_arbitrary_node_order_is_sorted_by_its_switches(tmp_path: Path) -> None:
+    run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
+    run.cluster.gpus_per_node, run.cluster.nodes, run.cluster.unit_nodes = 2, 4, 2
+    workers, errors = take_ranks(run, Store(), tmp_path)
+    assert errors == []
+    assert workers[0].rank == 0
+    placement = workers[5].placement
+    assert placement is not None
+    assert placement.cluster.node_names == ("n1", "n4", "n2", "n3")
+    layout = placement.layout
+    leaf = {"n1": 1, "n4": 1, "n2": 2, "n3": 2}
+    for group in layout.groups("tp", "pp"):  # a replica stays under its leaf switch
+        hosts = {SLURM_NODES[w // 2] for w, me in enumerate(workers) if me.rank in group}
+        assert len({leaf[host] for host in hosts}) == 1
+
+
+def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ranks"
+    file.write_text("0 n4 0\n1 n9 0\n")
+    store = Store()
+    store.counts[RANKS_SEEN_KEY] = 7  # or launch rank 0 would wait for its readers
+    workers, errors = take_ranks(config("file", file, dp=8), store, tmp_path)
+    assert len(errors) == 8
+    assert set(errors) == {
+        "rank_file: ranks line 2 names host n9, on which no rank of this run was started; "
+        "the nearest is n4"
+    }
+    assert not (tmp_path / "placement.json").exists()
+
+
+def test_bench_comm_always_knows_where_its_ranks_are(tmp_path: Path) -> None:
+    run = config(tp=2, pp=2, dp=2)
+    run.cluster.gpus_per_node = 2
+    workers, _ = take_ranks(run, Store(), tmp_path, app="bench comm")
+    assert [me.rank for me in workers] == list(range(8))
+    assert all(me.placement is not None for me in workers)
+
+
+def test_what_does_not_fit_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
+    run.cluster.nodes, run.cluster.gpus_per_node = 8, 1
+    take_ranks(run, Store(), tmp_path)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("parallel3d: n4 runs 2 ranks and has 1 GPU: GPUs of cluster")
