@@ -20,6 +20,7 @@ from rich.progress import Progress as Bar
 from parallel3d.bench import rows as bench_rows
 from parallel3d.bench.fit import Fit, Sample, fit
 from parallel3d.bench.measure import Measurement, Progress
+from parallel3d.bench.operations import is_trainings
 from parallel3d.bench.probe import Exchange, Finding, Pair, exchange, probe
 from parallel3d.bench.table import make_console, table
 from parallel3d.bench.timing import MEASURING_SHARE
@@ -27,8 +28,8 @@ from parallel3d.bench.where import Where
 from parallel3d.config import Config
 from parallel3d.launch import Worker
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.run_directory import CONFIG_FILE
 from parallel3d.topology.cluster import LinkClass
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
 
 
@@ -39,14 +40,13 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
     gives a wrong number.
     """
     console = make_console() if worker.rank == 0 else None
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, cp=config.cp)
     device = torch.device(worker.device)
     worker.phase = "making process groups"
     started = time.perf_counter()
-    groups = ProcessGroups.create(layout, device.type, config.launch.timeout_s)
-    where = Where.find(config, worker, layout)
-    sites = bench_rows.sites(groups, device, config.launch.timeout_s)
-    rows = bench_rows.all_rows(sites, config.bench.sizes, layout)
+    groups = ProcessGroups.of_run(config, worker)
+    where = Where.find(config, worker, groups.layout)
+    sites = bench_rows.sites(groups, device, config.launch)
+    rows = bench_rows.all_rows(sites, config.bench.sizes, groups.layout)
     results: list[dict] = []
     with _progress(console, worker) as progress:
         measurement = Measurement(
@@ -55,7 +55,7 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
             where,
             config.bench.warmup,
             config.bench.iterations,
-            MEASURING_SHARE * config.bench.budget_s,
+            MEASURING_SHARE * config.bench.budget_s - _seconds_since_start(worker),
             progress,
         )
         for dim, done in measurement.results():
@@ -63,7 +63,7 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
             if console:
                 console.print(table(dim, done, console.width))
         worker.phase = "bench comm: probing pairs"
-        findings, pairs = probe(where, device, config.bench.outlier, send)
+        findings, pairs = probe(where, groups, device, config.bench.outlier, send)
     for site in sites.values():
         if site.boxes is not None:
             site.boxes.memory.close()
@@ -78,6 +78,12 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
         for line in [*conclusions(config, where, findings, pairs, fitted, results), summary]:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     return 0
+
+
+def _seconds_since_start(worker: Worker) -> float:
+    """Since the command line was accepted and the run directory made, as the budget counts."""
+    accepted = worker.run_dir / CONFIG_FILE
+    return max(0.0, time.time() - accepted.stat().st_mtime) if accepted.exists() else 0.0
 
 
 @contextmanager
@@ -99,11 +105,11 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
 def fits(results: list[dict]) -> dict[str, Fit]:
     """Link class → the speeds that would have priced it right.
 
-    From sums and gathers by the way that training takes, with all groups at work as in training.
+    From what training calls, by the way that it takes, with all groups at work as in training.
     """
     samples: dict[str, dict[tuple, Sample]] = {}
     for row in results:
-        if row["reduction"] not in (None, "sum") or "not_offered" in row:
+        if "not_offered" in row or not is_trainings(row["dim"], row["op"], row["reduction"]):
             continue
         several = row["groups_of_the_dimension"] > 1
         if several and row["mode"] != bench_rows.TOGETHER:

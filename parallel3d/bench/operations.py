@@ -18,6 +18,7 @@ from parallel3d import collectives
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import post
 from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.topology.group_options import GLOO_ON
 from parallel3d.topology.process_groups import Group
 
 PERIOD = 251
@@ -26,8 +27,9 @@ ITEM = 4  # bytes of an fp32
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
-# What training has ways of its own for, on CPU; by sum where it reduces.
-TRAINED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+# By what training sends its activations and gradients, with sums where it reduces.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+TRAINING = {"tp": COLLECTIVES, "dp": COLLECTIVES, "pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
@@ -52,13 +54,18 @@ class Operation(NamedTuple):
         return f"{name} {self.reduction}" if self.reduction else name
 
 
-def every_operation() -> list[Operation]:
-    """All of them, each way of reducing apart; by the backend and, where there is one, our own."""
+def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
+    """Whether training calls this in the groups of `dim`."""
+    return reduction in ("sum", None) and name in TRAINING.get(dim, ())
+
+
+def operations(dim: str) -> list[Operation]:
+    """All of them, each way of reducing apart; where training calls one, its own way beside."""
     found = []
     for name in (*REDUCING, *PLAIN):
         for reduction in REDUCTIONS if name in REDUCING else (None,):
             found.append(Operation(name, reduction))
-            if name in TRAINED and reduction in ("sum", None):
+            if is_trainings(dim, name, reduction):
                 found.append(Operation(name, reduction, own=True))
     return found
 
@@ -78,7 +85,8 @@ class Site:
 
     @property
     def backend(self) -> str:
-        return dist.get_backend(self.group.handle)
+        name = dist.get_backend(self.group.handle)
+        return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
         """`size` in bytes, cut so that every member has an equal part of whole numbers."""

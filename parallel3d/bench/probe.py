@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from torch import Tensor
 from parallel3d.bench.timing import finisher
 from parallel3d.bench.where import Where
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import Group, ProcessGroups
 
 # Bytes: one shows latency, the other bandwidth. By device, as is what counts as different at all:
 # below it is the operating system, not the wire.
@@ -36,13 +38,16 @@ ALL_PAIRS = 8  # ranks of a group of which every pair is probed; beyond, neighbo
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
-Exchange = Callable[[Tensor, Tensor, int], None]
+Exchange = Callable[[Tensor, Tensor, int, Group], None]
 
 
-def exchange(sent: Tensor, received: Tensor, peer: int) -> None:
-    """Sends to world rank `peer` while receiving as much from it."""
+def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
+    """Sends to world rank `peer` of the group while receiving as much from it."""
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        [
+            dist.P2POp(dist.isend, sent, peer, group.handle),
+            dist.P2POp(dist.irecv, received, peer, group.handle),
+        ]
     )
     for work in works:
         work.wait()
@@ -143,11 +148,16 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def probe(
-    where: Where, device: torch.device, outlier: float, send: Exchange = exchange
+    where: Where,
+    groups: ProcessGroups,
+    device: torch.device,
+    outlier: float,
+    send: Exchange = exchange,
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
     """Collective over the world: (what is slow, seconds of each pair by size), on every rank.
 
     Args:
+        groups: those of the run, by whose wires its pairs are probed.
         outlier: from how many times the median on something is slow.
         send: how a message is exchanged with a rank.
     """
@@ -160,19 +170,23 @@ def probe(
 
     order = turns(pairs, share)
     judging = Judging(pairs, classes, SIZES[device.type], outlier, FLOOR_S[device.type])
-    fastest = _rounds(pairs, order, device, send)
+    fastest = _rounds(pairs, order, groups, device, send)
     findings = judging.findings(fastest)
     for pause in PAUSES_S:
         if not findings:  # the same on every rank, as its figures are
             break
         time.sleep(pause)
-        fastest = np.minimum(fastest, _rounds(pairs, order, device, send))
+        fastest = np.minimum(fastest, _rounds(pairs, order, groups, device, send))
         findings = judging.findings(fastest)
     return findings, {pair: fastest[:, i].tolist() for i, pair in enumerate(pairs)}
 
 
 def _rounds(
-    pairs: list[Pair], order: list[list[Pair]], device: torch.device, send: Exchange
+    pairs: list[Pair],
+    order: list[list[Pair]],
+    groups: ProcessGroups,
+    device: torch.device,
+    send: Exchange,
 ) -> Seconds:
     """(sizes, pairs): the fastest exchange of each, at its slower end; the same on every rank."""
     rank = dist.get_rank()
@@ -187,8 +201,9 @@ def _rounds(
                 if rank not in (a, b):
                     continue
                 peer = b if rank == a else a
+                by = _group_with(peer, groups)
                 for size, (sent, received) in enumerate(buffers):
-                    pings = _pings(sent, received, peer, finish, send)
+                    pings = _pings(finish, partial(send, sent, received, peer, by))
                     mine[turn, size, number[a, b]] = min(pings)
             dist.barrier()
     mine = mine.to(device)
@@ -196,15 +211,18 @@ def _rounds(
     return mine.cpu().numpy().min(axis=0)
 
 
-def _pings(
-    sent: Tensor, received: Tensor, peer: int, finish: Callable[[], None], send: Exchange
-) -> Iterator[float]:
+def _group_with(peer: int, groups: ProcessGroups) -> Group:
+    """The smallest group that this rank has in common with `peer`: it may have wires of its own."""
+    return next(g for g in (groups.tp, groups.dp, groups.pp, groups.world) if peer in g.ranks)
+
+
+def _pings(finish: Callable[[], None], ping: Callable[[], object]) -> Iterator[float]:
     """Seconds of each exchange; the first only lets the two meet."""
-    for ping in range(PINGS + 1):
+    for number in range(PINGS + 1):
         start = time.perf_counter()
-        send(sent, received, peer)
+        ping()
         finish()
-        if ping > 0:
+        if number > 0:
             yield time.perf_counter() - start
 
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel3d.bench.operations import Operation, Site, every_operation
+from parallel3d.bench.operations import Operation, Site, operations
 from parallel3d.bench.timing import slowest_rank
 from parallel3d.bench.where import Where
+from parallel3d.config import LaunchConfig
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.topology.collective_costs import bus_factor, collective_time
 from parallel3d.topology.layout import Layout
@@ -66,13 +67,13 @@ def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
     return dims, left_out | {WORLD: f"the same ranks as {same}"}
 
 
-def sites(groups: ProcessGroups, device: torch.device, timeout_s: float) -> dict[str, Site]:
+def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
     """This rank's group of each dimension; collective, as the stages may share memory."""
     found = {}
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
-        if dim == "pp" and device.type == "cpu":
-            boxes = Mailboxes.open(group.handle, group.index, group.size, timeout_s)
+        if dim == "pp" and device.type == "cpu" and launch.shared_memory:
+            boxes = Mailboxes.open(group.handle, group.index, group.size, launch.timeout_s)
         found[dim] = Site(group, device, boxes, chain=dim == "pp")
     return found
 
@@ -85,7 +86,7 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
     special = {
         (dim, operation, size)
         for dim, site in mine.items()
-        for operation in every_operation()
+        for operation in operations(dim)
         for size in sizes
         if operation.own and site.path(operation, size) != site.backend
     }
@@ -95,8 +96,8 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
     rows = []
     for dim in mine:
         modes = (ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,)
-        for operation in every_operation():
-            for size in (0,) if operation.name == "barrier" else sizes:
+        for operation in operations(dim):
+            for size in (0,) if operation.name == "barrier" else dict.fromkeys(sizes):
                 if not operation.own or (dim, operation, size) in special:
                     rows += [Row(dim, operation, size, mode) for mode in modes]
     return rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -11,8 +12,12 @@ from rich.table import Table
 from parallel3d.bench.operations import Operation
 from parallel3d.bench.rows import ALONE, TOGETHER
 
-NARROW = 96  # columns; on less, algorithm bandwidth is left to the JSON file
-PIPED = 110
+PIPED = 120  # columns where nobody looks at them
+# Columns that the table takes with everything, and with bus bandwidth alone.
+FULL, MEDIUM = 116, 98
+SHORT = {"shared memory": "shared", "pair exchange": "pair"}
+
+Column = tuple[str, Callable[[dict[str, dict]], str]]  # heading, cell
 
 
 def make_console() -> Console:
@@ -23,28 +28,64 @@ def make_console() -> Console:
 
 def table(dim: str, rows: list[dict], width: int) -> Table:
     """The rows of one dimension; both modes of an operation side by side."""
-    first = rows[0]
+    first = next(row for row in rows if "not_offered" not in row)
     count = first["groups_of_the_dimension"]
     groups = f"{count} group{'s' if count > 1 else ''} of {first['ranks_of_a_group']}"
-    alone = min(row["groups_measured"] for row in rows if "groups_measured" in row)
+    alone = first["groups_measured"]
     some = f", {alone} of them alone" if alone < count else ""
-    result = Table(title=f"{dim}: {groups}{some}", title_justify="left", box=SIMPLE, pad_edge=False)
-    both = count > 1
+    result = Table(
+        title=f"{dim}: {groups}{some}",
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     result.add_column("collective", no_wrap=True)
     result.add_column("path", no_wrap=True)
-    for name in ("bytes", *_columns("alone" if both else "", width)):
-        result.add_column(name, justify="right", no_wrap=True)
-    for name in _columns("together", width) if both else ():
-        result.add_column(name, justify="right", no_wrap=True)
-    result.add_column("priced", justify="right", no_wrap=True)
-    result.add_column("times\nprice", justify="right", no_wrap=True)
+    shown = columns(count > 1, width)
+    for heading, _ in shown:
+        result.add_column(heading, justify="right", no_wrap=True)
     label = ""
     for key, modes in side_by_side(rows).items():
-        cells = _cells(modes, both, width)
+        alone = modes[ALONE]
         name = Operation(*key[:2]).label
-        result.add_row("" if name == label else name, *cells)
+        if "not_offered" in alone:
+            result.add_row(name, "not offered")
+            continue
+        path = alone["path"] if width >= MEDIUM else SHORT.get(alone["path"], alone["path"])
+        cells = (cell(modes) for _, cell in shown)
+        result.add_row("" if name == label else name, path, *cells)
         label = name
     return result
+
+
+def columns(both: bool, width: int) -> list[Column]:
+    """What there is room for; the JSON file has everything."""
+    found: list[Column] = [("bytes", lambda modes: size(modes[ALONE]["bytes"]))]
+    for mode in (ALONE, TOGETHER) if both else (ALONE,):
+        head = f"{mode}\n" if both else ""
+        found.append((f"{head}time", partial(_duration, mode, "seconds")))
+        if width >= FULL:
+            found.append(("alg\nGB/s", partial(_rate, mode, "algorithm_gb_per_s")))
+        found.append(("bus\nGB/s", partial(_rate, mode, "bus_gb_per_s")))
+    if width >= MEDIUM:
+        found.append(("priced", partial(_duration, ALONE, "priced_s")))
+    found.append(("times\nprice", _times_the_price))
+    return found
+
+
+def _duration(mode: str, key: str, modes: dict[str, dict]) -> str:
+    seconds = modes[mode][key]
+    return "no wire" if seconds is None else duration(seconds)
+
+
+def _rate(mode: str, key: str, modes: dict[str, dict]) -> str:
+    return f"{modes[mode][key]:.2g}" if modes[mode]["bytes"] else ""
+
+
+def _times_the_price(modes: dict[str, dict]) -> str:
+    times = modes[ALONE]["times_the_price"]
+    return "" if times is None else f"{times:.2g}" if times < 100 else f"{times:.0f}"
 
 
 def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
@@ -54,25 +95,6 @@ def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
         key = (row["op"], row["reduction"], row["training_path"], row["size"])
         found.setdefault(key, {})[row["mode"]] = row
     return found
-
-
-def _columns(mode: str, width: int) -> list[str]:
-    names = ["time", "alg GB/s", "bus GB/s"] if width >= NARROW else ["time", "bus GB/s"]
-    return [f"{mode}\n{names[0]}", *(name.replace(" ", "\n") for name in names[1:])]
-
-
-def _cells(modes: dict[str, dict], both: bool, width: int) -> list[str]:
-    alone = modes[ALONE]
-    if "not_offered" in alone:
-        return [alone["not_offered"]]
-    cells = [alone["path"], size(alone["bytes"])]
-    for row in (alone, modes[TOGETHER]) if both else (alone,):
-        rates = [row["algorithm_gb_per_s"], row["bus_gb_per_s"]]
-        shown = [f"{rate:.3g}" if row["bytes"] else "" for rate in rates]
-        cells += [duration(row["seconds"]), *(shown if width >= NARROW else shown[1:])]
-    if alone["priced_s"] is None:
-        return [*cells, "no wire", ""]
-    return [*cells, duration(alone["priced_s"]), f"{alone['times_the_price']:.3g}"]
 
 
 def duration(seconds: float) -> str:

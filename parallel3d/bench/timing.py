@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Of the budget; the rest is for starting the ranks and for ending.
+# Of the budget; the rest is for the probe of pairs, and for ending.
 MEASURING_SHARE = 0.8
 
 
