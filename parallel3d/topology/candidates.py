@@ -6,6 +6,8 @@ A candidate is a tiling (digits of a position) over a base (the GPU at each posi
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -126,6 +128,28 @@ def permutations(layout: Layout) -> list[Tiling]:
     return [Tiling(tuple((d, layout.size(d)) for d in p)) for p in itertools.permutations(used)]
 
 
+def every_tiling(layout: Layout, most: int) -> list[Tiling]:
+    """All orders of the dimensions' prime factors, or none where they would be over `most`."""
+    left = Counter((d, p) for d in DIMENSIONS for p in _primes(layout.size(d)))
+    orders = math.factorial(left.total())
+    for times in left.values():
+        orders //= math.factorial(times)
+    return [merged(digits) for digits in _arrangements(left)] if orders <= most else []
+
+
+def _primes(n: int) -> list[int]:
+    first = next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+    return [first, *_primes(n // first)] if n > 1 else []
+
+
+def _arrangements(left: Counter[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    if not left.total():
+        yield []
+    for digit in [d for d, times in left.items() if times]:
+        for rest in _arrangements(left - Counter([digit])):
+            yield [digit, *rest]
+
+
 def inside_splits(layout: Layout, domain: int) -> list[dict[str, int]]:
     """The ways to fill a domain: a factor of each dimension, their product `domain`."""
     found: list[dict[str, int]] = [{}]
@@ -166,12 +190,13 @@ def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
     if boundary % start or _product_of(inner) != start:
         return []
     found = []
-    for (a, n_a), (b, n_b) in itertools.permutations(outer, 2):
+    for i, j in itertools.permutations(range(len(outer)), 2):
+        (a, n_a), (b, n_b) = outer[i], outer[j]
         for factor in _common_divisors(n_a, boundary // start):
             other = boundary // start // factor
             if a != b and n_b % other == 0 and factor > 1 and other > 1:
-                left = {a: n_a // factor, b: n_b // other}
-                rest = [(d, left.get(d, n)) for d, n in outer]
+                rest = list(outer)
+                rest[i], rest[j] = (a, n_a // factor), (b, n_b // other)
                 found.append(merged([*inner, (a, factor), (b, other), *rest]))
     return found
 

@@ -5,7 +5,8 @@
 1. every order of the dimensions in use, the default order among them;
 2. every way to fill a domain with a factor of each dimension, the rest outside in every order. A
    bound (each dimension alone, with the network to itself) leaves the best `BEAM` ways;
-3. for the best of these, two dimensions that share a unit (or a node of several domains).
+3. for the best of these, two dimensions that share a unit (or a node of several domains);
+4. in small worlds every tiling there is, where they are `EVERY` at most.
 
 All that over each base of `candidates.bases`. Small or uneven worlds are priced in full; larger
 ones by `estimate.Sample`, and then the best few and the default in full, so that the first in the
@@ -26,6 +27,7 @@ from parallel3d.topology.advice import refuse_unreachable
 from parallel3d.topology.candidates import (
     Base,
     bases,
+    every_tiling,
     inside_splits,
     permutations,
     split_at,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 BEAM = 10  # ways to fill a domain that are priced
 REFINED = 3  # tilings whose units are split
+EVERY = 200  # tilings
 FULL = 512  # ranks up to which every candidate is priced in full
 FULL_UNEVEN = 4096  # the same for uneven clusters
 PRICED = 3  # candidates of larger worlds that are priced in full
@@ -171,7 +174,7 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
                 tiling, base, sample.seconds(tiling, task.transfers, task.exposed)
             )
 
-    for tiling in permutations(layout):
+    for tiling in [*permutations(layout), *(every_tiling(layout, EVERY) if in_full else ())]:
         score(tiling)
     if layout.world_size > base.domain:
         for inside in _best_insides(task, base.domain):
