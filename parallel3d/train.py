@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.bench.preflight import preflight
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.launch import Worker
@@ -18,6 +19,7 @@ from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
+from parallel3d.worker import say
 
 
 def train(config: Config, worker: Worker) -> None:
@@ -29,6 +31,8 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "making process groups"
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker)
+    if config.preflight:
+        preflight(config, groups, worker, say)
     worker.phase = "opening the data"
     corpus = open_corpus(config.data, config.model.seq_length)
     worker.phase = "building the model"
