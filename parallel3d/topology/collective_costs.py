@@ -102,7 +102,8 @@ def all_gather(n: int, nbytes: float, link: Link) -> float:
 def ring_all_reduce(n: int, nbytes: float, link: Link) -> float:
     """A reduce-scatter and an all-gather: 2(n − 1)·α + 2(n − 1)/n · N/B.
 
-    No algorithm sends less (Patarasuk and Yuan 2009, theorem 1), but α counts 2(n − 1) times.
+    No algorithm that adds on the ranks sends less (Patarasuk and Yuan 2009), but α counts
+    2(n − 1) times.
     """
     return reduce_scatter(n, nbytes, link) + all_gather(n, nbytes, link)
 
