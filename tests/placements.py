@@ -1,4 +1,4 @@
-"""Random clusters, layouts and traffic for the placement tests; a slow classification of its own."""
+"""Random clusters, layouts and traffic for the placement tests; a slow classification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 def a_cluster(nodes: int, gpus: int = 8, domain: int | None = None, **other: object) -> Cluster:
     """H100-like speeds; one NIC and rail a GPU unless `rails` says otherwise."""
     given = {"rails": gpus, "oversubscription": 1.0, **other}
-    return Cluster("test", nodes, gpus, domain or gpus, nvlink=NVLINK, rail=RAIL, spine=SPINE, **given)
+    return Cluster(
+        "test", nodes, gpus, domain or gpus, nvlink=NVLINK, rail=RAIL, spine=SPINE, **given
+    )
 
 
 def random_cluster(rng: random.Random, most_nodes: int = 12) -> Cluster:
@@ -36,6 +38,10 @@ def random_cluster(rng: random.Random, most_nodes: int = 12) -> Cluster:
         other["node_domain"] = tuple(rng.randint(0, 3) for _ in range(nodes))
     if rng.random() < 0.2:
         other["node_unit"] = tuple(rng.randint(0, 2) for _ in range(nodes))
+    if rng.random() < 0.1:
+        other["local_rail"] = tuple(rng.randrange(int(other["rails"])) for _ in range(gpus))
+    if rng.random() < 0.1:
+        other["local_domain"] = tuple(rng.randrange(3) for _ in range(gpus))
     return a_cluster(nodes, gpus, domain, **other)
 
 
@@ -77,6 +83,8 @@ def slow_places(cluster: Cluster) -> list[tuple[int, int, object, int]]:
         for local in range(count):
             if cluster.node_domain:
                 domain: object = cluster.node_domain[node]
+            elif cluster.local_domain:
+                domain = (node, cluster.local_domain[local])
             elif cluster.domain_gpus >= cluster.gpus_per_node:
                 domain = node * cluster.gpus_per_node // cluster.domain_gpus
             else:
@@ -115,7 +123,9 @@ def slow_classes(placement: Placement, dim: str) -> dict[str, object]:
     at = {rank: places[int(slot)] for rank, slot in enumerate(placement.slots)}
 
     def leaf(rank: int) -> tuple[int, int]:
-        return at[rank][3], at[rank][1] % cluster.rails
+        local = at[rank][1]
+        rail = cluster.local_rail[local] if cluster.local_rail else local % cluster.rails
+        return at[rank][3], rail
 
     def kind(a: int, b: int) -> str:
         if at[a][2] == at[b][2]:
@@ -131,8 +141,8 @@ def slow_classes(placement: Placement, dim: str) -> dict[str, object]:
     levels = [sorted(Counter(at[r][2] for r in g).values()) for g in groups]
     inner = {n for counts in levels for n in counts}
     outer = {len(counts) for counts in levels}
-    two = dim not in ("pp", "embedding") and len(inner) == 1 and inner > {0} - {0} and len(outer) == 1
-    sizes = (inner.pop(), outer.pop()) if two else None
+    alike = dim not in ("pp", "embedding") and len(inner) == 1 and len(outer) == 1
+    sizes = (inner.pop(), outer.pop()) if alike else None
     return {
         "pairs": Counter(kind(*p) for p in pairs),
         "in_domain": len(inside),

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parallel3d.errors import UserError
-from parallel3d.topology.candidates import permutations
+from parallel3d.topology.candidates import permutations, snaked
 from parallel3d.topology.cluster import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import DimLinks, classify, members
-from parallel3d.topology.placement import Placement
+from parallel3d.topology.placement import Placement, Tiling
 from parallel3d.topology.price import Paths, price_step, price_transfer
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ def _what_works(placement: Placement, transfers: list[Transfer] | None) -> str:
     """The nearest layout or order whose neighbours all have wires, tried out."""
     layout, cluster = placement.layout, placement.cluster
     if layout.world_size <= TRIED_RANKS:
-        for tiling in permutations(layout)[1:]:
-            if _has_paths(Placement.tiled(cluster, layout, tiling), transfers):
-                order = "-".join(d for d, _ in tiling.digits)
+        orders = permutations(layout)
+        snake = snaked(orders[0], cluster.domain_gpus)
+        for tiling in [*([snake] if snake else []), *orders[1:]]:
+            tried = Placement.tiled(cluster, layout, tiling)
+            if _has_paths(tried, transfers) and not _leaves_domain(tried, classify(tried)["tp"]):
+                order = str(tiling) if tiling.snake else "-".join(d for d, _ in tiling.digits)
                 return f"placement={order} has a path for all"
     both = layout.tp * layout.dp
     fitting = (t for t in range(min(both, cluster.domain_gpus), 0, -1) if both % t == 0)
@@ -94,7 +97,7 @@ def _has_paths(placement: Placement, transfers: list[Transfer] | None) -> bool:
 
 
 def _leaves_domain(
-    placement: Placement, links: DimLinks, transfers: list[Transfer] | None
+    placement: Placement, links: DimLinks, transfers: list[Transfer] | None = None
 ) -> str | None:
     out = links.groups - links.in_domain
     if not out:
@@ -138,11 +141,24 @@ def _alternates_rails(placement: Placement, links: DimLinks) -> str | None:
             f"reduce in two levels, {levels.inner} inside each domain and then {levels.outer} "
             f"between domains, {then}; or {advice}"
         )
+    snake = _snake_on_rails(placement, links.dim)
+    if snake is not None:
+        advice += f"; placement={snake} turns every other ring round and changes no rail"
     return (
         f"{links.dim}={links.size} alternates between {links.rails} rails: {off} of "
         f"{sum(links.pairs.values())} pairs go over the spine (first: {links.offending[0]}); "
         f"{advice}"
     )
+
+
+def _snake_on_rails(placement: Placement, dim: str) -> Tiling | None:
+    """The default order as a snake over the same GPUs, where that keeps `dim` on its rails."""
+    cluster, layout = placement.cluster, placement.layout
+    snake = snaked(permutations(layout)[0], cluster.domain_gpus)
+    if snake is None or layout.world_size > TRIED_RANKS:
+        return None
+    tried = Placement.tiled(cluster, layout, snake, np.sort(placement.slots))
+    return None if _off_rail(classify(tried)[dim]) else snake
 
 
 def _between_units(placement: Placement, links: DimLinks) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel3d.topology.cluster import Cluster, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
-from parallel3d.topology.placement import Tiling
+from parallel3d.topology.placement import SNAKED, Tiling
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def bases(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[
     number of GPUs of each domain, a multiple of what a replica, or its inner part, takes.
     """
     given = np.arange(cluster.size) if slots is None else np.asarray(slots)
-    even = not (cluster.node_gpus or cluster.node_domain or cluster.node_unit)
+    uneven = (cluster.node_gpus, cluster.node_domain, cluster.node_unit, cluster.local_domain)
+    even = not any(uneven)
     in_order = slots is None or bool((given == np.arange(given.size)).all())
     found = [_base(cluster, layout, given, "", even and in_order)]
     ordered = given
@@ -203,6 +204,25 @@ def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
 
 def _product_of(digits: list[tuple[str, int]]) -> int:
     return int(np.prod([n for _, n in digits], dtype=np.int64))
+
+
+def cut_at(tiling: Tiling, boundary: int) -> Tiling:
+    """The same map, the digit that spans position `boundary` as two, where it can be."""
+    digits: list[tuple[str, int]] = []
+    stride = 1
+    for dim, factor in tiling.digits:
+        first = boundary // stride if stride < boundary < stride * factor else 1
+        fits = first > 1 and boundary % stride == 0 and factor % first == 0
+        digits += [(dim, first), (dim, factor // first)] if fits else [(dim, factor)]
+        stride *= factor
+    return Tiling(tuple(digits))
+
+
+def snaked(tiling: Tiling, domain: int) -> Tiling | None:
+    """`tiling` as a snake, cut at the domain's border; None where that changes nothing."""
+    cut = cut_at(tiling, domain).digits
+    repeated = any(sum(d == dim for d, _ in cut) > 1 for dim in SNAKED)
+    return Tiling(cut, snake=True) if repeated else None
 
 
 def merged(digits: list[tuple[str, int]]) -> Tiling:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.topology.candidates import cut_at
 from parallel3d.topology.cluster import LinkClass, Slots
 from parallel3d.topology.flows import Fabric, Flows
 from parallel3d.topology.layout import DIMENSIONS, Layout
 from parallel3d.topology.links import OPEN_CHAINS, Wiring
-from parallel3d.topology.placement import Tiling
+from parallel3d.topology.placement import SNAKED, Tiling
 from parallel3d.topology.price import Paths, price_transfer
 
 if TYPE_CHECKING:
@@ -41,21 +42,26 @@ class Digit:
     factor: int
     weight: int  # of the dimension's index
     stride: int  # in positions
+    snake: bool = False
+
+    def of(self, index: Slots) -> Slots:
+        """This digit of the position, where the dimension has `index`."""
+        digit = index // self.weight % self.factor
+        if not self.snake:
+            return digit
+        turn = index // (self.weight * self.factor) % 2
+        return np.where(turn, self.factor - 1 - digit, digit)
 
 
 def digits_of(tiling: Tiling, boundary: int) -> tuple[Digit, ...]:
     """The tiling's digits, the one across position `boundary` split there where it can be."""
-    split: list[tuple[str, int]] = []
-    stride = 1
-    for dim, factor in tiling.digits:
-        first = boundary // stride if stride < boundary < stride * factor else 1
-        fits = first > 1 and boundary % stride == 0 and factor % first == 0
-        split += [(dim, first), (dim, factor // first)] if fits else [(dim, factor)]
-        stride *= factor
     found, stride = [], 1
     weight = dict.fromkeys(DIMENSIONS, 1)
-    for dim, factor in split:
-        found.append(Digit(dim, factor, weight[dim], stride))
+    if not tiling.snake:  # of a snake every digit turns round, so one more is another map
+        tiling = cut_at(tiling, boundary)
+    for dim, factor in tiling.digits:
+        snake = tiling.snake and dim in SNAKED
+        found.append(Digit(dim, factor, weight[dim], stride, snake))
         weight[dim] *= factor
         stride *= factor
     return tuple(found)
@@ -97,7 +103,7 @@ class Sample:
     ) -> float:
         """Predicted seconds a step, `exposed` of each dimension; infinity where one has no path."""
         digits = digits_of(tiling, self.domain)
-        place = self._coordinates(digits)
+        place = tiling.coordinates(self.positions)
         total = 0.0
         for dim in dict.fromkeys(t.dim for t in transfers):
             paths = self._paths(dim, digits, place)
@@ -109,12 +115,6 @@ class Sample:
             mine = (price_transfer(t, paths, cluster) for t in transfers if t.dim == dim)
             total += exposed.get(dim, 1.0) * math.fsum(p.seconds for p in mine)
         return total
-
-    def _coordinates(self, digits: tuple[Digit, ...]) -> Coordinates:
-        place = {d: np.zeros_like(self.positions) for d in DIMENSIONS}
-        for x in digits:
-            place[x.dim] += self.positions // x.stride % x.factor * x.weight
-        return place
 
     def _paths(self, dim: str, digits: tuple[Digit, ...], place: Coordinates) -> Paths | None:
         dims = {"model": ("tp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
@@ -178,8 +178,7 @@ def _shift(own: list[Digit], was: Coordinates, now: Coordinates) -> Slots:
     """How far the position moves when the coordinates of these digits change."""
     moved: Slots | int = 0
     for x in own:
-        old, new = (c[x.dim] // x.weight % x.factor for c in (was, now))
-        moved = moved + (new - old) * x.stride
+        moved = moved + (x.of(now[x.dim]) - x.of(was[x.dim])) * x.stride
     return np.asarray(moved)
 
 

@@ -26,11 +26,16 @@ class Fabric:
         """(leaf switches,): NICs under each; a NIC is counted at its first GPU."""
         cluster = self.cluster
         first = np.flatnonzero(cluster.local < cluster.rails)
+        if cluster.local_rail:
+            nics = cluster.node * cluster.rails + cluster.rail_of
+            first = np.unique(nics, return_index=True)[1]
         return np.bincount(cluster.unit[first] * cluster.rails + cluster.rail_of[first])
 
     @cached_property
     def shares_nics(self) -> bool:
-        return int(self.cluster.local.max()) >= self.cluster.rails
+        """Whether any NIC has several GPUs."""
+        rails = self.cluster.local_rail
+        return len(set(rails)) < len(rails) or int(self.cluster.local.max()) >= self.cluster.rails
 
     def slowest(self, kinds: Iterable[LinkClass], nic_flows: int, leaf_load: float) -> Link | None:
         """The wire of the slowest flow; None where one of `kinds` is no wire.

@@ -7,6 +7,8 @@ in the same order under every placement, and so training gives the same bits.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,9 @@ import numpy as np
 from parallel3d.topology.cluster import Cluster, Slots
 from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
 
+SNAKE = "-snake"
+SNAKED = ("dp", "pp")
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -23,9 +28,16 @@ class Tiling:
 
     A dimension may come more than once: here dp is split, two neighbours inside a domain and 16
     outside. Its index counts the earlier digits as the faster ones.
+
+    `snake` (written `tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every
+    other turn of the later ones, as in a reflected Gray code. Neighbours then differ in one digit
+    alone: where the inner digit would start over, a ring leaves a domain on the rail on which it is
+    and enters the next one there. NCCL turns its rings round on every other node for the same
+    reason (NVIDIA/nccl, NCCL_CROSS_NIC).
     """
 
     digits: tuple[tuple[str, int], ...]
+    snake: bool = False
 
     @classmethod
     def from_order(cls, order: str, layout: Layout) -> Tiling:
@@ -40,7 +52,8 @@ class Tiling:
             ValueError: it cannot be read, or its factors do not multiply to the layout's sizes.
         """
         digits: list[tuple[str, int]] = []
-        for part in text.split("-"):
+        plain = text.removesuffix(SNAKE)
+        for part in plain.split("-"):
             match = re.fullmatch(r"(tp|cp|dp|pp)(\d*)", part)
             if match is None:
                 raise ValueError(f"{part!r} is neither a dimension nor one with a factor")
@@ -49,21 +62,27 @@ class Tiling:
             product = int(np.prod([n for d, n in digits if d == dim], dtype=np.int64))
             if product != layout.size(dim):
                 raise ValueError(f"its {dim} multiplies to {product}, not to {layout.size(dim)}")
-        return cls(tuple(digits))
+        return cls(tuple(digits), snake=plain != text)
 
     def __str__(self) -> str:
-        return "-".join(f"{d}{n}" for d, n in self.digits if n > 1) or "one rank"
+        digits = "-".join(f"{d}{n}" for d, n in self.digits if n > 1) or "one rank"
+        return digits + SNAKE if self.snake else digits
 
     def rank_of_slot(self, layout: Layout) -> Slots:
         """(world,): the rank at each place of the grid that the digits count through."""
-        slot = np.arange(layout.world_size)
-        rank = np.zeros_like(slot)
-        weight = {d: layout.stride(d) for d in DIMENSIONS}
-        for dim, factor in self.digits:
-            rank += slot % factor * weight[dim]
-            weight[dim] *= factor
-            slot //= factor
-        return rank
+        place = self.coordinates(np.arange(layout.world_size))
+        return sum(place[d] * layout.stride(d) for d in DIMENSIONS)
+
+    def coordinates(self, positions: Slots) -> dict[str, Slots]:
+        """The index along each dimension at some places of the grid."""
+        strides = [1, *itertools.accumulate((n for _, n in self.digits), operator.mul)]
+        place = {d: np.zeros_like(positions) for d in DIMENSIONS}
+        for (dim, factor), stride in reversed(list(zip(self.digits, strides, strict=False))):
+            digit = positions // stride % factor
+            if self.snake and dim in SNAKED:
+                digit = np.where(place[dim] % 2, factor - 1 - digit, digit)
+            place[dim] = place[dim] * factor + digit
+        return place
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
 2. every way to fill a domain with a factor of each dimension, the rest outside in every order. A
    bound (each dimension alone, with the network to itself) leaves the best `BEAM` ways;
 3. for the best of these, two dimensions that share a unit (or a node of several domains);
-4. in small worlds every tiling there is, where they are `EVERY` at most.
+4. the best of all these, and the default order, as snakes (see `Tiling`);
+5. in small worlds every tiling there is, where they are `EVERY` at most.
 
 All that over each base of `candidates.bases`. Small or uneven worlds are priced in full; larger
 ones by `estimate.Sample`, and then the best few and the default in full, so that the first in the
@@ -30,6 +31,7 @@ from parallel3d.topology.candidates import (
     every_tiling,
     inside_splits,
     permutations,
+    snaked,
     split_at,
     tilings,
 )
@@ -143,7 +145,8 @@ def _rank(candidate: Candidate) -> tuple:
     """Cheaper, then the default, fewer digits, no other GPUs, the order most like the default."""
     order = [DIMENSIONS.index(d) for d, _ in candidate.tiling.digits]
     note, name = candidate.base.note, str(candidate.tiling)
-    return _cost(candidate), not candidate.is_default, len(order), bool(note), order, name, note
+    plain = (len(order), candidate.tiling.snake, bool(note))
+    return _cost(candidate), not candidate.is_default, *plain, order, name, note
 
 
 def _cost(candidate: Candidate) -> float:
@@ -186,6 +189,11 @@ def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
         if base.domain < boundary <= layout.world_size:
             for tiling in split_at(candidate.tiling, base.domain, boundary):
                 score(tiling)
+    best = sorted(found.values(), key=_rank)[:REFINED]
+    for tiling in [permutations(layout)[0], *(c.tiling for c in best)]:
+        snake = snaked(tiling, base.domain)
+        if snake is not None:
+            score(snake)
     return list(found.values())
 
 

@@ -1,0 +1,118 @@
+"""Tilings and placements: every rank on one GPU, groups orthogonal and complete."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import members, neighbours
+from parallel3d.topology.placement import Placement, Tiling
+from tests.placements import a_cluster, random_cluster, random_layout, slow_groups, slow_pairs
+
+DIMS = ("tp", "cp", "dp", "pp")
+
+
+def random_tiling(rng: random.Random, layout: Layout) -> Tiling:
+    """Each dimension cut at random, the pieces shuffled, sometimes a snake."""
+    digits = []
+    for dim in DIMS:
+        left = layout.size(dim)
+        while left > 1:
+            factor = rng.choice([f for f in range(2, left + 1) if left % f == 0])
+            digits.append((dim, factor))
+            left //= factor
+    rng.shuffle(digits)
+    return Tiling(tuple(digits), snake=rng.random() < 0.3)
+
+
+def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
+    """2,000 random clusters, layouts and tilings: every rank in one group a dimension."""
+    rng = random.Random(3)
+    for _ in range(2000):
+        cluster = random_cluster(rng)
+        layout = random_layout(rng, min(cluster.size, 64))
+        placement = Placement.tiled(cluster, layout, random_tiling(rng, layout))
+        everyone = set(range(layout.world_size))
+        assert len(set(placement.slots.tolist())) == len(everyone)
+        assert placement.slots[0] == 0
+        of = {}
+        for dim in DIMS:
+            groups = members(layout, dim).tolist()
+            assert groups == slow_groups(layout, dim)
+            assert sorted(itertools.chain(*groups)) == sorted(everyone)
+            of[dim] = {r: frozenset(g) for g in groups for r in g}
+        for a, b in itertools.combinations(DIMS, 2):
+            assert all(of[a][r] & of[b][r] == {r} for r in everyone)
+        reached = {0}
+        for dim in DIMS:
+            reached = set().union(*(of[dim][r] for r in reached))
+        assert reached == everyone
+        model = members(layout, "model")
+        assert len(model) * layout.tp * layout.pp == len(set(model.ravel().tolist()))
+
+
+def test_neighbours_are_the_pairs_of_rings_and_chains() -> None:
+    rng = random.Random(4)
+    for _ in range(200):
+        layout = random_layout(rng, 64)
+        for dim in (*DIMS, "embedding"):
+            slow = [p for g in slow_groups(layout, dim) for p in slow_pairs(g, dim)]
+            found = zip(*(x.tolist() for x in neighbours(layout, dim)), strict=True)
+            assert sorted(found) == sorted(slow)
+
+
+def test_a_ring_of_two_is_one_pair_and_a_chain_does_not_close() -> None:
+    layout = Layout(tp=2, dp=3, pp=3)
+    assert list(zip(*neighbours(layout, "tp"), strict=True))[:2] == [(0, 1), (2, 3)]
+    assert set(zip(*neighbours(layout, "dp"), strict=True)) >= {(0, 2), (2, 4), (4, 0)}
+    pp = set(zip(*neighbours(layout, "pp"), strict=True))
+    assert (0, 6) in pp and (6, 12) in pp and (12, 0) not in pp
+    assert (0, 12) in set(zip(*neighbours(layout, "embedding"), strict=True))
+
+
+def test_unknown_dimension_is_refused() -> None:
+    with pytest.raises(ValueError, match="'ep' is none of tp, cp, dp, pp, model, embedding"):
+        members(Layout(tp=2), "ep")
+
+
+def test_tiling_reads_and_writes_itself() -> None:
+    layout = Layout(tp=4, dp=8, pp=2)
+    for text in ("tp4-dp2-pp2-dp4", "pp2-dp8-tp4", "tp4-dp2-dp4-pp2-snake"):
+        assert str(Tiling.parse(text, layout)) == text
+    assert str(Tiling.parse("tp-pp-dp", layout)) == "tp4-pp2-dp8"
+    for wrong, why in (("tp4-dp2-pp2", "dp multiplies to 2, not to 8"), ("tp-xx", "'xx'")):
+        with pytest.raises(ValueError, match=why):
+            Tiling.parse(wrong, layout)
+
+
+def test_split_dimension_counts_earlier_digits_faster() -> None:
+    layout = Layout(tp=2, dp=4)
+    ranks = Tiling.parse("dp2-tp2-dp2", layout).rank_of_slot(layout)
+    assert ranks.tolist() == [0, 2, 1, 3, 4, 6, 5, 7]  # rank = tp + 2 · dp
+
+
+def test_snake_neighbours_differ_in_one_digit() -> None:
+    """dp runs 0 1 | 3 2 | 4 5 | 7 6 over nodes of two: each step stays, or keeps its place."""
+    layout = Layout(dp=8)
+    ranks = Tiling.parse("dp2-dp4-snake", layout).rank_of_slot(layout)
+    assert ranks.tolist() == [0, 1, 3, 2, 4, 5, 7, 6]
+    at = np.argsort(ranks)
+    for a, b in zip(at, np.roll(at, -1), strict=True):
+        assert (a // 2 != b // 2) != (a % 2 != b % 2)
+
+
+def test_placement_refuses_maps_that_are_none() -> None:
+    cluster, layout = a_cluster(2, 4), Layout(tp=4)
+    for slots, why in (
+        ([0, 1, 2], "3 slots for 4 ranks"),
+        ([0, 1, 2, 2], "two ranks share"),
+        ([0, 1, 2, 8], "outside of 0..7"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Placement(cluster, layout, np.array(slots), "test")
+    with pytest.raises(ValueError, match="4 GPUs for 8 ranks"):
+        Placement.tiled(cluster, Layout(tp=8), Tiling.parse("tp", Layout(tp=8)), np.arange(4))

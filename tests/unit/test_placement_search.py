@@ -1,0 +1,214 @@
+"""The placement search: never worse than the default, best where the best is known, fast."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.topology.candidates import every_tiling
+from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.topology.flows import Fabric
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import classify
+from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.price import price_step
+from parallel3d.topology.search import place, search
+from parallel3d.topology.traffic import Transfer
+from tests.placements import a_cluster, random_cluster, random_layout, some_traffic
+
+
+def cost(placement: Placement, traffic: list[Transfer], fabric: Fabric | None = None) -> float:
+    price = price_step(placement, traffic, fabric=fabric)
+    return price.seconds if price.reachable else math.inf
+
+
+def default_cost(cluster: Cluster, layout: Layout, traffic: list[Transfer]) -> float:
+    tiling = Tiling.from_order("tp-cp-dp-pp", layout)
+    return cost(Placement.tiled(cluster, layout, tiling), traffic)
+
+
+def nvl72(nodes: int) -> Cluster:
+    speeds = {"nvlink": Link(900.0, 2.0), "rail": Link(50.0, 5.0), "spine": Link(50.0, 8.0)}
+    return Cluster("nvl72", nodes, 4, 72, 4, **speeds)
+
+
+def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Transfer]:
+    """One step of the MLPerf 405B runs: sequence parallel, interleaved, distributed optimizer.
+
+    Sizes: mlcommons/training_results_v5.0 (126 layers, hidden 16384, 8 key/value heads, sequence
+    8192, 8 chunks a stage); volumes by Narayanan et al. 2021 §3 and Korthikanti et al. 2022.
+    """
+    tp, cp, pp = layout.tp, layout.cp, layout.pp
+    hidden, layers = 8192 // cp * 16384 * 2, 126 // pp * microbatches
+    keys = 8192 * 2 * 8 * 128 * 2 // tp
+    shard = 405_849_243_648 // (tp * pp)
+    return [
+        Transfer("tp", "all_gather", hidden, 4 * layers, "activations"),
+        Transfer("tp", "reduce_scatter", hidden, 4 * layers, "activations"),
+        Transfer("cp", "all_gather", keys, layers, "keys and values"),
+        Transfer("cp", "reduce_scatter", keys, layers, "their gradients"),
+        Transfer("pp", "send_recv", hidden // tp, chunks * microbatches, "forward"),
+        Transfer("pp", "send_recv", hidden // tp, chunks * microbatches, "back"),
+        Transfer("dp", "reduce_scatter", 4 * shard, 1, "gradients"),
+        Transfer("dp", "all_gather", 2 * shard, 1, "parameters"),
+    ]
+
+
+def test_search_never_loses_to_the_default_order() -> None:
+    """250 random clusters (uneven, without spine, with spare GPUs) and proportions of traffic."""
+    rng = random.Random(11)
+    won = 0
+    for _ in range(250):
+        cluster = random_cluster(rng, 16)
+        layout = random_layout(rng, min(cluster.size, 96))
+        traffic = some_traffic(layout, rng)
+        found = search(cluster, layout, traffic)
+        default = default_cost(cluster, layout, traffic)
+        (listed,) = [c for c in found if c.is_default]
+        assert listed.seconds == default
+        assert found[0].seconds <= default
+        assert found[0].seconds == cost(found[0].placement, traffic)
+        assert found[0].placement.slots[0] == 0
+        assert found[0].is_default or found[0].seconds < default
+        won += found[0].seconds < 0.99 * default
+    assert won > 30  # it does find something, too
+
+
+def test_search_never_loses_where_it_samples() -> None:
+    """Over 512 ranks candidates are ranked by a sample of their ranks."""
+    rng = random.Random(12)
+    for _ in range(25):
+        cluster = a_cluster(
+            rng.choice([96, 128, 144]),
+            8,
+            rng.choice([4, 8, 16]),
+            unit_nodes=rng.choice([None, 16]),
+            rails=rng.choice([8, 4]),
+            oversubscription=rng.choice([1.0, 2.0, None]),
+        )
+        tp, pp = rng.choice([2, 4, 8, 16]), rng.choice([2, 3, 8])
+        layout = Layout(tp=tp, pp=pp, dp=cluster.size // (tp * pp))
+        traffic = some_traffic(layout, rng)
+        found = search(cluster, layout, traffic)
+        assert found[0].seconds <= default_cost(cluster, layout, traffic)
+        assert found[0].price is not None
+
+
+def test_small_searches_find_the_best_of_all_tilings() -> None:
+    rng = random.Random(13)
+    compared = 0
+    while compared < 60:
+        cluster = random_cluster(rng, 8)
+        layout = random_layout(rng, min(cluster.size, 48))
+        traffic, fabric = some_traffic(layout, rng), Fabric(cluster)
+        every = every_tiling(layout, 200)
+        if len(every) < 6:
+            continue
+        placements = (Placement.tiled(cluster, layout, t) for t in every)
+        best = min(cost(p, traffic, fabric) for p in placements)
+        found = search(cluster, layout, traffic)[0].seconds
+        assert found <= best * (1 + 1e-9)
+        compared += 1
+
+
+TINY = [
+    (a_cluster(3, 2), Layout(tp=2, pp=3)),
+    (a_cluster(3, 2), Layout(tp=3, dp=2)),
+    (a_cluster(2, 3), Layout(pp=2, dp=3)),
+    (a_cluster(2, 4, 2), Layout(tp=4, pp=2)),
+    (a_cluster(4, 2, unit_nodes=2, oversubscription=4.0), Layout(dp=4, pp=2)),
+    (a_cluster(2, 4, oversubscription=None), Layout(tp=2, dp=4)),
+]
+
+
+@pytest.mark.parametrize(("cluster", "layout"), TINY)
+def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
+    """All permutations of 6 or 8 GPUs with rank 0 on the first."""
+    traffic, fabric = some_traffic(layout), Fabric(cluster)
+    rest = itertools.permutations(range(1, cluster.size))
+    slots = (np.array((0, *p)) for p in rest)
+    best = min(cost(Placement(cluster, layout, s, "tried"), traffic, fabric) for s in slots)
+    assert math.isfinite(best)
+    assert search(cluster, layout, traffic)[0].seconds == pytest.approx(best)
+
+
+def test_h100_tp8_keeps_the_default_order() -> None:
+    layout = Layout(tp=8, dp=4, pp=4)
+    assert search(a_cluster(16), layout, some_traffic(layout))[0].is_default
+
+
+def test_nvl72_search_finds_one_replica_a_domain() -> None:
+    """MLPerf's 405B on GB200: tp4 cp2 pp8, --segment=16, rank order tp-cp-pp-dp."""
+    cluster, layout = nvl72(8 * 18), Layout(tp=4, cp=2, pp=8, dp=8)
+    traffic = llama_405b(layout, microbatches=144)
+    config = SimpleNamespace(placement="tp-cp-pp-dp")
+    known = place(config, cluster, layout, traffic)
+    links = classify(known)
+    assert all(links[d].in_domain == links[d].groups for d in ("tp", "cp", "pp"))
+    assert known.how == "tp4-cp2-pp8-dp8, 64 GPUs of each domain"
+    default = default_cost(cluster, layout, traffic)
+    assert cost(known, traffic) < 0.75 * default
+    assert search(cluster, layout, traffic)[0].seconds <= cost(known, traffic)
+    # The gradients of those runs hide behind the backward pass; with a fifth of them seen:
+    best = search(cluster, layout, traffic, exposed={"dp": 0.2})[0]
+    assert (best.placement.slots == known.slots).all()
+
+
+def test_rank_0_stays_where_the_launcher_is() -> None:
+    """Nodes in any order, one missing, one with fewer GPUs: rank 0 on the first of the slots."""
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        cluster = a_cluster(6, 4, node_gpus=(4, 4, 3, 4, 4, 4), unit_nodes=2)
+        nodes = rng.permutation(6)[:5]
+        slots = np.concatenate([np.flatnonzero(cluster.node == n) for n in nodes])
+        layout = Layout(tp=4, dp=2, pp=2)
+        traffic = some_traffic(layout)
+        for text in ("auto", "default", "tp-pp-dp"):
+            chosen = place(SimpleNamespace(placement=text), cluster, layout, traffic, slots)
+            assert chosen.slots[0] == slots[0]
+            assert set(chosen.slots) <= set(slots)
+
+
+def test_shuffled_nodes_cost_no_more_than_sorted_ones() -> None:
+    """Slurm hands out the nodes of two units in turn; auto undoes it."""
+    cluster = a_cluster(8, unit_nodes=4, oversubscription=4.0)
+    layout = Layout(tp=8, dp=4, pp=2)
+    traffic = some_traffic(layout)
+    in_turn = np.concatenate([np.arange(8) + 8 * n for n in (0, 4, 1, 5, 2, 6, 3, 7)])
+    found = search(cluster, layout, traffic, in_turn)
+    straight = search(cluster, layout, traffic)
+    assert found[0].seconds == pytest.approx(straight[0].seconds)
+    assert found[0].seconds < next(c for c in found if c.is_default).seconds
+
+
+def test_unreadable_placements_name_the_nearest_choice() -> None:
+    cluster, layout = a_cluster(2), Layout(tp=4, dp=2, pp=2)
+    for text, nearest in (
+        ("atuo", "placement=auto"),
+        ("tp-dp", "placement=tp-dp-pp"),
+        ("tp4-dp4-pp2", "placement=tp-dp-pp"),
+        ("pp-tp-dp-zz", "placement=pp-tp-dp"),
+    ):
+        with pytest.raises(UserError, match=f"placement='{text}'.*nearest: {nearest}$"):
+            place(SimpleNamespace(placement=text), cluster, layout, some_traffic(layout))
+    with pytest.raises(UserError, match=r"nearest that works: cluster\.nodes=2"):
+        place(SimpleNamespace(placement="auto"), a_cluster(1), layout, some_traffic(layout))
+
+
+def test_search_answers_in_time() -> None:
+    """Measured on one busy core: 0.1 s for 16,384 GPUs, 2 s for 1,000,000."""
+    for nodes, dp, limit in ((2048, 128, 0.3), (131_072, 8192, 5.0)):
+        cluster = a_cluster(nodes, unit_nodes=32, oversubscription=2.0)
+        layout = Layout(tp=8, pp=16, dp=dp)
+        traffic = some_traffic(layout)
+        start = time.process_time()
+        found = search(cluster, layout, traffic)
+        assert time.process_time() - start < limit
+        assert found[0].seconds <= next(c for c in found if c.is_default).seconds
