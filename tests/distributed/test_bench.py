@@ -1,0 +1,376 @@
+"""`bench comm` and preflight on real ranks: every row is there, what is wrong or slow shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.bench import rows as bench_rows
+from parallel3d.bench.comm import bench_comm
+from parallel3d.bench.measure import Measurement
+from parallel3d.bench.operations import Operation, WrongResult
+from parallel3d.bench.preflight import preflight
+from parallel3d.bench.probe import exchange, probe
+from parallel3d.bench.rows import Row
+from parallel3d.bench.where import Where
+from parallel3d.config import BenchConfig, ClusterConfig, Config, LaunchConfig
+from parallel3d.launch import Worker
+from parallel3d.topology.process_groups import Group, ProcessGroups
+from tests.distributed.pool import Pool
+
+CPU = torch.device("cpu")
+LAYOUTS = {4: (2, 1, 2), 8: (2, 2, 2)}  # ranks → tp, pp, dp
+DELAY_S = 0.002
+
+# What the issue lists, by hand: the code's own list is what is tested.
+REDUCED = ("all_reduce", "reduce", "reduce_scatter")
+MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
+
+
+class Bench:
+    """Everything that a measurement needs, on one rank."""
+
+    def __init__(self, run_dir: Path = Path(), tp: int = 2, pp: int = 1, dp: int = 2, **keys: Any):
+        self.config = Config(tp=tp, pp=pp, dp=dp, **keys)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.worker = Worker(rank, rank, world, world, run_dir, "local")
+        self.groups = ProcessGroups.of_run(self.config, self.worker)
+        self.where = Where.find(self.config, self.worker, self.groups.layout)
+        self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
+
+    def measurement(self, rows: list[Row], calls: int = 1, budget_s: float = 60.0) -> Measurement:
+        return Measurement(rows, self.sites, self.where, 0, calls, budget_s)
+
+    def rows(self, *sizes: int) -> list[Row]:
+        return bench_rows.all_rows(self.sites, sizes, self.groups.layout)
+
+    def close(self) -> None:
+        for site in self.sites.values():
+            if site.boxes is not None:
+                site.boxes.memory.close()
+        self.groups.close()
+
+
+# --- the rows --------------------------------------------------------------------------------
+
+
+def all_results(tp: int, pp: int, dp: int, sizes: tuple[int, ...]) -> list[dict]:
+    bench = Bench(tp=tp, pp=pp, dp=dp)
+    done = [row for _, rows in bench.measurement(bench.rows(*sizes)).results() for row in rows]
+    bench.close()
+    return done
+
+
+def expected_rows(dims: dict[str, int], sizes: tuple[int, ...]) -> set[tuple]:
+    """(dim, op, reduction, size, mode) of every row by the backend."""
+    keys = set()
+    for dim, groups in dims.items():
+        for mode in ("alone", "together") if groups > 1 else ("alone",):
+            keys.add((dim, "barrier", None, 0, mode))
+            keys |= {(dim, op, None, size, mode) for op, size in product(MOVED, sizes)}
+            for op, reduction, size in product(REDUCED, ("sum", "avg", "max"), sizes):
+                keys.add((dim, op, reduction, size, mode))
+    return keys
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_every_collective_has_its_row_in_every_dimension_size_and_mode(
+    pool: Pool, world: int
+) -> None:
+    tp, pp, dp = LAYOUTS[world]
+    sizes = (1024, 65536)
+    results = pool.run(world, all_results, tp, pp, dp, sizes, timeout_s=120)
+    assert results[1:] == [[]] * (world - 1)  # rank 0 alone holds them
+    rows = results[0]
+    by_backend = [row for row in rows if not row["training_path"]]
+    key = ("dim", "op", "reduction", "size", "mode")
+    keys = [tuple(row[name] for name in key) for row in by_backend]
+    groups = {"tp": world // tp, "dp": world // dp, "world": 1}
+    if pp > 1:
+        groups["pp"] = world // pp
+    assert sorted(map(str, keys)) == sorted(map(str, expected_rows(groups, sizes)))
+    own = {(row["dim"], row["op"], row["path"]) for row in rows if row["training_path"]}
+    shared = {
+        (dim, op, "shared memory")
+        for dim in ("tp", "dp")
+        for op in ("all_reduce", "all_gather", "reduce_scatter")
+    }
+    assert own == shared | ({("pp", "send_recv", "mailbox")} if pp > 1 else set())
+
+
+def test_a_row_keeps_each_ranks_time_and_counts_bytes_as_nccl_tests_does(pool: Pool) -> None:
+    rows = pool.run(4, all_results, 2, 1, 2, (6001,))[0]
+    world = {(row["op"], row["reduction"]): row for row in rows if row["dim"] == "world"}
+    row = world["all_reduce", "sum"]
+    assert row["bytes"] == 6000  # four equal parts of whole numbers
+    assert [len(group["rank_seconds"]) for group in row["groups"]] == [4]
+    # One call: the group's time is its slowest rank's.
+    assert row["seconds"] == max(row["groups"][0]["rank_seconds"])
+    assert row["algorithm_gb_per_s"] == pytest.approx(6000 / row["seconds"] / 1e9)
+    assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] * 1.5)
+    assert row["times_the_price"] == pytest.approx(row["seconds"] / row["priced_s"])
+    alone = [row for row in rows if row["dim"] == "tp" and row["mode"] == "alone"]
+    assert all([g["ranks"] for g in row["groups"]] == [[0, 1], [2, 3]] for row in alone)
+    assert all(row["seconds"] == max(g["seconds"] for g in row["groups"]) for row in rows)
+
+
+def paths_without_shared_memory() -> list[tuple]:
+    bench = Bench(launch=LaunchConfig(shared_memory=False))
+    rows = [row for row in bench.rows(4096) if row.operation.own and row.mode == "alone"]
+    done = [row for _, rows in bench.measurement(rows).results() for row in rows]
+    bench.close()
+    return [(row["dim"], row["op"], row["path"]) for row in done]
+
+
+def test_the_path_is_named_as_training_takes_it(pool: Pool) -> None:
+    found = pool.run(4, paths_without_shared_memory)[0]
+    names = ("all_reduce", "reduce_scatter", "all_gather")
+    assert sorted(found) == sorted((d, n, "pair exchange") for d in ("tp", "dp") for n in names)
+
+
+def priced_links(cluster: ClusterConfig) -> dict[str, tuple]:
+    bench = Bench(cluster=cluster)
+    rows = [Row(dim, Operation("all_gather"), 4096, "alone") for dim in ("tp", "dp")]
+    done = [row for _, rows in bench.measurement(rows).results() for row in rows]
+    bench.close()
+    return {row["dim"]: (row["link"], row["priced_s"]) for row in done}
+
+
+def test_the_price_is_that_of_the_wires_the_group_crosses(pool: Pool) -> None:
+    cluster = ClusterConfig(
+        **{"nodes": 2, "gpus_per_node": 2, "nvlink_gb_per_s": 1.0, "nvlink_latency_us": 1.0},
+        **{"rail_gb_per_s": 0.5, "rail_latency_us": 10.0},
+    )
+    found = pool.run(4, priced_links, cluster)[0]
+    # α + half of the bytes / B.
+    assert found["tp"] == ("nvlink", pytest.approx(1e-6 + 2048 / 1e9))
+    assert found["dp"] == ("rail", pytest.approx(10e-6 + 2048 / 0.5e9))
+
+
+def without_average() -> list[dict]:
+    real = dist.all_reduce
+
+    def refuse(tensor: Tensor, op: object = dist.ReduceOp.SUM, *args: Any, **keys: Any) -> Any:
+        if op == dist.ReduceOp.AVG:
+            raise RuntimeError("Cannot use ReduceOp.AVG with Gloo")
+        return real(tensor, op, *args, **keys)
+
+    with mock.patch.object(dist, "all_reduce", refuse):
+        return all_results(2, 1, 2, (1024,))
+
+
+def test_what_the_backend_does_not_offer_is_a_row_that_says_so(pool: Pool) -> None:
+    rows = pool.run(4, without_average)[0]
+    averages = [row for row in rows if row["reduction"] == "avg"]
+    assert len(averages) == 3 * 5  # tp and dp in two modes, the world in one
+    assert all("has no AVG" in row["not_offered"] for row in averages)
+    assert all("seconds" in row for row in rows if row["reduction"] != "avg")
+
+
+def in_a_hurry(budget_s: float) -> tuple[list[int], int]:
+    bench = Bench()
+    measurement = bench.measurement(bench.rows(1024), calls=20, budget_s=budget_s)
+    calls = [row["calls"] for _, rows in measurement.results() for row in rows]
+    bench.close()
+    return calls, measurement.rows_cut
+
+
+def test_a_small_budget_cuts_calls_and_no_row(pool: Pool) -> None:
+    full, _ = pool.run(4, in_a_hurry, 1e6)[0]
+    assert set(full) == {20}
+    short, cut = pool.run(4, in_a_hurry, 0.01)[0]
+    assert (len(short), set(short), cut) == (len(full), {1}, len(full))
+
+
+# --- wrong results ---------------------------------------------------------------------------
+
+
+def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The same collective, with one number of its first tensor off by one."""
+
+    def call(tensor: Tensor, *args: Any, **keys: Any) -> Any:
+        done = real(tensor, *args, **keys)
+        tensor.view(-1)[3] += 1
+        return done
+
+    return call
+
+
+def swapped(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The same collective, with the halves of what it fills changed over."""
+
+    def call(out: Tensor, *args: Any, **keys: Any) -> Any:
+        done = real(out, *args, **keys)
+        out.copy_(out.roll(out.numel() // 2))
+        return done
+
+    return call
+
+
+def summed_once_more(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor, group: real(real(tensor, group), group)
+
+
+WRONG = {
+    "all_reduce sum": (dist, "all_reduce", spoiled, "number 3"),
+    "reduce max": (dist, "reduce", spoiled, "number 3"),
+    "broadcast": (dist, "broadcast", spoiled, "number 3"),
+    "all_to_all": (dist, "all_to_all_single", swapped, "number 0"),
+    "all_gather": (dist, "all_gather_single", swapped, "number 0"),
+    "reduce_scatter sum": (dist, "reduce_scatter_single", spoiled, "number 3"),
+    "scatter": (dist, "scatter", spoiled, "number 3"),
+    "all_reduce sum own": (collectives, "all_reduce", summed_once_more, "number 0"),
+}
+
+
+def wrong_result(name: str) -> str | None:
+    """What is said of a row whose collective is wrong, by the ranks that can see it."""
+    words = name.split()
+    reduction = words[1] if len(words) > 1 else None
+    row = Row("tp", Operation(words[0], reduction, own=len(words) > 2), 4096, "together")
+    module, function, spoil, _ = WRONG[name]
+    bench = Bench(tp=2, dp=1)
+    measurement = bench.measurement([row])
+    said = None
+    with mock.patch.object(module, function, spoil(getattr(module, function))):
+        if module is dist:  # the plan is handed on by a broadcast, which may be the spoiled one
+            measurement._agreed = lambda plan: (0, 1)
+        try:
+            list(measurement.results())
+        except WrongResult as error:
+            said = str(error)
+        except RuntimeError as error:  # the root has seen it and left
+            assert "Connection closed" in str(error) or "reset by peer" in str(error)
+    return said
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_is_an_error_that_names_the_row(pool: Pool, name: str) -> None:
+    def operation(label: str) -> str:
+        return label.replace(" own", "").replace("_", "-")
+
+    rooted = name.startswith("reduce max")  # only the root holds a result
+    said = pool.run(2, wrong_result, name)[: 1 if rooted else 2]
+    for rank, sentence in enumerate(said):
+        assert sentence is not None
+        assert sentence.startswith(f"tp {operation(name)}, 4096 bytes")
+        assert f"together, rank {rank}: " in sentence
+        assert WRONG[name][3] in sentence
+
+
+# --- slow ranks ------------------------------------------------------------------------------
+
+
+def delayed(slow_rank: int, slow_peer: int | None = None) -> Callable[..., None]:
+    """An exchange in which one rank dawdles, always or with one peer alone."""
+
+    def send(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
+        if dist.get_rank() == slow_rank and slow_peer in (None, peer):
+            time.sleep(DELAY_S)
+        exchange(sent, received, peer, group)
+
+    return send
+
+
+def probed(
+    tp: int, pp: int, dp: int, slow_rank: int, slow_peer: int | None, repeats: int
+) -> list[list]:
+    """The ranks of each finding, of several probes."""
+    bench = Bench(tp=tp, pp=pp, dp=dp)
+    send = delayed(slow_rank, slow_peer)
+    found = [probe(bench.where, bench.groups, CPU, 1.5, send)[0] for _ in range(repeats)]
+    bench.close()
+    return [[list(finding.ranks) for finding in findings] for findings in found]
+
+
+@pytest.mark.parametrize(("layout", "slow"), [((2, 2, 2), 0), ((2, 2, 2), 5), ((2, 1, 2), 3)])
+def test_a_slowed_rank_is_named_and_no_other(
+    pool: Pool, layout: tuple[int, int, int], slow: int
+) -> None:
+    tp, pp, dp = layout
+    found = pool.run(tp * pp * dp, probed, tp, pp, dp, slow, None, 2)
+    assert found == [[[[slow]], [[slow]]]] * (tp * pp * dp)  # and all ranks agree
+
+
+def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
+    assert pool.run(8, probed, 2, 2, 2, 1, 3, 1) == [[[[1, 3]]]] * 8
+
+
+@pytest.mark.parametrize("layout", [(2, 2, 2), (2, 1, 2), (1, 1, 3)])
+def test_a_healthy_run_names_nobody(pool: Pool, layout: tuple[int, int, int]) -> None:
+    tp, pp, dp = layout
+    found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 6, timeout_s=120)
+    assert found[0] == [[]] * 6
+
+
+def test_two_ranks_are_not_compared_with_each_other(pool: Pool) -> None:
+    assert pool.run(2, probed, 2, 1, 1, 1, None, 1) == [[[]]] * 2
+
+
+# --- the whole of it -------------------------------------------------------------------------
+
+
+def whole_bench(run_dir: str, slow_rank: int) -> int:
+    rank = dist.get_rank()
+    bench = BenchConfig(sizes=[4096], iterations=1, warmup=0)
+    worker = Worker(rank, rank, 8, 8, Path(run_dir), "local")
+    return bench_comm(Config(tp=2, pp=2, dp=2, bench=bench), worker, delayed(slow_rank))
+
+
+def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(8, whole_bench, str(tmp_path), 6, timeout_s=120) == [0] * 8
+    report = json.loads((tmp_path / "bench.json").read_text())
+    (finding,) = report["findings"]
+    (slow,) = finding["ranks"]
+    assert (finding["kind"], slow["rank"], slow["rail"]) == ("rank", 6, 6)
+    assert (slow["pp"], slow["dp"], slow["tp"]) == (1, 1, 0)
+    assert slow["host"] == report["ranks"][6]["host"] != ""
+    assert slow["groups"] == ["tp group [6, 7]", "dp group [4, 6]", "pp group [2, 6]"]
+    assert finding["seconds"] > DELAY_S > finding["median_s"]
+
+
+def flown(run_dir: str, slow_rank: int) -> list[str]:
+    bench = Bench(Path(run_dir), tp=2, pp=2, dp=2)
+    said: list[str] = []
+    preflight(bench.config, bench.groups, bench.worker, said.append, delayed(slow_rank))
+    bench.close()
+    return said
+
+
+def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(8, flown, str(tmp_path), 3)
+    assert said[1:] == [[]] * 7
+    (line,) = said[0]
+    assert line.startswith("preflight: slow rank: rank 3 (pp 0, dp 1, tp 1) on ")
+    assert "rail 3" in line
+    assert "dp group [1, 3]" in line
+    report = json.loads((tmp_path / "preflight.json").read_text())
+    assert report["warnings"] == [line.removeprefix("preflight: ")]
+    groups = {
+        dim: [g["ranks"] for g in report["groups"] if g["dim"] == dim] for dim in ("tp", "dp")
+    }
+    assert groups == {
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "dp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    }
+    assert all(g["times_the_price"] == g["seconds"] / g["priced_s"] for g in report["groups"])
+
+
+def test_preflight_of_a_healthy_run_says_nothing(pool: Pool, tmp_path: Path) -> None:
+    for repeat in range(2):
+        folder = tmp_path / str(repeat)
+        folder.mkdir()
+        assert pool.run(8, flown, str(folder), -1) == [[]] * 8

@@ -1,0 +1,101 @@
+"""`parallel3d bench comm` and `preflight=true`, as typed."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, TINY, Shell
+
+BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
+MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
+REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max"))
+OPERATIONS = [*((op, None) for op in MOVED), *REDUCED]
+SIZES = (4096, 262144, 4194304)
+
+
+def test_eight_ranks_give_every_row_in_under_a_minute(shell: Shell) -> None:
+    # Neither the batch nor the data would do for training: nobody asks.
+    ended = shell.run(
+        *BENCH,
+        *("tp=2", "pp=2", "dp=2", "run=b", "global_batch_size=7", "data=text", "data.path=nowhere"),
+    )
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.wall_s < 60
+    report = json.loads((shell.cwd / "runs/b/bench.json").read_text())
+    found = {
+        (row["dim"], row["op"], row["reduction"], row["size"], row["mode"]): row
+        for row in report["rows"]
+        if not row["training_path"]
+    }
+    modes = {dim: ("alone", "together") for dim in ("tp", "pp", "dp")} | {"world": ("alone",)}
+    for dim, of_dim in modes.items():
+        for mode in of_dim:
+            assert found.pop((dim, "barrier", None, 0, mode))["seconds"] > 0
+            for (op, reduction), size in product(OPERATIONS, SIZES):
+                row = found.pop((dim, op, reduction, size, mode))
+                assert row["calls"] >= 1
+                assert row["bytes"] == size
+                assert row["seconds"] > 0
+                assert row["priced_s"] > 0
+    assert found == {}
+    for words in ("tp: 4 groups of 2", "world: 1 group of 8", "reduce-scatter max", "send/receive"):
+        assert words in ended.out
+    assert "\x1b" not in ended.out  # plain where nobody looks
+    assert "Measured here: cluster.nvlink_gb_per_s=" in ended.out
+    assert "No rank and none of 16 pairs" in ended.out
+
+
+def test_what_was_measured_can_be_given_to_the_cluster(shell: Shell) -> None:
+    few = ("bench.iterations=1", "bench.warmup=0", "bench.json=out.json")
+    ended = shell.run(*BENCH, "dp=2", "run=b", *few)
+    assert ended.code == 0
+    line = next(line for line in ended.out.splitlines() if line.startswith("Measured here: "))
+    keys = line.removeprefix("Measured here: ").split(" (")[0].split()
+    assert "world is not measured: the same ranks as dp." in ended.out
+    again = shell.run(*BENCH, "dp=2", "run=c", *few, *keys)
+    assert again.code == 0
+    prices = {
+        (row["op"], row["size"]): row["priced_s"]
+        for row in json.loads((shell.cwd / "out.json").read_text())["rows"]
+    }
+    speed, latency = (float(key.split("=")[1]) for key in keys)
+    expected = 2 * latency * 1e-6 + 4194304 / (speed * 1e9)
+    assert prices["all_reduce", 4194304] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "tp=1, pp=1 and dp=1 are one rank, and one rank sends nothing"),
+        (("dp=2", "bench.sizes=[]"), "bench.sizes=[] must name at least one size"),
+        (("dp=2", "bench.sizes=[1,4096]"), "the nearest is bench.sizes=[4,4096]"),
+        (("dp=2", "bench.json=no/such/file.json"), "there is no folder no/such"),
+        (("dp=2", "bench.outlier=1"), "bench.outlier=1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    shell: Shell, words: tuple[str, ...], sentence: str
+) -> None:
+    ended = shell.run(*BENCH, *words)
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert sentence in line
+    assert not (shell.cwd / "runs").exists()
+
+
+def test_preflight_is_off_by_default_and_leaves_its_file_when_on(shell: Shell) -> None:
+    words = (*PARALLEL3D, "train", *TINY, *shell.text(), "tp=2", "dp=2")
+    assert shell.run(*words, "run=without").code == 0
+    assert shell.run(*words, "run=with", "preflight=true").code == 0
+    assert not (shell.cwd / "runs/without/preflight.json").exists()
+    report = json.loads((shell.cwd / "runs/with/preflight.json").read_text())
+    assert [group["ranks"] for group in report["groups"]] == [[0, 1], [2, 3], [0, 2], [1, 3]]
+
+    def losses(run: str) -> list[float]:
+        lines = (shell.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line).get("loss") for line in lines]
+
+    assert losses("with") == losses("without")
