@@ -57,7 +57,8 @@ def fit(samples: Sequence[Sample]) -> Fit | None:
     """The link that makes the squares of the relative errors least; None without two sizes.
 
     Small and large messages count alike: an error of 10 % is one wherever it is. A latency that
-    would come out below zero is zero, and bandwidth is bounded by what the fastest sample shows.
+    would come out below zero is zero. Where larger messages take no longer, the bandwidth cannot
+    be told: it is then what the fastest sample has at least.
     """
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
@@ -68,11 +69,10 @@ def fit(samples: Sequence[Sample]) -> Fit | None:
     t = np.array([s.seconds for s in samples])
     columns = np.stack((a, b), axis=1) / t[:, None]
     latency, slowness = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]
-    most = (b / t).max()  # GB/s if the sample had no latency at all
     if latency < 0:
         latency, slowness = 0.0, _alone(b / t)
-    elif slowness < 1 / most:
-        slowness = 1 / most
+    elif slowness <= 0:
+        slowness = 1 / (b / t).max()
         latency = max(0.0, _alone(a / t, 1 - slowness * b / t))
     link = Link(1 / float(slowness), float(latency))
     off = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
