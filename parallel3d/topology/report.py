@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.config_checks import check_config
-from parallel3d.config_fields import show
+from parallel3d.config_fields import check_fields, show
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import assume_batch, assume_model
 from parallel3d.topology.cluster import Cluster
@@ -91,6 +91,7 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     from parallel3d.topology.search import place, search
     from parallel3d.topology.traffic import transfers
 
+    check_fields(config)
     typed = ("experiment",) if typed is None else typed
     config, assumed = assume_model(config, typed)
     cluster = the_cluster(config, environ)
@@ -155,9 +156,7 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
 
     from parallel3d.topology.rank_file import Process, launch_ranks_by_file
 
-    if config.rank_file is None:
-        raise UserError("placement=file needs rank_file, which is null; name a file of ranks.")
-    path = Path(config.rank_file)
+    path = Path(config.rank_file or "")  # check_config wants it named
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -177,8 +176,10 @@ def _picture(report: Report, facts: dict[str, Any]) -> str:
     from parallel3d.topology.svg import cluster_svg
 
     loads = loads_of(report.placement, report.price)
-    title = f"{report.cluster.name}: {cluster_line(facts)}"
-    return cluster_svg(report.placement, report.rank, loads, title, job_line(facts))
+    sizes, _, job = job_line(facts).partition("; ")
+    title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
+    words = f"{cluster_line(facts)}. {job}"
+    return cluster_svg(report.placement, report.rank, loads, title, words)
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -195,6 +196,8 @@ def _check_free(config: Config, name: str) -> None:
         raise UserError(f"{key} is a folder; name a file in it.")
     if not path.parent.is_dir():
         raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{key} is no regular file; name one, or a new one.")
     if path.exists():
         try:
             with path.open(encoding="utf-8", errors="replace") as file:

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import parallel3d
-from parallel3d.topology import collective_costs as costs
 from parallel3d.topology.cluster import Cluster, LinkClass
+from parallel3d.topology.collective_costs import send_recv
 from parallel3d.topology.layout import DIMENSIONS
+from parallel3d.topology.routes import routes
 
 if TYPE_CHECKING:
+    from parallel3d.topology.links import DimLinks
     from parallel3d.topology.report import Report
     from parallel3d.topology.search import Candidate
 
+SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
 WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
 
 
@@ -47,7 +50,7 @@ def facts_of(report: Report, made_by: str) -> dict[str, Any]:
             if port is not None
         },
         "search": _search(report),
-        "routes": routes(report),
+        "routes": _routes(report),
         "rank": _rank(report),
         "warnings": report.warnings,
     }
@@ -159,61 +162,70 @@ def _rank(report: Report) -> dict[str, Any]:
 # --- between rails ---------------------------------------------------------------------------
 
 
-def routes(report: Report) -> dict[str, Any] | None:
-    """The two ways of one message between rails, priced; None where there is one rail or domain.
+def _routes(report: Report) -> dict[str, Any] | None:
+    """The ways of one message between rails, cheapest first; None where nothing has two rails.
 
     The message is the largest that this job sends between rails or, where it sends none, one from
-    the first GPU to another rail of another domain, as long as a pipeline message. By the spine
-    it takes one hop; forwarded it goes over NVLink to the GPU on the destination's rail, all of it,
-    and from there along that rail.
+    the first GPU to another rail of another domain, as long as a pipeline message. `seconds` is
+    with the wires to itself, `crowded_seconds` with an oversubscribed spine that all NICs use.
     """
     cluster = report.cluster
     found = _crossing(report) or _example(report)
     if found is None:
         return None
-    source, target, nbytes, what, happens = found
-    ways = {
-        "spine": _by_spine(cluster, source, target, nbytes),
-        "nvlink_and_rail": _forwarded(cluster, source, target, nbytes),
-    }
-    possible = {name: seconds for name, seconds in ways.items() if seconds is not None}
+    nbytes, source, target, what = found
     return {
         "from": cluster.slot_name(source),
         "to": cluster.slot_name(target),
         "rails": [int(cluster.rail_of[source]), int(cluster.rail_of[target])],
         "bytes": nbytes,
         "what": what,
-        "happens": happens,
-        "seconds": ways,
-        "cheaper": min(possible, key=lambda k: possible[k]) if possible else None,
+        "ways": [
+            {
+                "path": route.describe(cluster),
+                "hops": [hop.label for hop in route.hops],
+                "seconds": route.seconds,
+                "crowded_seconds": math.fsum(
+                    send_recv(nbytes, cluster.link(hop)) for hop in route.hops
+                ),
+            }
+            for route in routes(cluster, source, target, nbytes)
+        ],
     }
 
 
-def _crossing(report: Report) -> tuple[int, int, int, str, bool] | None:
-    """The largest message between two rails that this job sends: source, target, bytes, what."""
+def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
+    """The largest message between two rails that this job sends: bytes, from, to, what.
+
+    None where there is none, or nothing but scalars.
+    """
     found = []
     for dim, links in report.links.items():
-        if dim not in report.price.dims:
+        priced = report.price.dims.get(dim)
+        ends = _pair_on_two_rails(report, links)
+        if priced is None or ends is None:
             continue
-        for pair in links.offending:
-            ends = [int(report.placement.slots[r]) for r in pair.ranks]
-            if report.cluster.rail_of[ends[0]] == report.cluster.rail_of[ends[1]]:
-                continue
-            for p in report.price.dims[dim].transfers:
-                if p.algorithm == "hierarchical":
-                    continue  # in two levels the bytes stay on their rails
-                # A ring passes the buffer on in as many pieces as it has members.
+        for p in priced.transfers:
+            # In two levels the bytes stay on their rails. A ring passes the buffer on in as many
+            # pieces as it has members.
+            if p.algorithm != "hierarchical":
                 pieces = 1 if p.transfer.op == "send_recv" else links.size
-                nbytes = -(-p.transfer.nbytes // pieces)
-                found.append((nbytes, ends[0], ends[1], f"{dim}, {p.transfer.what}"))
-            break
-    if not found:
-        return None
-    nbytes, source, target, what = max(found)
-    return source, target, nbytes, what, True
+                found.append((-(-p.transfer.nbytes // pieces), *ends, f"{dim}: {p.transfer.what}"))
+    largest = max(found, default=None)
+    return largest if largest and largest[0] >= SCALARS else None
 
 
-def _example(report: Report) -> tuple[int, int, int, str, bool] | None:
+def _pair_on_two_rails(report: Report, links: DimLinks) -> tuple[int, int] | None:
+    """The slots of the first neighbours that are on different rails and in different domains."""
+    rail, slots = report.cluster.rail_of, report.placement.slots
+    for pair in links.offending:
+        source, target = (int(slots[r]) for r in pair.ranks)
+        if rail[source] != rail[target]:
+            return source, target
+    return None
+
+
+def _example(report: Report) -> tuple[int, int, int, None] | None:
     cluster = report.cluster
     others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
     near = others & (cluster.unit == cluster.unit[0])
@@ -221,22 +233,4 @@ def _example(report: Report) -> tuple[int, int, int, str, bool] | None:
     if not slots.size:
         return None
     sent = [t.nbytes for t in report.transfers if t.op == "send_recv"]
-    return 0, int(slots[0]), max(sent, default=1_000_000), "an example", False
-
-
-def _by_spine(cluster: Cluster, source: int, target: int, nbytes: int) -> float | None:
-    kind = LinkClass(int(cluster.link_class(source, target)))
-    return None if kind is LinkClass.NONE else costs.send_recv(nbytes, cluster.link(kind))
-
-
-def _forwarded(cluster: Cluster, source: int, target: int, nbytes: int) -> float | None:
-    """Seconds over the source's NVLink and the target's rail; None without a GPU to forward."""
-    same = cluster.domain == cluster.domain[source]
-    relays = np.flatnonzero(same & (cluster.rail_of == cluster.rail_of[target]))
-    if not relays.size:
-        return None
-    kind = LinkClass(int(cluster.link_class(int(relays[0]), target)))
-    if kind is LinkClass.NONE:
-        return None
-    first = costs.send_recv(nbytes, cluster.nvlink)
-    return first + costs.send_recv(nbytes, cluster.link(kind))
+    return max(sent, default=1_000_000), 0, int(slots[0]), None

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 LABEL = 11  # columns of the words at the left
 LEAST_WIDTH = 40
+NARROWEST = 8  # columns of a text in a table
 WORTH_SAYING = 0.005  # of the communication: less is lost in what the model leaves out
-ROUTES = {
-    "spine": "over the spine",
-    "nvlink_and_rail": "over NVLink to the GPU on that rail, then along it",
-}
 
 
 def width_of(config: Config, stream: TextIO) -> int:
@@ -143,7 +140,7 @@ def group_table(facts: Facts, width: int) -> list[str]:
         ("all", "", "", "", "", byte_text(sum(facts["bytes"].values())), _ms(facts["seconds"]))
     )
     head = "one step's communication: bytes of all ranks, time if nothing overlaps"
-    return [*textwrap.wrap(head, width), *_table(rows, "<>><<>>", width)]
+    return [*_wrap(head, width), *_table(rows, "<>><<>>", width)]
 
 
 def _pairs(group: Facts) -> str:
@@ -177,9 +174,7 @@ def search_table(facts: Facts, width: int) -> list[str]:
     best, here = rows[0]["seconds"], facts["seconds"]
     if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):
         gain = "" if here is None else f" saves {_percent(1 - best / here)} of the communication"
-        lines += textwrap.wrap(
-            f"placement={rows[0]['override']}{gain}: {rows[0]['placement']}", width
-        )
+        lines += _wrap(f"placement={rows[0]['override']}{gain}: {rows[0]['placement']}", width)
     return lines
 
 
@@ -194,27 +189,25 @@ def route_lines(facts: Facts, width: int) -> list[str]:
     route = facts["routes"]
     if route is None:
         return []
-    a, b = route["rails"]
-    if route["happens"]:
-        head = f"between rails: {route['what']}, {byte_text(route['bytes'])}, "
+    (a, b), size = route["rails"], byte_text(route["bytes"])
+    ends = f"from {route['from']} (rail {a}) to {route['to']} (rail {b})"
+    if route["what"]:
+        lines = _wrap(f"between rails, {route['what']}, {size} {ends}:", width)
     else:
-        head = f"between rails: nothing of this job; {byte_text(route['bytes'])} "
-    head += f"from {route['from']} (rail {a}) to {route['to']} (rail {b}) would take"
-    if route["happens"]:
-        head = head.replace(" would take", " takes")
-    lines = textwrap.wrap(head, width)
-    for name, words in ROUTES.items():
-        seconds = route["seconds"][name]
-        cheaper = ", the cheaper way" if route["cheaper"] == name else ""
-        text = f"{_ms(seconds)} ms" if seconds is not None else "no path"
-        lines += textwrap.wrap(f"  {text} {words}{cheaper}", width, subsequent_indent="    ")
-    return lines
+        lines = _wrap(f"between rails, as an example, {size} {ends}:", width)
+    for way in route["ways"]:
+        crowd = ""
+        if way["crowded_seconds"] > way["seconds"]:
+            crowd = f" ({_ms(way['crowded_seconds'])} ms when all NICs go there)"
+        text = f"{_ms(way['seconds'])} ms{crowd}  {way['path']}"
+        lines += _wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+    return lines if route["ways"] else [*lines, "  no way leads there"]
 
 
 def warning_lines(facts: Facts, width: int) -> list[str]:
     lines: list[str] = []
     for text in facts["warnings"]:
-        lines += textwrap.wrap(f"warning: {text}", width, subsequent_indent="  ")
+        lines += _wrap(f"warning: {text}", width, subsequent_indent="  ")
     return lines
 
 
@@ -252,28 +245,43 @@ def _count(number: int, word: str) -> str:
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
     indent = " " * LABEL
-    return textwrap.wrap(
+    return _wrap(
         text,
         width,
         initial_indent=label.ljust(LABEL - 1) + " ",
         subsequent_indent=indent,
-        break_long_words=True,
     )
 
 
+def _wrap(text: str, width: int, **indents: str) -> list[str]:
+    """Lines of at most `width` columns; words such as tp-cp-pp-dp stay whole where they fit."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, **indents)
+
+
 def _table(rows: list[tuple[str, ...]], align: str, width: int) -> list[str]:
-    """Columns two blanks apart; the widest text columns are wrapped until all fit `width`."""
+    """Columns two blanks apart; the widest text columns are wrapped until all fit `width`.
+
+    Where even that is too wide, a row becomes a sentence.
+    """
     sizes = [max(len(row[i]) for row in rows) for i in range(len(align))]
     while sum(sizes) + 2 * (len(sizes) - 1) > width:
         widest = max((i for i, a in enumerate(align) if a == "<"), key=lambda i: sizes[i])
-        if sizes[widest] <= 8:
-            break  # narrower than any terminal; the lines run over
+        if sizes[widest] <= NARROWEST:
+            return _sentences(rows, width)
         sizes[widest] -= 1
     lines: list[str] = []
     for row in rows:
-        cells = [textwrap.wrap(text, size) or [""] for text, size in zip(row, sizes, strict=True)]
+        cells = [_wrap(text, size) or [""] for text, size in zip(row, sizes, strict=True)]
         for at in range(max(len(cell) for cell in cells)):
             parts = [cell[at] if at < len(cell) else "" for cell in cells]
             padded = [f"{p:{a}{s}}" for p, a, s in zip(parts, align, sizes, strict=True)]
             lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _sentences(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    lines: list[str] = []
+    for row in rows[1:]:
+        words = [f"{name} {text}" for name, text in zip(rows[0], row, strict=True) if text]
+        lines += _wrap(", ".join(words), width, subsequent_indent="  ")
     return lines

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DOT, PITCH = 6, 8
 ROWS = 32  # nodes of a small tile; a longer unit is drawn as several
-MAX_TILES = 44
+MAX_TILES = 66
 ROOM = 1000  # pixels to the right of the unit drawn in full
 
 
@@ -40,6 +40,7 @@ def draw_overview(picture: Picture, every: list[Tile], x: float, top: float) -> 
     right = x + min(per_row, len(minis)) * step - 14
     seen: set[int] = set()
     arms: list[float] = []
+    rows = -(-len(minis) // per_row)
     for row, start in enumerate(range(0, len(minis), per_row)):
         line, y = minis[start : start + per_row], top + 26 + row * pitch_y
         fresh = False
@@ -60,7 +61,7 @@ def draw_overview(picture: Picture, every: list[Tile], x: float, top: float) -> 
     if left_out:
         word = "unit" if every[0].domain is None else "domain"
         text = f"not drawn: {left_out:,} more {word}s"
-        picture.canvas.text(x, picture.canvas.bottom + 22, text, size=12, fill="#495057")
+        picture.canvas.text(x, top + 26 + rows * pitch_y + 4, text, size=12, fill="#495057")
     return max(right, picture.canvas.right)
 
 

@@ -1,0 +1,353 @@
+"""`parallel3d topology`: what it says is what the objects hold, and what cannot work is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from parallel3d.config import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
+from parallel3d.config_checks import check_config
+from parallel3d.errors import UserError
+from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
+from parallel3d.topology.cluster import LinkClass
+from parallel3d.topology.collective_costs import send_recv
+from parallel3d.topology.report import Report, make_report, topology
+from parallel3d.topology.report_facts import facts_of
+from parallel3d.topology.report_text import group_table, search_table, write_report
+from parallel3d.topology.scene import byte_text
+
+TYPED = ("tp=8",)  # a command line that chose neither model nor batch
+
+
+def preset(name: str, **more) -> ClusterConfig:
+    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / f"{name}.yaml"))
+    return dataclasses.replace(ClusterConfig(**values), **more)
+
+
+def config(cluster: ClusterConfig, **more) -> Config:
+    shown = {k.partition("_")[2]: more.pop(k) for k in list(more) if k.startswith("show_")}
+    return Config(cluster=cluster, topology=TopologyConfig(**shown), **more)
+
+
+CASES = {
+    "h100": config(preset("dgx_h100", nodes=16), tp=8, pp=4),
+    "h100 tp4": config(preset("dgx_h100", nodes=4), tp=4, pp=2),
+    "tp leaves": config(preset("dgx_h100", nodes=4), tp=16),
+    "six": config(preset("rails_3x2"), tp=2, pp=3),
+    "nvl72": config(preset("gb200_nvl72", nodes=36), tp=4, pp=8),
+    "thin spine": config(preset("dgx_h100", nodes=4, oversubscription=8.0), tp=4, dp=8),
+    "rails only": config(preset("rail_only", nodes=4), tp=8, pp=2),
+    "laptop": config(preset("laptop"), tp=2),
+}
+
+
+def made(name: str) -> Report:
+    return make_report(CASES[name], TYPED, {})
+
+
+def text_of(report: Report, width: int = 100) -> str:
+    out = io.StringIO()
+    write_report(report, facts_of(report, "test"), out, width)
+    return out.getvalue()
+
+
+# --- what is said ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_facts_are_those_of_the_objects(name: str) -> None:
+    report = made(name)
+    facts = facts_of(report, "test")
+    cluster, price = report.cluster, report.price
+    assert facts["cluster"]["gpus"] == cluster.size
+    assert facts["cluster"]["domains"] == len(set(cluster.domain.tolist()))
+    largest = Counter(cluster.domain.tolist()).most_common(1)[0][1]
+    assert facts["cluster"]["domain_gpus"] == largest
+    leaves = set(zip(cluster.unit.tolist(), cluster.rail_of.tolist(), strict=True))
+    assert facts["cluster"]["leaf_switches"] == len(leaves)
+    assert facts["seconds"] == price.seconds
+    assert [g["dim"] for g in facts["groups"]] == list(price.dims)
+    for group in facts["groups"]:
+        priced = price.dims[group["dim"]]
+        assert group["seconds"] == priced.seconds
+        assert group["size"] * group["groups"] in (report.layout.world_size, 2 * group["groups"])
+        assert group["bytes"] == {k.label: n for k, n in priced.nbytes.items() if n}
+        if group["dim"] in report.links:
+            links = report.links[group["dim"]]
+            assert group["pairs"] == {k.label: n for k, n in links.pairs.items()}
+            assert group["in_domain"] + group["on_rail"] + group["crossing"] == group["groups"]
+    for label in ("nvlink", "rail", "spine"):
+        parts = [g["bytes"].get(label, 0.0) for g in facts["groups"]]
+        assert facts["bytes"].get(label, 0.0) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_text_holds_its_width_and_no_escape_codes(name: str, width: int) -> None:
+    text = text_of(made(name), width)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_table_of_groups_shows_the_facts(name: str) -> None:
+    facts = facts_of(made(name), "test")
+    rows = [line.split() for line in group_table(facts, 200)[2:]]
+    assert [row[0] for row in rows] == [*(g["dim"] for g in facts["groups"]), "all"]
+    for row, group in zip(rows, facts["groups"], strict=False):
+        assert row[1:3] == [f"{group['size']:,}", f"{group['groups']:,}"]
+        assert " ".join(row[-3:-1]) == byte_text(sum(group["bytes"].values()))
+        shown = float(row[-1].replace(",", ""))
+        assert shown == pytest.approx(group["seconds"] * 1e3, rel=6e-3)
+        for label, count in group.get("pairs", {}).items():
+            share = 100 * count / sum(group["pairs"].values())
+            assert re.search(rf"{label} {share:.0f}", " ".join(row))
+    assert float(rows[-1][-1].replace(",", "")) == pytest.approx(1e3 * facts["seconds"], rel=6e-3)
+
+
+def test_search_rows_are_the_candidates_and_the_default() -> None:
+    report = made("nvl72")
+    facts = facts_of(report, "test")
+    wanted = report.config.topology.search
+    assert [r["seconds"] for r in facts["search"][:wanted]] == [
+        c.seconds for c in report.candidates[:wanted]
+    ]
+    assert sum(row["default"] for row in facts["search"]) == 1
+    best, default = facts["search"][0], next(r for r in facts["search"] if r["default"])
+    assert best["seconds"] < default["seconds"]
+    text = "\n".join(search_table(facts, 120))
+    assert f"{100 * best['seconds'] / default['seconds']:.1f} %" in text
+    assert "placement=auto saves" in text
+
+
+def test_search_can_be_left_out() -> None:
+    report = make_report(config(preset("dgx_h100"), tp=8, show_search=0), TYPED, {})
+    assert report.candidates == []
+    assert "placement search" not in text_of(report)
+
+
+def test_auto_takes_the_best_candidate() -> None:
+    report = make_report(dataclasses.replace(CASES["nvl72"], placement="auto"), TYPED, {})
+    assert report.price.seconds == report.candidates[0].seconds
+    assert "placement=auto saves" not in text_of(report)
+
+
+def test_rank_is_described_with_its_groups() -> None:
+    case = dataclasses.replace(CASES["h100"], topology=TopologyConfig(rank=37))
+    report = make_report(case, TYPED, {})
+    rank = facts_of(report, "test")["rank"]
+    assert rank["gpu"] == "node4 GPU 5"
+    for dim, group in rank["groups"].items():
+        assert group == report.layout.group_of(37, dim)
+    assert "* rank 37 = (pp 1, dp 0, tp 5) on node4 GPU 5" in text_of(report)
+
+
+def test_gpus_that_no_replica_fits_on_stay_idle_and_are_counted() -> None:
+    report = made("nvl72")
+    assert (report.layout.dp, report.layout.world_size, report.cluster.size) == (4, 128, 144)
+    assert facts_of(report, "test")["job"]["idle_gpus"] == 16
+    assert "128 of 144 GPUs hold ranks, 16 idle" in text_of(report)
+
+
+def test_both_routes_between_rails_are_priced_and_the_cheaper_comes_first() -> None:
+    report = made("six")
+    routes = facts_of(report, "test")["routes"]
+    cluster, nbytes = report.cluster, routes["bytes"]
+    spine = send_recv(nbytes, cluster.link(LinkClass.SPINE))
+    forwarded = send_recv(nbytes, cluster.nvlink) + send_recv(nbytes, cluster.rail)
+    by_hops = {tuple(way["hops"]): way["seconds"] for way in routes["ways"]}
+    assert by_hops == {("spine",): spine, ("nvlink", "rail"): forwarded}
+    assert routes["ways"][0]["seconds"] == min(spine, forwarded)
+    assert routes["rails"] == [0, 1]
+
+
+def test_a_thin_spine_is_the_dearer_route_once_all_use_it() -> None:
+    report = made("thin spine")
+    routes = facts_of(report, "test")["routes"]
+    crowded = {tuple(way["hops"]): way["crowded_seconds"] for way in routes["ways"]}
+    assert crowded["spine",] == send_recv(routes["bytes"], report.cluster.link(LinkClass.SPINE))
+    assert crowded["nvlink", "rail"] < crowded["spine",]
+    assert "when all NICs go there" in text_of(report)
+
+
+def test_without_a_spine_forwarding_is_the_only_route() -> None:
+    ways = facts_of(made("rails only"), "test")["routes"]["ways"]
+    assert [way["hops"] for way in ways] == [["nvlink", "rail"]]
+
+
+def test_warnings_are_said() -> None:
+    report = made("h100 tp4")
+    assert report.warnings
+    said = " ".join(text_of(report).split())
+    for warning in report.warnings:
+        assert f"warning: {' '.join(warning.split())}" in said
+
+
+# --- what is assumed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [1, 8, 96])
+@pytest.mark.parametrize("tp", [1, 2, 3, 5, 6, 7, 8, 12, 16, 24, 64, 72])
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_assumed_model_can_be_split_by_any_tp_and_pp(tp: int, pp: int, sp: bool) -> None:
+    case, told = assume_model(Config(tp=tp, pp=pp, sp=sp), ())
+    case, more = assume_batch(case, 3, ())
+    checked = check_config(case, tp * pp * 3, own_samples=True)
+    assert checked.num_microbatches == 4 * pp
+    assert told[0] == "model=llama3_70b"
+    assert more == [f"global_batch_size={12 * pp} ({4 * pp} micro-batches a replica)"]
+    if tp in (1, 2, 4, 8) and pp <= 80:
+        real = OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / "llama3_70b.yaml"))
+        assert case.model == ModelConfig(**real)
+        assert told == ["model=llama3_70b", "micro_batch_size=1"]
+
+
+def test_what_the_user_chose_stays() -> None:
+    own = Config(tp=2, micro_batch_size=2, global_batch_size=6)
+    words = ("micro_batch_size=2", "global_batch_size=6")
+    kept, told = assume_model(own, words)
+    assert (kept.micro_batch_size, told) == (2, ["model=llama3_70b"])
+    assert assume_batch(own, 3, words) == (own, [])
+    for word in ("model=gpt_tiny", "model.num_layers=3", "+experiment=llama_3d", "++model.bias=0"):
+        assert assume_model(own, (word,)) == (own, [])
+    assert chosen_keys(["+model=a", "~tp", "cluster@x=b"]) == {"model", "tp", "cluster"}
+
+
+def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
+    case = config(preset("dgx_h100"), tp=8, global_batch_size=8)
+    report = make_report(case, None, {})
+    assert report.assumed == []
+    assert report.config.model.name == case.model.name
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (config(preset("dgx_h100", nodes=1), tp=8, pp=4), ("32 GPUs", "cluster.nodes=4")),
+        (config(preset("dgx_h100", nodes=2), tp=8, dp=4), ("16 GPUs", "cluster.nodes=4")),
+        (config(preset("dgx_h100", domain_gpus=3), tp=2), ("cluster.domain_gpus=3", "nearest")),
+        (config(preset("dgx_h100", rails=9), tp=2), ("cluster.rails=9", "cluster.rails=8")),
+        (config(preset("rail_only", nodes=2), tp=16), ("tp=16", "no spine", "PXN", "tp=8")),
+        (config(preset("dgx_h100"), tp=8, placement="tp-pq"), ("placement='tp-pq'", "'pq'")),
+        (config(preset("dgx_h100"), tp=8, placement="tp3-dp2"), ("tp multiplies to 3",)),
+        (config(preset("dgx_h100"), tp=8, placement="file"), ("placement=file", "rank_file")),
+        (config(preset("dgx_h100"), tp=8, show_rank=8), ("topology.rank=8", "rank=7")),
+        (config(preset("dgx_h100"), tp=0), ("tp=0", "at least 1")),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(case: Config, words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        make_report(case, TYPED, {})
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_given_dp_that_leaves_gpus_over_is_taken() -> None:
+    report = make_report(config(preset("dgx_h100", nodes=4), tp=8, dp=3), TYPED, {})
+    assert (report.layout.dp, report.layout.world_size, report.cluster.size) == (3, 24, 32)
+
+
+def test_rank_file_places_the_ranks(tmp_path: Path) -> None:
+    swapped = {1: ("node1", 1), 3: ("node0", 1)}
+    lines = []
+    for rank in range(6):
+        host, local = swapped.get(rank, (f"node{rank // 2}", rank % 2))
+        lines.append(f"{rank} {host} {local}")
+    (tmp_path / "ranks.txt").write_text("\n".join(lines))
+    case = dataclasses.replace(
+        CASES["six"], placement="file", rank_file=str(tmp_path / "ranks.txt")
+    )
+    report = make_report(case, TYPED, {})
+    assert report.placement.slots.tolist() == [0, 3, 2, 1, 4, 5]
+    assert report.links["tp"].pairs[LinkClass.SPINE] == 2
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_json_holds_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "all.json"
+    case = dataclasses.replace(CASES["h100 tp4"], topology=TopologyConfig(json=str(path)))
+    assert topology(case, TYPED) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    facts = json.loads(path.read_text())
+    report = made("h100 tp4")
+    assert facts == json.loads(json.dumps(facts_of(report, "parallel3d topology")))
+    for group in facts["groups"]:
+        assert byte_text(sum(group["bytes"].values())) in said
+    for row in facts["search"]:
+        assert row["placement"] in said
+    for text in (*facts["assumed"], *facts["warnings"], facts["placement"], f"wrote {path}"):
+        assert " ".join(text.split()) in said
+
+
+@pytest.mark.parametrize("kind", ["svg", "json"])
+def test_own_files_are_replaced_and_others_are_not(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"map.{kind}"
+    case = dataclasses.replace(CASES["six"], topology=TopologyConfig(**{kind: str(path)}))
+    assert topology(case, TYPED) == 0
+    first = path.read_text()
+    wider = dataclasses.replace(CASES["laptop"], topology=TopologyConfig(**{kind: str(path)}))
+    assert topology(wider, TYPED) == 0
+    assert path.read_text() != first
+    path.write_text("<svg>my own drawing</svg>")
+    with pytest.raises(UserError, match=rf"topology\.{kind}=.*exists"):
+        topology(case, TYPED)
+    assert path.read_text() == "<svg>my own drawing</svg>"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("where", "word"), [("", "is a folder"), ("none/map.svg", "exist")])
+def test_a_place_that_holds_no_file_is_refused(where: str, word: str, tmp_path: Path) -> None:
+    shown = TopologyConfig(svg=str(tmp_path / where))
+    with pytest.raises(UserError, match=word):
+        topology(dataclasses.replace(CASES["six"], topology=shown), TYPED)
+
+
+def test_a_stream_without_unicode_gets_plain_letters() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    report = made("six")
+    write_report(report, facts_of(report, "test"), stream, 80)
+    stream.flush()
+    assert b"rails_3x2" in raw.getvalue()
+
+
+# --- size ------------------------------------------------------------------------------------
+
+
+def test_the_whole_way_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from parallel3d.cli import main\n"
+        "code = main(['topology', 'cluster=dgx_h100', 'cluster.nodes=2', 'tp=8', "
+        "'placement=auto', 'topology.json=/dev/stdout'])\n"
+        "assert code == 2, code\n"
+        "code = main(['topology', 'cluster=dgx_h100', 'cluster.nodes=2', 'tp=8'])\n"
+        "assert code == 0, code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_rank_of_a_million_is_in_the_right_groups() -> None:
+    case = config(preset("superpod", nodes=125_000), tp=8, pp=8, show_search=0)
+    report = make_report(case, TYPED, {})
+    layout = report.layout
+    assert layout.world_size == 1_000_000
+    assert np.array_equal(np.sort(report.placement.slots), np.arange(1_000_000))
+    assert report.links["tp"].pairs == {LinkClass.NVLINK: 1_000_000}
