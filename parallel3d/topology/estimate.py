@@ -1,9 +1,9 @@
 """The price of a tiling from a sample of its ranks, for the placement search.
 
 A tiling repeats itself over the cluster, so a few stretches of whole domains or units show which
-wires each dimension uses and how many flows each leaf switch has; to them come ranks at the digits'
-carries, where a ring leaves its domain or closes. The model is that of `price`, except that only
-what leaves a NIC or leaf is counted, not what arrives. The search prices its winners in full.
+wires each dimension uses and how many flows each leaf switch has. The model is that of `price`,
+except that only what leaves a NIC or leaf is counted, not what arrives. The search prices its
+winners in full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 SAMPLE = 2048  # GPUs looked at, and the most of a stretch
 STRETCH = 256  # GPUs of a stretch, rounded up to whole domains, where units are not smaller
-WITNESSES = 32  # ranks looked at for each carry
 
 Coordinates = dict[str, Slots]
 
@@ -53,12 +52,10 @@ class Digit:
         return np.where(turn, self.factor - 1 - digit, digit)
 
 
-def digits_of(tiling: Tiling, boundary: int) -> tuple[Digit, ...]:
-    """The tiling's digits, the one across position `boundary` split there where it can be."""
+def digits_of(tiling: Tiling) -> tuple[Digit, ...]:
+    """The tiling's digits, each with what it counts."""
     found, stride = [], 1
     weight = dict.fromkeys(DIMENSIONS, 1)
-    if not tiling.snake:  # of a snake every digit turns round, so one more is another map
-        tiling = cut_at(tiling, boundary)
     for dim, factor in tiling.digits:
         snake = tiling.snake and dim in SNAKED
         found.append(Digit(dim, factor, weight[dim], stride, snake))
@@ -102,11 +99,12 @@ class Sample:
         self, tiling: Tiling, transfers: list[Transfer], exposed: Mapping[str, float]
     ) -> float:
         """Predicted seconds a step, `exposed` of each dimension; infinity where one has no path."""
-        digits = digits_of(tiling, self.domain)
+        digits = digits_of(tiling)
+        cut = digits_of(cut_at(tiling, self.domain))
         place = tiling.coordinates(self.positions)
         total = 0.0
         for dim in dict.fromkeys(t.dim for t in transfers):
-            paths = self._paths(dim, digits, place)
+            paths = self._paths(dim, digits, cut, place)
             if paths is None:
                 continue
             if paths.flat is None and dim != "model":
@@ -116,7 +114,14 @@ class Sample:
             total += exposed.get(dim, 1.0) * math.fsum(p.seconds for p in mine)
         return total
 
-    def _paths(self, dim: str, digits: tuple[Digit, ...], place: Coordinates) -> Paths | None:
+    def _paths(
+        self, dim: str, digits: tuple[Digit, ...], cut: tuple[Digit, ...], place: Coordinates
+    ) -> Paths | None:
+        """The wires of `dim`; None for groups of one.
+
+        `cut` are the digits with a border at the domain's; which positions a group has does not
+        depend on the direction in which a snake runs through them.
+        """
         dims = {"model": ("tp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
         n = math.prod(self.layout.size(d) for d in dims)
         if n == 1:
@@ -124,8 +129,9 @@ class Sample:
         own = [x for x in digits if x.dim in dims]
         flat = self._slowest(dim, dims, own, place)
         n = 2 if dim == "embedding" else n
+        own = [x for x in cut if x.dim in dims]
         inner = math.prod(x.factor for x in own if x.stride * x.factor <= self.domain)
-        whole = any(x.stride * x.factor == self.domain for x in digits)
+        whole = any(x.stride * x.factor == self.domain for x in cut)
         if dim in OPEN_CHAINS or inner in (1, n) or not whole:
             return Paths(n, flat)
         outside = [x for x in own if x.stride >= self.domain]
@@ -135,18 +141,9 @@ class Sample:
         self, dim: str, dims: tuple[str, ...], own: list[Digit], place: Coordinates
     ) -> Link | None:
         """The slowest flow of the ring (or between stages), sampled."""
-        few = slice(None, None, max(1, self.positions.size // WITNESSES))
-        carries = {0} | {x.factor * x.weight - 1 for x in own}
-        witnesses = [(self.positions[few], {d: place[d][few] for d in dims})]
-        for index in carries:
-            at, was = self.positions[few], witnesses[0][1]
-            now = {d: np.full_like(was[d], min(index, self.layout.size(d) - 1)) for d in dims}
-            witnesses.append((at + _shift(own, was, now), now))
-        at = np.concatenate([self.positions, *(w[0] for w in witnesses)])
-        was = {d: np.concatenate([place[d], *(w[1][d] for w in witnesses)]) for d in dims}
-        now, goes = _next(dim, dims, was, self.layout)
-        to = at + _shift(own, was, now)
-        return self._wire(at[goes], to[goes], int(goes[: self.positions.size].sum()))
+        now, goes = _next(dim, dims, place, self.layout)
+        to = self.positions + _shift(own, place, now)
+        return self._wire(self.positions[goes], to[goes])
 
     def _outer(self, outside: list[Digit]) -> Link | None:
         """The slowest flow to the same member of the next domain, sampled."""
@@ -157,19 +154,18 @@ class Sample:
             following = (digit + carry) % x.factor
             step += (following - digit) * x.stride
             carry = carry * (digit == x.factor - 1)
-        return self._wire(self.positions, self.positions + step, self.positions.size)
+        return self._wire(self.positions, self.positions + step)
 
-    def _wire(self, at: Slots, to: Slots, counted: int) -> Link | None:
-        """The wire of the slowest flow; the first `counted` flows are those of the stretches."""
+    def _wire(self, at: Slots, to: Slots) -> Link | None:
+        """The wire of the slowest of these flows."""
         flows = Flows(self.wiring[at], self.wiring[to])
         nic_flows, leaf_load = 1, 0.0
-        first = slice(None, counted)
         if self.fabric.shares_nics:
-            nics = flows.here.nic[first][flows.kinds[first] > LinkClass.NVLINK]
+            nics = flows.here.nic[flows.kinds > LinkClass.NVLINK]
             nic_flows = int(np.unique(nics, return_counts=True)[1].max(initial=1))
-        spine = flows.kinds[first] == LinkClass.SPINE
+        spine = flows.kinds == LinkClass.SPINE
         if spine.any():
-            up = np.bincount(flows.here.leaf[first][spine], minlength=self.leaf_weight.size)
+            up = np.bincount(flows.here.leaf[spine], minlength=self.leaf_weight.size)
             leaf_load = float((up * self.leaf_weight).max())
         return self.fabric.slowest(flows.counts, nic_flows, leaf_load)
 

@@ -126,6 +126,27 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
         compared += 1
 
 
+def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
+    """Thousands of GPUs, of which 2,048 are looked at; a few odd tilings may be misjudged."""
+    rng = random.Random(3)
+    exact = 0
+    for _ in range(60):
+        domain, nodes = rng.choice([4, 8, 16, 64]), rng.choice([512, 768])
+        unit_nodes = rng.choice([None, 16, 64, 256])
+        cluster = a_cluster(nodes, 8, domain, unit_nodes=unit_nodes, oversubscription=2.0)
+        tp, pp = rng.choice([2, 4, 8]), rng.choice([2, 3, 8])
+        layout = Layout(tp=tp, pp=pp, dp=cluster.size // (tp * pp * 2) * 2)
+        digits = [("tp", tp), ("pp", pp), ("dp", 2), ("dp", layout.dp // 2)]
+        rng.shuffle(digits)
+        tiling = Tiling(tuple(digits), snake=rng.random() < 0.3)
+        traffic = [t for t in some_traffic(layout, rng) if t.dim != "model"]
+        unit = 8 * (unit_nodes or nodes)
+        sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
+        full = price_step(Placement.tiled(cluster, layout, tiling), traffic).seconds
+        exact += math.isclose(sample.seconds(tiling, traffic, {}), full, rel_tol=1e-9)
+    assert exact >= 57
+
+
 def test_routes_price_the_spine_and_the_forwarding() -> None:
     """rails_3x2: A1 to B2, over the spine or over NVLink to B1 and along rail 2."""
     cluster = a_cluster(3, 2, oversubscription=4.0)

@@ -176,6 +176,16 @@ def test_rank_0_stays_where_the_launcher_is() -> None:
             assert set(chosen.slots) <= set(slots)
 
 
+def test_a_launcher_on_another_gpu_keeps_the_rails() -> None:
+    """Its node counts its GPUs from 2: so do all others, and every group stays on one rail."""
+    cluster, layout = a_cluster(4, unit_nodes=4), Layout(tp=8, dp=4)
+    slots = np.concatenate([[2], np.delete(np.arange(32), 2)])
+    found = search(cluster, layout, some_traffic(layout), slots)[0]
+    assert found.placement.slots[0] == 2
+    links = classify(found.placement)
+    assert links["tp"].in_domain == 4 and links["dp"].on_rail == 8
+
+
 def test_shuffled_nodes_cost_no_more_than_sorted_ones() -> None:
     """Slurm hands out the nodes of two units in turn; auto undoes it."""
     cluster = a_cluster(8, unit_nodes=4, oversubscription=4.0)
