@@ -1,0 +1,79 @@
+"""A placement on the command line: what it leaves, what it says, and who is named when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+
+from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell, wait_for
+
+HOST = socket.gethostname()
+FOUR = ("tp=2", "pp=2", "run=mine", *TINY)
+
+
+def train(shell: Shell, *words: str) -> Ended:
+    return shell.run(*PARALLEL3D, "train", *FOUR, *shell.text(), *words)
+
+
+def saved(shell: Shell) -> dict:
+    return json.loads((shell.cwd / "runs" / "mine" / "placement.json").read_text())
+
+
+def test_a_killed_process_is_named_by_the_rank_that_it_was_given(shell: Shell) -> None:
+    words = (*FOUR, *shell.text(), "placement=pp-tp", "train.steps=100000")
+    process = shell.start(*PARALLEL3D, "train", *words)
+    metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, 90, "the first step")
+    started = time.monotonic()
+    os.kill(shell.rank_pid(1), signal.SIGKILL)  # the launcher's number 1 is on stage 1
+    ended = shell.finish(process, started, 30)
+    assert ended.errors[-1].startswith(
+        f"parallel3d: rank 2 (pp 1, dp 0, tp 0) on {HOST} was killed by SIGKILL"
+    )
+
+
+def test_torchrun_by_a_rank_file_says_once_what_does_not_fit_and_saves_the_map(
+    shell: Shell,
+) -> None:
+    lines = [f"{rank} {HOST} {local}" for rank, local in enumerate([0, 3, 1, 2])]
+    (shell.cwd / "ranks").write_text("\n".join(lines))
+    more = ("placement=file", "rank_file=ranks", "preflight=false", "cluster.rail_interface=lo")
+    ended = shell.run(
+        *TORCHRUN,
+        "--nproc-per-node=4",
+        *("-m", "parallel3d", "train", *FOUR, *shell.text(), *more),
+        *("cluster=rails_3x2", "cluster.nodes=2"),
+    )
+    assert ended.code == 0, ended
+    note = (
+        f"{HOST} runs 4 ranks and has 2 GPUs: GPUs of cluster rails_3x2 are taken in launch order"
+    )
+    assert [line for line in ended.errors if "launch order" in line] == [f"parallel3d: {note}"]
+    found = saved(shell)
+    assert (found["how"], found["note"]) == ("file", note)
+    assert [row["local_index"] for row in found["ranks"]] == [0, 3, 1, 2]
+    assert [(row["pp"], row["tp"]) for row in found["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_wrong_rank_file_is_refused_once_and_leaves_no_run(shell: Shell) -> None:
+    (shell.cwd / "ranks").write_text(f"0 {HOST} 0\n1 nowhere.else 1\n")
+    ended = train(shell, "placement=file", "rank_file=ranks")
+    assert ended.code == 2
+    assert ended.errors == [
+        "parallel3d: rank_file: ranks line 2 names host nowhere.else, on which no rank of this run "
+        f"was started; the nearest is {HOST}."
+    ]
+    assert list((shell.cwd / "runs").iterdir()) == []
+
+
+def test_an_interface_that_no_host_has_is_refused(shell: Shell) -> None:
+    ended = train(shell, "cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.rail_interface=ib*")
+    assert ended.code == 2
+    assert len(ended.errors) == 2  # four ranks on a host of two GPUs, said first
+    assert ended.errors[-1].startswith(
+        f"parallel3d: cluster.rail_interface=ib*: host {HOST} has no such network interface; it "
+        "must be one of lo"
+    )
