@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from parallel3d.topology import collective_costs as costs
 from parallel3d.topology.cluster import Link, LinkClass
+
+LIMIT = 30.0  # natural logarithm of what no link is beyond, in microseconds or ns a byte
 
 # Of these the cost is a·α + b/B with a and b that do not depend on the link, and training sends
 # nearly all of its bytes by them.
@@ -54,34 +56,44 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample]) -> Fit | None:
-    """The link that makes the squares of the relative errors least; None without two sizes.
+    """The link whose prices are off by the least factors; None without two sizes.
 
-    Small and large messages count alike: an error of 10 % is one wherever it is. A latency that
-    would come out below zero is zero. Where larger messages take no longer, the bandwidth cannot
-    be told: it is then what the fastest sample has at least.
+    Factors, not seconds: twice too much and half as much are equally wrong, for small messages as
+    for large ones. (Relative differences would favour prices that are too low: one that is too low
+    is at most 100 % off.) Where larger messages take no longer, the bandwidth cannot be told and
+    comes out as very high.
     """
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
         return None
-    # Seconds by microsecond of latency, and by (1 / (GB/s)).
-    a = np.array([_cost(s, Link(1e30, 1.0)) for s in samples])
-    b = np.array([_cost(s, Link(1.0, 0.0)) for s in samples])
-    t = np.array([s.seconds for s in samples])
-    columns = np.stack((a, b), axis=1) / t[:, None]
-    latency, slowness = np.linalg.lstsq(columns, np.ones(len(t)), rcond=None)[0]
-    if latency < 0:
-        latency, slowness = 0.0, _alone(b / t)
-    elif slowness <= 0:
-        slowness = 1 / (b / t).max()
-        latency = max(0.0, _alone(a / t, 1 - slowness * b / t))
+    # Seconds for each microsecond of latency, and for each nanosecond a byte (1 / (GB/s)).
+    each = np.array([[_cost(s, Link(1e30, 1.0)), _cost(s, Link(1.0, 0.0))] for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+
+    def off(logarithms: np.ndarray) -> float:
+        return float((np.log(each @ np.exp(logarithms) / seconds) ** 2).sum())
+
+    latency, slowness = np.exp(_least(off, np.log((seconds[:, None] / each).min(axis=0))))
     link = Link(1 / float(slowness), float(latency))
-    off = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
-    return Fit(link, len(samples), statistics.median(off))
+    factors = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
+    return Fit(link, len(samples), statistics.median(factors))
 
 
-def _alone(column: np.ndarray, wanted: np.ndarray | float = 1.0) -> float:
-    """The x for which column · x is closest to what is wanted."""
-    return float((column * wanted).sum() / (column * column).sum())
+def _least(off: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
+    """Where `off` is least: a pattern search, which takes ever smaller steps along both axes.
+
+    It also steps along the diagonal on which one rises as the other falls, as latency and
+    bandwidth do for messages of middling size.
+    """
+    best, least, step = start, off(start), 2.0
+    directions = np.array([[1, 0], [-1, 0], [0, 1], [0, -1], [1, -1], [-1, 1]])
+    while step > 1e-7:
+        trial = min((best + step * d for d in directions), key=off)
+        if off(trial) < least and np.abs(trial).max() < LIMIT:
+            best, least = trial, off(trial)
+        else:
+            step /= 2
+    return best
 
 
 def _cost(sample: Sample, link: Link) -> float:

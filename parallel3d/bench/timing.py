@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 # Of the budget; the rest is for the probe of pairs, and for ending.
-MEASURING_SHARE = 0.8
+MEASURING_SHARE = 0.75
 
 
 def finisher(device: torch.device) -> Callable[[], None]:
