@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from parallel3d.topology.candidates import merged
 from parallel3d.topology.cluster import LinkClass
 from parallel3d.topology.estimate import Sample
 from parallel3d.topology.flows import Fabric
@@ -127,7 +128,10 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
 
 
 def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
-    """Thousands of GPUs, of which 2,048 are looked at; a few odd tilings may be misjudged."""
+    """Thousands of GPUs, of which 2,048 are looked at: exact nine times in ten, odd sizes among it.
+
+    The rest is what makes the search price its winners in full.
+    """
     rng = random.Random(3)
     exact = 0
     for _ in range(60):
@@ -138,13 +142,15 @@ def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
         layout = Layout(tp=tp, pp=pp, dp=cluster.size // (tp * pp * 2) * 2)
         digits = [("tp", tp), ("pp", pp), ("dp", 2), ("dp", layout.dp // 2)]
         rng.shuffle(digits)
-        tiling = Tiling(tuple(digits), snake=rng.random() < 0.3)
+        tiling = merged(digits)
+        if rng.random() < 0.3:
+            tiling = Tiling(tuple(digits), snake=True)
         traffic = [t for t in some_traffic(layout, rng) if t.dim != "model"]
         unit = 8 * (unit_nodes or nodes)
         sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
         full = price_step(Placement.tiled(cluster, layout, tiling), traffic).seconds
         exact += math.isclose(sample.seconds(tiling, traffic, {}), full, rel_tol=1e-9)
-    assert exact >= 57
+    assert exact >= 54
 
 
 def test_routes_price_the_spine_and_the_forwarding() -> None:
