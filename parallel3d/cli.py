@@ -106,11 +106,13 @@ def _run_job(app: str, composed: DictConfig) -> int:
     place: Place | None = None
     try:
         config = OmegaConf.to_object(composed)
+        place = detect(os.environ)
         if app == TOPOLOGY:
             from parallel3d.topology.report import topology
 
-            return topology(config, HydraConfig.get().overrides.task)
-        place = detect(os.environ)
+            # Under srun every task gets here, and all know the same.
+            first = place is None or place.rank == 0
+            return topology(config, HydraConfig.get().overrides.task) if first else 0
         world_size = place.world_size if place else None
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:

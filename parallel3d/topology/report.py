@@ -76,7 +76,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     if config.topology.json:
         _write(config, "json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
     if config.topology.svg:
-        _write(config, "svg", _picture(report, facts))
+        _write(config, "svg", picture_of(report, facts))
     write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
     return 0
 
@@ -170,7 +170,8 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
     return Placement(cluster, layout, slots, f"rank file {path.name}")
 
 
-def _picture(report: Report, facts: dict[str, Any]) -> str:
+def picture_of(report: Report, facts: dict[str, Any]) -> str:
+    """The map as an SVG document; `facts` are those of the report."""
     from parallel3d.topology.loads import loads_of
     from parallel3d.topology.report_text import cluster_line, job_line
     from parallel3d.topology.svg import cluster_svg

@@ -13,7 +13,6 @@ import numpy as np
 
 import parallel3d
 from parallel3d.topology.cluster import Cluster, LinkClass
-from parallel3d.topology.collective_costs import send_recv
 from parallel3d.topology.layout import DIMENSIONS
 from parallel3d.topology.routes import routes
 
@@ -166,8 +165,7 @@ def _routes(report: Report) -> dict[str, Any] | None:
     """The ways of one message between rails, cheapest first; None where nothing has two rails.
 
     The message is the largest that this job sends between rails or, where it sends none, one from
-    the first GPU to another rail of another domain, as long as a pipeline message. `seconds` is
-    with the wires to itself, `crowded_seconds` with an oversubscribed spine that all NICs use.
+    the first GPU to another rail of another domain, as long as a pipeline message.
     """
     cluster = report.cluster
     found = _crossing(report) or _example(report)
@@ -185,9 +183,6 @@ def _routes(report: Report) -> dict[str, Any] | None:
                 "path": route.describe(cluster),
                 "hops": [hop.label for hop in route.hops],
                 "seconds": route.seconds,
-                "crowded_seconds": math.fsum(
-                    send_recv(nbytes, cluster.link(hop)) for hop in route.hops
-                ),
             }
             for route in routes(cluster, source, target, nbytes)
         ],

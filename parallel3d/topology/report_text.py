@@ -196,10 +196,7 @@ def route_lines(facts: Facts, width: int) -> list[str]:
     else:
         lines = _wrap(f"between rails, as an example, {size} {ends}:", width)
     for way in route["ways"]:
-        crowd = ""
-        if way["crowded_seconds"] > way["seconds"]:
-            crowd = f" ({_ms(way['crowded_seconds'])} ms when all NICs go there)"
-        text = f"{_ms(way['seconds'])} ms{crowd}  {way['path']}"
+        text = f"{_ms(way['seconds'])} ms  {way['path']}"
         lines += _wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     return lines if route["ways"] else [*lines, "  no way leads there"]
 

@@ -1,0 +1,177 @@
+"""`parallel3d topology` as it is typed: what it prints, writes, refuses, and how fast it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, ROOT, Shell
+
+TOPOLOGY = (*PARALLEL3D, "topology")
+H100 = ("cluster=dgx_h100", "cluster.nodes=16", "tp=8", "pp=4")
+NVL72 = ("cluster=gb200_nvl72", "cluster.nodes=36", "tp=4", "pp=8")
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NTASKS": "32",
+    "SLURM_NTASKS_PER_NODE": "8",
+    "SLURM_TASKS_PER_NODE": "8(x4)",
+    "SLURM_GPUS_ON_NODE": "8",
+}
+
+
+def test_h100_map_groups_bytes_and_routes(shell: Shell) -> None:
+    ended = shell.run(*TOPOLOGY, *H100)
+    assert (ended.code, ended.err) == (0, "")
+    assert "dgx_h100: 16 nodes of 8 GPUs = 128" in ended.out
+    assert re.search(r"tp +8 +16 +nvlink 100 %", ended.out)
+    assert re.search(r"pp +4 +32 +rail 100 %", ended.out)
+    assert re.search(r"dp +4 +32 +rail 100 %", ended.out)
+    assert "node15" in ended.out
+    assert "placement search" in ended.out
+    assert "-spine-" in ended.out and "-nvlink-" in ended.out
+    assert "model=llama3_70b" in ended.out
+    assert "\x1b" not in ended.out
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert list(shell.cwd.iterdir()) == []
+
+
+def test_nvl72_with_its_picture(shell: Shell) -> None:
+    ended = shell.run(*TOPOLOGY, *NVL72, "topology.svg=map.svg", "topology.json=map.json")
+    assert (ended.code, ended.err) == (0, "")
+    assert "placement=tp-cp-pp-dp" in ended.out  # the warning names the order
+    root = ElementTree.parse(shell.cwd / "map.svg").getroot()
+    domains = [e for e in root.iter() if e.get("class") == "domain"]
+    assert len(domains) == 2
+    facts = json.loads((shell.cwd / "map.json").read_text())
+    assert facts["job"]["ranks"] == 128
+    assert facts["search"][0]["seconds"] < 0.99 * facts["seconds"]
+    again = shell.run(*TOPOLOGY, *NVL72, "placement=auto", "topology.json=map.json")
+    best = json.loads((shell.cwd / "map.json").read_text())
+    assert again.code == 0
+    assert best["seconds"] == pytest.approx(facts["search"][0]["seconds"])
+
+
+def test_slurm_says_what_the_job_has(shell: Shell) -> None:
+    where = {"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
+    ended = shell.run(*TOPOLOGY, "cluster=slurm", "tp=8", **SLURM, **where)
+    assert (ended.code, ended.err) == (0, "")
+    assert "4 nodes of 8 GPUs = 32" in " ".join(ended.out.split())
+    assert "Slurm" in ended.out
+    assert all(f"\nn{i} " in ended.out for i in range(1, 5))
+
+
+def test_slurm_task_other_than_the_first_is_silent(shell: Shell) -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    more = {"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
+    step |= {"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}
+    step |= {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NODEID": "0"}
+    words = ("cluster=slurm", "tp=8", "topology.svg=map.svg")
+    ended = shell.run(*TOPOLOGY, *words, **SLURM, **step, **more)
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert list(shell.cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_a_pipe_gets_the_columns_asked_for(shell: Shell, columns: str) -> None:
+    ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS=columns)
+    assert ended.code == 0
+    widest = max(map(len, ended.out.splitlines()))
+    assert int(columns) * 0.6 < widest <= int(columns)
+    given = shell.run(*TOPOLOGY, *NVL72, f"topology.width={columns}")
+    assert given.out == ended.out
+
+
+def test_a_terminal_gets_colours(shell: Shell) -> None:
+    ours, theirs = pty.openpty()
+    words = (*TOPOLOGY, "cluster=rails_3x2", "tp=2", "pp=3", "topology.width=90")
+    environment = shell.environment(TERM="xterm-256color")
+    process = subprocess.Popen(words, cwd=shell.cwd, env=environment, stdout=theirs, close_fds=True)
+    os.close(theirs)
+    out, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([ours], [], [], 1)
+        try:
+            piece = os.read(ours, 65536) if ready else b""
+        except OSError:  # Linux says so when the other end is closed
+            break
+        out += piece
+    assert process.wait(10) == 0
+    os.close(ours)
+    text = out.decode()
+    assert "\x1b[" in text
+    bare = re.sub(r"\x1b\[[\d;]*m", "", text).replace("\r\n", "\n")
+    assert "rails_3x2: 3 nodes of 2 GPUs" in bare
+    assert max(map(len, bare.splitlines())) <= 90
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("cluster=dgx_h100 tp=8 pp=4", ["32 GPUs", "cluster.nodes=4"]),
+        ("cluster=dgx_h100 tp=3 model=llama3_70b", ["tp=3", "num_attention_heads", "tp=2"]),
+        ("cluster=rail_only cluster.nodes=2 tp=16", ["tp=16", "no spine", "tp=8"]),
+        ("cluster=dgx_h100 cluster.domain_gpus=5 tp=2", ["cluster.domain_gpus=5", "=4"]),
+        ("cluster=dgx_h100 cluster.nodes=0", ["cluster.nodes=0", "at least 1"]),
+        ("cluster=dgx_h1000", ["cluster=dgx_h1000", "cluster=dgx_h100"]),
+        ("cluster=dgx_h100 topology.rank=99", ["topology.rank=99", "topology.rank=7"]),
+        ("cluster=dgx_h100 topology.width=3", ["topology.width=3", "at least 40"]),
+        ("cluster=dgx_h100 placement=best", ["placement", "best"]),
+        ("cluster=dgx_h100 tp=8 topology.svg=none/map.svg", ["topology.svg", "none"]),
+        ("cluster=slurm", ["Slurm"]),
+    ],
+)
+def test_what_cannot_work_ends_in_one_sentence(shell: Shell, words: str, parts: list[str]) -> None:
+    ended = shell.run(*TOPOLOGY, *words.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert len(ended.errors) == 1, ended.err
+    assert ended.errors[0].startswith("parallel3d: ")
+    for part in parts:
+        assert part in ended.errors[0]
+    assert ended.cpu_s < 2.0
+    assert list(shell.cwd.iterdir()) == []
+
+
+def test_a_drawing_of_the_user_is_not_overwritten(shell: Shell) -> None:
+    (shell.cwd / "map.svg").write_text("<svg/>")
+    ended = shell.run(*TOPOLOGY, *H100, "topology.svg=map.svg")
+    assert ended.code == 2
+    assert "topology.svg=map.svg exists" in ended.err
+    assert (shell.cwd / "map.svg").read_text() == "<svg/>"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "seconds"),
+    [pytest.param(2048, 1.0, id="16384"), pytest.param(125_000, 10.0, id="1M")],
+)
+def test_large_clusters_are_answered_in_time(shell: Shell, nodes: int, seconds: float) -> None:
+    """The process's own CPU time: what it takes on an idle core, whatever else runs here."""
+    words = ("cluster=superpod", f"cluster.nodes={nodes}", "tp=8", "pp=8", "topology.svg=map.svg")
+    took = []
+    for _ in range(3):
+        ended = shell.run(*TOPOLOGY, *words, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        assert ended.code == 0, ended.err
+        took.append(ended.cpu_s)
+        if took[-1] < seconds:
+            return
+    pytest.fail(f"{took} s of CPU for {8 * nodes:,} GPUs, over {seconds} s each time")
+
+
+def test_docs_commands_are_accepted(shell: Shell) -> None:
+    """Every command on docs/topology.md that stands alone on its line runs as it is written."""
+    page = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^parallel3d topology ([^\n#]*)", page, re.MULTILINE)
+    commands = list(dict.fromkeys(line.strip() for line in lines if "slurm" not in line))
+    assert len(commands) >= 4
+    for command in commands:
+        ended = shell.run(*TOPOLOGY, *command.split())
+        assert ended.code == (2 if "tp=16" in command and "rail_only" in command else 0), ended
