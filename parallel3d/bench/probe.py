@@ -30,7 +30,7 @@ from parallel3d.topology.process_groups import Group, ProcessGroups
 # Bytes: one shows latency, the other bandwidth. By device, as is what counts as different at all:
 # below it is the operating system, not the wire.
 SIZES = {"cpu": (4096, 1 << 20), "cuda": (4096, 32 << 20)}
-FLOOR_S = {"cpu": 250e-6, "cuda": 5e-6}
+FLOOR_S = {"cpu": 1e-3, "cuda": 5e-6}
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # before rounds that confirm a finding

@@ -45,7 +45,8 @@ def test_eight_ranks_give_every_row_in_under_a_minute(shell: Shell) -> None:
         assert words in ended.out
     assert "\x1b" not in ended.out  # plain where nobody looks
     assert "Measured here: cluster.nvlink_gb_per_s=" in ended.out
-    assert "No rank and none of 16 pairs" in ended.out
+    assert "times the median" in ended.out  # none, or who: this machine may well be busy
+    assert len(report["pairs"]) == 16
 
 
 def test_what_was_measured_can_be_given_to_the_cluster(shell: Shell) -> None:
