@@ -1,13 +1,16 @@
 """Draws the pictures of README and docs from the objects that the run executes.
 
-python docs/pictures.py    # writes docs/layout.svg and docs/schedule.svg
+python docs/pictures.py    # writes layout.svg, schedule.svg and topology_*.svg beside this file
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from itertools import pairwise
 from pathlib import Path
 
+from parallel3d import cli
 from parallel3d.pipeline.render import render_svg
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.simulate import simulate
@@ -19,6 +22,16 @@ WORDS = {
     "tp": ("tensor", "splits every matrix; all-reduces in each layer"),
     "pp": ("pipeline", "splits the layers; activations pass between stages"),
     "dp": ("data", "splits the batch; gradient buckets, once a step"),
+}
+
+# docs/topology.md shows each picture beside its command, `parallel3d topology` and these words.
+MAPS = {
+    "six": "cluster=rails_3x2 tp=2 pp=3",
+    "h100": "cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4 topology.rank=37",
+    "mixed": "cluster=dgx_h100 cluster.nodes=4 tp=4 pp=2 topology.rank=4",
+    "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 placement=tp-cp-pp-dp",
+    "rail_only": "cluster=rail_only cluster.nodes=4 tp=8 pp=2",
+    "superpod": "cluster=superpod cluster.nodes=128 tp=8 pp=8",
 }
 
 
@@ -77,6 +90,12 @@ def main() -> None:
     (HERE / "layout.svg").write_text(layout_svg(Layout(tp=2, pp=2, dp=2)))
     timeline = simulate(schedule("1f1b", 4, 8), 1.0, 2.0)
     (HERE / "schedule.svg").write_text(render_svg(timeline, "1F1B, 4 stages, 8 micro-batches"))
+    for name, words in MAPS.items():
+        path = HERE / f"topology_{name}.svg"
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = cli.main(["topology", *words.split(), f"topology.svg={path}"])
+        if code:
+            raise SystemExit(f"parallel3d topology {words}: exit code {code}")
 
 
 if __name__ == "__main__":

@@ -166,12 +166,29 @@ def test_large_clusters_are_answered_in_time(shell: Shell, nodes: int, seconds: 
     pytest.fail(f"{took} s of CPU for {8 * nodes:,} GPUs, over {seconds} s each time")
 
 
-def test_docs_commands_are_accepted(shell: Shell) -> None:
-    """Every command on docs/topology.md that stands alone on its line runs as it is written."""
-    page = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^parallel3d topology ([^\n#]*)", page, re.MULTILINE)
-    commands = list(dict.fromkeys(line.strip() for line in lines if "slurm" not in line))
-    assert len(commands) >= 4
-    for command in commands:
-        ended = shell.run(*TOPOLOGY, *command.split())
-        assert ended.code == (2 if "tp=16" in command and "rail_only" in command else 0), ended
+PAGE = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")
+# Blocks that begin with `$ parallel3d topology ...` and go on with lines of what it prints.
+SHOWN = re.findall(r"^```\n\$ parallel3d topology ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def test_docs_show_figures_of_several_clusters() -> None:
+    assert len({words for words, _ in SHOWN}) >= 6
+
+
+@pytest.mark.parametrize(("words", "lines"), SHOWN, ids=[words for words, _ in SHOWN])
+def test_docs_show_what_the_command_prints(shell: Shell, words: str, lines: str) -> None:
+    ended = shell.run(*TOPOLOGY, *words.split())
+    if ended.code:
+        assert ended.err.split() == lines.split()
+        return
+    printed = iter([line for line in ended.out.splitlines() if line])
+    missing = [line for line in lines.splitlines() if line != "…" and line not in printed]
+    assert not missing, ended.out
+
+
+def test_docs_name_only_commands_that_compose(shell: Shell) -> None:
+    lines = re.findall(r"^parallel3d topology ([^\n#]*)", PAGE, re.M)
+    assert len(lines) >= 3
+    for line in lines:
+        ended = shell.run(*TOPOLOGY, *line.split(), "--cfg", "job")
+        assert ended.code == 0, ended
