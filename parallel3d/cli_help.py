@@ -28,7 +28,8 @@ ABOUT = {
     "train": "train a model",
     "verify": "run this configuration as given and as one process, and compare",
     "topology": "map the layout onto a cluster, price its traffic and draw it",
-    "bench comm": "time every collective in every group, beside the model's price",
+    "bench comm": "time every collective in every group, beside the model's price, "
+    "and name what is slow (which is no failure: exit code 0)",
 }
 
 MOST_USED = (

@@ -59,10 +59,15 @@ class Where:
         return self.placement.cluster.slot_name(int(self.placement.slots[rank]))
 
     def name(self, rank: int) -> str:
-        """`rank 5 (pp 1, dp 0, tp 1) on web12, node0 GPU 5, rail 5`."""
-        place = self.placement.layout.coordinates(rank)
+        """`rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`.
+
+        The host comes first where the cluster does not call the node by its name.
+        """
+        place, gpu = self.placement.layout.coordinates(rank), self.gpu(rank)
+        host = self.hosts[rank]
+        known = gpu.split(" GPU ")[0].split(".")[0] == host.split(".")[0]
         return (
-            f"rank {rank} ({place}) on {self.hosts[rank]}, {self.gpu(rank)}, rail {self.rail(rank)}"
+            f"rank {rank} ({place}) on {gpu if known else f'{host}, {gpu}'}, rail {self.rail(rank)}"
         )
 
     def facts(self, rank: int) -> dict[str, object]:
