@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.config import Config, ModelConfig
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
+from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
@@ -56,7 +56,7 @@ def check_config(
         _check_data(config)
     _check_learning_rate(config)
     _check_run_name(config)
-    _check_launch(config)
+    check_groups(config)
     model = dataclasses.replace(
         config.model,
         num_query_groups=config.model.kv_heads,
@@ -70,7 +70,7 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
     """What `bench comm` needs: ranks that add up, at least two of them, and sizes to measure."""
     dp = _data_parallel_size(config, world_size)
     _check_run_name(config)
-    _check_launch(config)
+    check_groups(config)
     if config.tp * config.pp * config.cp * dp == 1:
         raise UserError(
             f"tp={config.tp}, pp={config.pp} and dp={dp} are one rank, and one rank sends nothing; "
@@ -109,70 +109,6 @@ def _nearest_multiple(value: int, unit: int) -> int:
 def _divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
     common = math.gcd(*dividends.values())
     return lambda divisor: common % divisor == 0
-
-
-# --- placement and groups --------------------------------------------------------------------
-
-GROUP_KINDS = ("tp", "dp", "pp", "model", "embedding")
-# ncclConfig_t's fields and what NCCL takes for them.
-NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
-
-
-def _check_launch(config: Config) -> None:
-    if config.placement == "file" and config.rank_file is None:
-        raise UserError(
-            "placement=file needs rank_file=…, a file with a line `rank host local_index` for each "
-            "rank; the nearest is placement=default."
-        )
-    if config.rank_file is not None and config.placement != "file":
-        raise UserError(
-            f"rank_file={show(config.rank_file)} is read with placement=file alone, but "
-            f"placement={show(config.placement)}; the nearest is placement=file."
-        )
-    for kind in config.launch.nccl_high_priority:
-        _check_kind("launch.nccl_high_priority", kind, kind)
-    parse_nccl_settings(config.launch.nccl_settings)
-
-
-def _check_kind(key: str, word: str, kind: str) -> None:
-    if kind not in GROUP_KINDS:
-        raise UserError(
-            f"{key}={show(word)} must name a kind of group, one of {', '.join(GROUP_KINDS)}; the "
-            f"nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
-        )
-
-
-def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
-    """(kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`.
-
-    Raises UserError for a word that cannot be read or is out of NCCL's range.
-    """
-    key = "launch.nccl_settings"
-    settings = []
-    for word in words:
-        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", word)
-        if match is None:
-            raise UserError(
-                f"{key}={show(word)} must be a kind of group, a setting and a number; the nearest "
-                f"is {key}=[dp.max_ctas:8]."
-            )
-        kind, name, value = match[1], match[2], int(match[3])
-        _check_kind(key, word, kind)
-        if name not in NCCL_LIMITS:
-            close = nearest(name, NCCL_LIMITS) or "max_ctas"
-            raise UserError(
-                f"{key}={show(word)} must set one of {', '.join(NCCL_LIMITS)}; the nearest is "
-                f"{key}=[{kind}.{close}:{value}]."
-            )
-        low, high = NCCL_LIMITS[name]
-        if not low <= value <= high:
-            close = min(max(value, low), high)
-            raise UserError(
-                f"{key}={show(word)} must be {low} to {high}; the nearest is "
-                f"{key}=[{kind}.{name}:{close}]."
-            )
-        settings.append((kind, name, value))
-    return settings
 
 
 # --- the model -------------------------------------------------------------------------------

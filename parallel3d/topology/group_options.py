@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from parallel3d.config import ClusterConfig, LaunchConfig
-from parallel3d.config_checks import parse_nccl_settings
+from parallel3d.config_groups import parse_nccl_settings
 from parallel3d.errors import UserError
 from parallel3d.topology.placed_ranks import natural
 from parallel3d.topology.placement import Placement

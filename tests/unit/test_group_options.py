@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.config import ClusterConfig, Config, LaunchConfig
-from parallel3d.config_checks import check_config, parse_nccl_settings
+from parallel3d.config_checks import check_config
+from parallel3d.config_groups import parse_nccl_settings
 from parallel3d.errors import UserError
 from parallel3d.topology import process_groups
 from parallel3d.topology.cluster import Cluster, Link
