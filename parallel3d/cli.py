@@ -229,7 +229,13 @@ def _complete(words: list[str]) -> None:
     typed = line.split()
     subcommand = typed[1] if len(typed) > 1 else ""
     if len(typed) < 2 or (len(typed) == 2 and not line.endswith(" ")):
-        print(" ".join(app for app in APPS if app.startswith(subcommand)))
-    elif subcommand in APPS:
-        os.environ["COMP_LINE"] = line.replace(f" {subcommand}", "", 1)
-        _run_hydra(subcommand, words)
+        first = dict.fromkeys(app.split()[0] for app in SUBCOMMANDS)
+        print(" ".join(word for word in first if word.startswith(subcommand)))
+        return
+    app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in SUBCOMMANDS), None)
+    if app is not None:
+        os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
+        _run_hydra(app, words)
+    elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
+        begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
+        print(" ".join(app.split()[1] for app in SUBCOMMANDS if app.startswith(begun)))

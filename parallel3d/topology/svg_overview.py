@@ -11,7 +11,7 @@ from parallel3d.topology.palette import GROUP_COLOURS, SPINE, rail_colour
 from parallel3d.topology.scene import Tile, byte_text
 
 if TYPE_CHECKING:
-    from parallel3d.topology.svg import Picture
+    from parallel3d.topology.svg_unit import Picture
 
 DOT, PITCH = 6, 8
 ROWS = 32  # nodes of a small tile; a longer unit is drawn as several

@@ -33,6 +33,7 @@ MARKS = {CHOSEN: "*", "tp": "t", "cp": "c", "pp": "p", "dp": "d"}
 RAIL_STYLES = ("blue", "yellow", "green", "red", "cyan", "magenta", "bright_blue", "bright_black")
 STYLES = {
     **{kind: f"bold white on {colour}" for kind, colour in GROUP_COLOURS.items()},
+    CHOSEN: "bold reverse",  # on a dark terminal and on a light one
     "box": "bold",
     "spine": "bold",
     "quiet": "dim",
@@ -179,9 +180,10 @@ class _Map:
             edge = "│"
         if rank < 0:
             return [(edge, "box"), ("–".rjust(self.digits).ljust(self.cell - 1), "quiet")]
-        kind = self.marked.get(rank, "")
-        text = f"{rank:>{self.digits}}{MARKS.get(kind, ' ')}"
-        return [(edge, "box"), (text, kind), (" " * (self.cell - len(text) - 1), "")]
+        kind = self.marked.get(rank)
+        text = f"{rank:>{self.digits}}{MARKS[kind] if kind else ' '}"
+        style = kind or f"rail{int(cluster.rail_of[slot])}"
+        return [(edge, "box"), (text, style), (" " * (self.cell - len(text) - 1), "")]
 
 
 def _spine(cluster: Cluster, spine_bytes: float | None, width: int) -> list[Line]:

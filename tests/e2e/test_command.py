@@ -59,8 +59,12 @@ def test_info_flag_works(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("parallel3d ", {"train", "verify"}),
+        ("parallel3d ", {"train", "verify", "bench", "topology"}),
         ("parallel3d ver", {"verify"}),
+        ("parallel3d bench ", {"comm"}),
+        ("parallel3d bench co", {"comm"}),
+        ("parallel3d bench comm bench.iter", {"bench.iterations="}),
+        ("parallel3d topology cluster=dgx_h", {"cluster=dgx_h100", "cluster=dgx_h200"}),
         ("parallel3d train optim=", {"optim=adamw", "optim=sgd"}),
         ("parallel3d verify tp=2 schedule.n", {"schedule.name="}),
     ],

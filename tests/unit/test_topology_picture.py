@@ -362,3 +362,56 @@ def test_svg_legend_names_units_and_groups() -> None:
     assert {"its tensor group (tp=4)", "its pipeline group (pp=2)"} <= set(texts)
     assert any("bytes of one step" in text for text in texts)
     assert len(of_class(root, "sample")) == 4
+
+
+# --- any cluster -----------------------------------------------------------------------------
+
+
+def random_placement(seed: int) -> Placement:
+    """A small cluster of any shape: uneven nodes, odd domains, few rails, GPUs to spare."""
+    draw = np.random.default_rng(seed)
+    nodes, gpus = int(draw.integers(1, 9)), int(draw.integers(1, 9))
+    divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]
+    more: dict = {"oversubscription": [None, 1.0, 4.0][draw.integers(3)]}
+    domain = int(draw.choice(divisors))
+    if draw.integers(3) == 0:
+        domain = gpus * int(draw.integers(1, 4))
+    if draw.integers(2):
+        more["unit_nodes"] = int(draw.integers(1, nodes + 1))
+    if draw.integers(3) == 0:
+        more["node_gpus"] = tuple(draw.integers(1, gpus + 1, nodes).tolist())
+    if draw.integers(4) == 0:
+        more["node_unit"] = tuple(draw.integers(0, 3, nodes).tolist())
+    if draw.integers(4) == 0:
+        more["node_domain"] = tuple(draw.integers(0, 3, nodes).tolist())
+    on = cluster(nodes, gpus, domain, int(draw.integers(1, gpus + 1)), **more)
+    tp = int(draw.integers(1, min(5, on.size + 1)))
+    pp = int(draw.integers(1, on.size // tp + 1))
+    layout = Layout(tp=tp, pp=pp, dp=int(draw.integers(1, on.size // (tp * pp) + 1)))
+    slots = draw.permutation(on.size)[: layout.world_size]
+    return Placement(on, layout, slots, "random")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_cluster_is_drawn_whole_inside_and_apart(seed: int) -> None:
+    placement = random_placement(seed)
+    on, layout = placement.cluster, placement.layout
+    rank = seed % layout.world_size
+    for width in (40, 100):
+        text = plain(terminal_map(placement, rank, width))
+        found = cells(text.split("\n\n")[0])
+        assert Counter(r for r, _ in found) == Counter(range(layout.world_size))
+        assert max(map(len, text.splitlines())) <= width
+    zero = np.zeros(on.size)
+    ports = np.zeros((int(on.unit.max()) + 1, on.rails))
+    loads = Loads(zero, zero, ports, ports)
+    root = ElementTree.fromstring(cluster_svg(placement, rank, loads, "any", "cluster"))
+    _, _, wide, high = map(float, root.get("viewBox", "").split())
+    found_texts = boxes(root)
+    for words, left, top, right, bottom in found_texts:
+        assert min(left, top) >= 0 and right <= wide and bottom <= high, words
+    for (a, *p), (b, *q) in combinations(found_texts, 2):
+        assert p[2] <= q[0] or q[2] <= p[0] or p[3] <= q[1] or q[3] <= p[1], (a, b)
+    if not of_class(root, "tile"):
+        seen = Counter(int(e.get("data-rank", -2)) for e in of_class(root, "gpu"))
+        assert seen == Counter(placement.ranks.tolist())
