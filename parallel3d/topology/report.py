@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from parallel3d.topology.traffic import Transfer
 
 MADE_BY = "parallel3d topology"
+READER_LEFT = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     `typed`: the overrides of the command line, which tell what the user chose himself; None (a
     caller with a configuration of its own) for: everything.
 
-    Returns the exit code, 0. Raises UserError for what cannot work.
+    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
+    what cannot work.
     """
     from parallel3d.topology.report_facts import facts_of
     from parallel3d.topology.report_text import width_of, write_report
@@ -77,7 +80,12 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
         _write(config, "json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
     if config.topology.svg:
         _write(config, "svg", picture_of(report, facts))
-    write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
+    try:
+        write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
     return 0
 
 

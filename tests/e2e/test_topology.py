@@ -114,6 +114,17 @@ def test_a_terminal_gets_colours(shell: Shell) -> None:
     assert max(map(len, bare.splitlines())) <= 90
 
 
+def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
+    words = (*TOPOLOGY, "cluster=rails_3x2")
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        words, cwd=shell.cwd, env=shell.environment(), stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, b"")
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
