@@ -401,7 +401,7 @@ def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> Non
     file.write_text("0 n4 0\n1 n9 0\n")
     store = Store()
     store.counts[RANKS_SEEN_KEY] = 7  # or launch rank 0 would wait for its readers
-    workers, errors = take_ranks(config("file", file, dp=8), store, tmp_path)
+    _, errors = take_ranks(config("file", file, dp=8), store, tmp_path)
     assert len(errors) == 8
     assert set(errors) == {
         "rank_file: ranks line 2 names host n9, on which no rank of this run was started; "
