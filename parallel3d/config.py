@@ -98,8 +98,8 @@ class Config:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     compile: bool = key(
         False,
-        "element-wise operations through TorchInductor: fewer passes, a slower first step; needs a "
-        "C++ compiler on CPU, Triton on CUDA",
+        "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "
+        "compiler on CPU, Triton on CUDA",
     )
     placement: str = key(
         "default",

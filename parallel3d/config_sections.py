@@ -385,6 +385,11 @@ class LaunchConfig:
         megatron="--nccl-communicator-config-path",
         differs="there the path of a YAML file that holds the same",
     )
+    huge_pages: bool = key(
+        True,
+        "CPU ranks keep the memory that they free, in huge pages where the system offers them "
+        "(Linux with glibc); false: the C library's own ways",
+    )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
     )

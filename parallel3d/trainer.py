@@ -23,7 +23,6 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.data_parallel.reducer import Reducer
-from parallel3d.models.ops import Ops
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
@@ -86,9 +85,8 @@ class Trainer:
         self.dtype = DTYPES[config.precision.name]
         self.steps_done = 0
 
-        ops = Ops.compiled() if config.compile else Ops.eager()
         initializer = Initializer(config.seed, self.dtype, self.device)
-        context = BuildContext(initializer, groups.tp, config.sp, ops)
+        context = BuildContext(initializer, groups.tp, config.sp)
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
@@ -98,6 +96,8 @@ class Trainer:
             list(self.parameters.items()), config.ddp.bucket_cap_mb, grad_dtype
         )
         self.reducer = Reducer(self.buckets, groups.dp, config.ddp.overlap)
+        if config.compile:
+            self.stage.compile_blocks()
         self.optimizer = Optimizer(config.optim, self.buckets, groups.tp, groups.model)
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)

@@ -19,6 +19,7 @@ from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
+from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.rank_exchange import take_rank, wait_for_readers
 from parallel3d.run_directory import discard_unused, load_config, make_run_directory
@@ -136,6 +137,8 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     take_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
     cuda = worker.device.startswith("cuda")
+    if config.launch.huge_pages and not cuda:
+        keep_freed_memory()
     if cuda:
         torch.cuda.set_device(worker.device)
     dist.init_process_group(

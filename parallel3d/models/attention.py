@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.models.ops import Ops, Rotary, split_heads_rotary
+from parallel3d.models.ops import Rotary, split_heads_rotary
 
 
 def causal_attention(
-    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary | None, ops: Ops
+    qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary | None
 ) -> Tensor:
     """softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -22,7 +22,7 @@ def causal_attention(
     Returns: (b, s, heads · head_dim).
     """
     if rotary is not None:
-        q, k, v = split_heads_rotary(qkv, heads, kv_heads, head_dim, rotary, ops)
+        q, k, v = split_heads_rotary(qkv, heads, kv_heads, head_dim, rotary)
     else:
         parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
         q, k, v = (t.transpose(1, 2) for t in parts)

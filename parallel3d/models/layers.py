@@ -7,16 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config import ModelConfig
-from parallel3d.models.ops import Ops, rms_norm
+from parallel3d.models.ops import rms_norm
 from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
 
 
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over the hidden dimension; its parameters are replicated over tp."""
 
-    def __init__(self, name: str, model: ModelConfig, init: Initializer, ops: Ops) -> None:
+    def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
-        self.ops = ops
         self.eps, self.size = model.norm_eps, (model.hidden_size,)
 
         def vector(part: str, fill: float) -> nn.Parameter:
@@ -28,7 +27,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, self.ops)
+            return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 

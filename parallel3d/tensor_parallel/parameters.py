@@ -141,3 +141,13 @@ def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | Non
         main_grad.add_(grad.t() @ x)
     weight.gradient_added()
     return None
+
+
+def add_gradient(parameter: Tensor, grad: Tensor) -> None:
+    """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return
+    main_grad.add_(grad)
+    parameter.gradient_added()

@@ -80,6 +80,7 @@ class Case:
     bucket_cap_mb: float | None = None
     overlap: bool = True
     layers_per_stage: tuple[int, ...] | None = None
+    compile: bool = False
 
     def __str__(self) -> str:
         default = Case(self.problem)
@@ -102,6 +103,7 @@ class Case:
             micro_batch_size=GLOBAL_BATCH // (layout.dp * self.microbatches),
             global_batch_size=GLOBAL_BATCH,
             device="cpu",
+            compile=self.compile,
             model=ModelConfig(**(preset(problem.preset) | sizes)),
         )
         config.model.tie_embeddings = problem.tied

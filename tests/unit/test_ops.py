@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import gradcheck
 
 from parallel3d.models.attention import causal_attention
-from parallel3d.models.ops import Ops, rms_norm, split_heads_rotary, swiglu
+from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
 from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
-EAGER = Ops.eager()
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -21,15 +20,15 @@ def leaf(*shape: int) -> torch.Tensor:
 
 def test_rms_norm_is_pytorchs() -> None:
     x, w = leaf(2, 3, 8), leaf(8)
-    torch.testing.assert_close(rms_norm(x, w, 1e-3, EAGER), F.rms_norm(x, (8,), w, 1e-3))
-    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3, EAGER), (x, w))
+    torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
+    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
 
 
 def test_swiglu_is_silu_times_up() -> None:
     x = leaf(2, 3, 10)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(swiglu(x, EAGER), F.silu(gate) * up)
-    assert gradcheck(lambda x: swiglu(x, EAGER), (x,))
+    torch.testing.assert_close(swiglu(x), F.silu(gate) * up)
+    assert gradcheck(lambda x: swiglu(x), (x,))
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
@@ -37,7 +36,7 @@ def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     qkv = leaf(2, 5, (3 + 2 * 1) * 8)
     angle = torch.randn(5, 1, rotated // 2, dtype=torch.float64)
     rotary = angle.cos(), angle.sin()
-    q, k, v = split_heads_rotary(qkv, 3, 1, 8, rotary, EAGER)
+    q, k, v = split_heads_rotary(qkv, 3, 1, 8, rotary)
     heads = qkv.unflatten(-1, (5, 8))
     half = rotated // 2
     pairs = torch.complex(heads[:, :, :4, :half], heads[:, :, :4, half:rotated])
@@ -45,7 +44,7 @@ def test_rotary_turns_pairs_by_their_angle(rotated: int) -> None:
     expected = torch.cat((turned.real, turned.imag, heads[:, :, :4, rotated:]), -1)
     torch.testing.assert_close(torch.cat((q, k), 1), expected.transpose(1, 2))
     torch.testing.assert_close(v, heads[:, :, 4:].transpose(1, 2))
-    assert gradcheck(lambda x: split_heads_rotary(x, 3, 1, 8, rotary, EAGER), (qkv,))
+    assert gradcheck(lambda x: split_heads_rotary(x, 3, 1, 8, rotary), (qkv,))
 
 
 def rotary_of(sequence: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +85,7 @@ def test_attention_is_explicit_softmax_attention(
 ) -> None:
     qkv = leaf(2, sequence, (heads + 2 * kv_heads) * 4)
     rotary = rotary_of(sequence, rotated // 2) if rotated else None
-    ours = causal_attention(qkv, heads, kv_heads, 4, rotary, EAGER)
+    ours = causal_attention(qkv, heads, kv_heads, 4, rotary)
     theirs = explicit_attention(qkv, heads, kv_heads, rotary)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     grad = torch.randn_like(ours)
@@ -99,13 +98,13 @@ def test_attention_gradients_are_finite_differences(heads: int, kv_heads: int) -
     sequence = 66
     qkv, rotary = leaf(1, sequence, (heads + 2 * kv_heads) * 2), rotary_of(sequence, 1)
     assert gradcheck(
-        lambda x: causal_attention(x, heads, kv_heads, 2, rotary, EAGER), (qkv,), fast_mode=True
+        lambda x: causal_attention(x, heads, kv_heads, 2, rotary), (qkv,), fast_mode=True
     )
 
 
 def test_attention_takes_half_precision() -> None:
     qkv = leaf(2, 9, (4 + 2 * 2) * 4)
-    ours = causal_attention(qkv.bfloat16(), 4, 2, 4, None, EAGER)
+    ours = causal_attention(qkv.bfloat16(), 4, 2, 4, None)
     assert ours.dtype == torch.bfloat16
     expected = explicit_attention(qkv, 4, 2, None)
     torch.testing.assert_close(ours.double(), expected, rtol=0.05, atol=0.05)
@@ -116,13 +115,14 @@ def test_compiled_operations_equal_eager_ones(rotated: int) -> None:
     sequence, results = 70, []
     inputs = leaf(2, sequence, 16), leaf(16), leaf(2, sequence, 20), leaf(2, sequence, 8 * 8)
     rotary = rotary_of(sequence, rotated // 2) if rotated else None
-    for ops in (EAGER, Ops.compiled()):
-        x, weight, gate_up, qkv = inputs
-        out = (
-            rms_norm(x, weight, 1e-3, ops),
-            swiglu(gate_up, ops),
-            causal_attention(qkv, 4, 2, 8, rotary, ops),
-        )
+
+    def operations(x: Tensor, weight: Tensor, gate_up: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
+        attended = causal_attention(qkv, 4, 2, 8, rotary)
+        return rms_norm(x, weight, 1e-3), swiglu(gate_up), attended
+
+    compiled = torch.compile(operations, fullgraph=True, dynamic=False)
+    for run in (operations, compiled):
+        out = run(*inputs)
         torch.manual_seed(0)
         grads = [torch.randn_like(y) for y in out]
         results.append((*out, *torch.autograd.grad(out, inputs, grads)))

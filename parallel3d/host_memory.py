@@ -1,0 +1,47 @@
+"""Memory of a CPU rank: what is freed is kept, and lies in huge pages.
+
+Activations of a few megabytes are freed and allocated again all the time. By default the C library
+gives such blocks back to the system, which hands out and clears new pages for the next, and with
+pages of 4 KiB every one of them costs the processor a walk through its page tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+# <malloc.h>
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+
+LARGEST = 2**31 - 1
+HUGE_PAGE = 2 << 20
+RESERVED = 3 << 29  # address space, below LARGEST; memory is taken as it is touched
+
+
+def keep_freed_memory(reserved: int = RESERVED) -> bool:
+    """Lets malloc serve blocks of any size from one heap that never shrinks, in huge pages.
+
+    To be called before the first large allocation. Huge pages come only where the system offers
+    them to programs that ask ("always" or "madvise" in
+    /sys/kernel/mm/transparent_hugepage/enabled).
+
+    Returns: whether it was done; False on systems whose C library is not glibc, or where the
+    address space is limited.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "gnu_get_libc_version") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    kept = libc.mallopt(M_MMAP_THRESHOLD, LARGEST) and libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
+    block = libc.malloc(reserved) if kept else None
+    if block is None:
+        return False
+    # Freed at once, the block stays as the untouched end of the heap.
+    first = (block + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+    length = (block + reserved) // HUGE_PAGE * HUGE_PAGE - first
+    advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
+    libc.free(block)
+    return advised

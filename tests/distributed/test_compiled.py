@@ -1,0 +1,71 @@
+"""`compile=true`: compiled blocks are the reference as well, and compile once.
+
+The linear layers inside are opaque operators whose backward fills the gradient buckets unseen by
+the compiler, so weights after five steps are what tells. The first problem has every kind of
+parameter (biases, LayerNorm, learned positions), the second rotary pairs, SwiGLU, grouped queries.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, make_trainer, run_cases
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "sgd", tied=True)
+LLAMA = Problem("llama_tiny", "adamw", tied=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ((1, 1, 1), [Case(GPT, compile=True), Case(LLAMA, compile=True)]),
+        ((2, 1, 1), [Case(GPT, sp=True, compile=True), Case(LLAMA, compile=True)]),
+        ((2, 1, 2), [Case(LLAMA, sp=True, compile=True, bucket_cap_mb=0.01)]),
+        ((1, 2, 1), [Case(GPT, compile=True)]),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_are_the_reference(
+    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
+) -> None:
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(case.problem), case.problem)
+        assert not found, f"{case}: {found}"
+
+
+def graphs_by_step() -> tuple[list[int], int]:
+    """How many graphs there are after each of three steps and an evaluation, and the buckets
+    that the last backward reduced before it ended."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    groups = ProcessGroups.create(Layout(1, 1, 2), "cpu", timeout_s=60)
+    case = Case(Problem("llama_tiny", "sgd", False, layers=10), compile=True, bucket_cap_mb=0.02)
+    trainer = make_trainer(case, groups)
+    seen, early = [], 0
+    finish = trainer.reducer.finish_step
+
+    def finish_step() -> list[str]:
+        nonlocal early
+        early = len(trainer.reducer.works)
+        return finish()
+
+    trainer.reducer.finish_step = finish_step
+    for _ in range(3):
+        trainer.train_step()
+        seen.append(counters["stats"]["unique_graphs"])
+    groups.close()
+    return seen, early
+
+
+def test_nothing_compiles_after_the_first_step_and_buckets_leave_early(pool: Pool) -> None:
+    for seen, early in pool.run(2, graphs_by_step):
+        assert seen == [2, 2, 2]  # ten blocks: groups of eight and of two
+        assert early > 1
