@@ -114,8 +114,8 @@ def _leaves_domain(
             price_transfer(t.transfer, ideal, cluster).seconds for t in priced.transfers
         )
         cost += (
-            f", {1e3 * priced.seconds:.3g} ms of communication a step instead of "
-            f"{1e3 * inside:.3g} ms"
+            f", {1e3 * priced.seconds:,.0f} ms of communication a step instead of "
+            f"{1e3 * inside:,.0f} ms"
         )
     return (
         f"{dim}={links.size} leaves the NVLink domain of {cluster.domain_gpus} GPUs in {out} of "
@@ -185,9 +185,11 @@ def _replica_and_domain(placement: Placement) -> str | None:
     ask = f"sbatch --segment={segment} (tp·pp·cp / GPUs per node) keeps its nodes in one domain"
     if not torn:
         return f"each replica of {replica} GPUs is in one NVLink domain; {ask}"
+    whole = np.unique(cluster.domain).size * (cluster.domain_gpus // replica)
+    fit = f"dp={whole} would leave room for whole replicas, " if whole < layout.dp else ""
     return (
         f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs reach over several NVLink "
-        f"domains of {cluster.domain_gpus}; placement=tp-cp-pp-dp puts each in one, and {ask}"
+        f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each in one, and {ask}"
     )
 
 

@@ -66,6 +66,11 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
     assert whole.startswith("each replica of 64 GPUs is in one NVLink domain")
 
 
+def test_nvl72_with_more_replicas_than_whole_ones_fit_says_how_many_do() -> None:
+    torn = said(a_cluster(36, 4, 72), Layout(tp=4, pp=4, dp=9))  # 16 of 72 GPUs: 4 whole a rack
+    assert any("dp=8 would leave room for whole replicas" in sentence for sentence in torn)
+
+
 def test_rail_only_refuses_tp_outside_of_the_domain_and_says_what_works() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=16, dp=2)
     with pytest.raises(UserError) as refused:
