@@ -308,6 +308,11 @@ class DataParallelConfig:
         megatron="--overlap-grad-reduce",
         differs="off unless given there, on by default here",
     )
+    hierarchical: bool = key(
+        False,
+        "where data-parallel groups straddle NVLink domains, reduce inside each domain first and "
+        "then between domains; sums in another order, so not bit for bit what one level gives",
+    )
 
 
 @dataclass

@@ -31,6 +31,8 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "making process groups"
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker)
+    if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
+        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"

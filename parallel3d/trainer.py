@@ -22,6 +22,7 @@ from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.buckets import build_buckets
+from parallel3d.data_parallel.hierarchical import TwoLevels
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
@@ -95,7 +96,10 @@ class Trainer:
         self.buckets = build_buckets(
             list(self.parameters.items()), config.ddp.bucket_cap_mb, grad_dtype
         )
-        self.reducer = Reducer(self.buckets, groups.dp, config.ddp.overlap)
+        hook = collectives.all_reduce_bucket
+        if groups.dp_inner.size > 1:
+            hook = TwoLevels(groups.dp_inner, groups.dp_outer)
+        self.reducer = Reducer(self.buckets, groups.dp, config.ddp.overlap, hook)
         if config.compile:
             self.stage.compile_blocks()
         self.optimizer = Optimizer(config.optim, self.buckets, groups.tp, groups.model)

@@ -240,3 +240,23 @@ def outer_order(groups: Wiring) -> Matrix | None:
     whole = (placed == placed[:, :, :1]).all()
     apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
     return order if whole and apart else None
+
+
+def two_levels(placement: Placement, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
+    """The inner and the outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
+
+    The j-th members of the inner groups are an outer group, and hold the same shard between the
+    levels. None where there are no two levels, and where the order of the ranks inside a domain is
+    not that of their rails (a snake), as members of a process group stand in rank order.
+    """
+    ranks = members(placement.layout, dim)
+    wired = Wiring.of(placement.cluster, placement.slots)[ranks]
+    order = outer_order(wired) if ranks.shape[1] > 1 else None
+    if order is None:
+        return None
+    placed = np.take_along_axis(ranks, order, axis=1)
+    tiled = placed.reshape(len(placed), -1, inner_size(wired))
+    if (np.diff(tiled, axis=2) < 0).any():
+        return None
+    outer = np.sort(tiled.transpose(0, 2, 1), axis=2)
+    return tiled.reshape(-1, tiled.shape[2]).tolist(), outer.reshape(-1, tiled.shape[1]).tolist()

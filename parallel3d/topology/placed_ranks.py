@@ -67,7 +67,7 @@ def wants_cluster(config: Config) -> bool:
     """Whether this run must know where its ranks sit in the cluster; the default need not."""
     searched = config.placement not in (DEFAULT, FILE)
     interfaces = config.cluster.nvlink_interface or config.cluster.rail_interface
-    return bool(searched or interfaces or config.preflight)
+    return bool(searched or interfaces or config.preflight or config.ddp.hierarchical)
 
 
 def place_processes(

@@ -14,6 +14,7 @@ from parallel3d.config import LaunchConfig
 from parallel3d.shared_collectives import SharedCollectives
 from parallel3d.topology.group_options import GLOO_ON, Interfaces, gloo_on, nccl_options
 from parallel3d.topology.layout import Coordinates, Layout
+from parallel3d.topology.links import two_levels
 from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.
-DATA_KINDS = ("tp", "dp", "pp", "embedding")
+DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", "embedding")
+
+Ranks = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster a
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: six kinds at most, whatever the world size.
+    """The groups of one rank: six kinds, eight with two levels of dp, whatever the world size.
 
     tp, dp, pp   along one dimension
     model        tp × pp: everything that holds one replica of the model (gradient norm)
     embedding    first and last stage of a pipeline (tied embeddings)
     world        all ranks
+    dp_inner     members of dp in one NVLink domain, and
+    dp_outer     one of each domain: where gradients are reduced in two levels, else of one
     """
 
     layout: Layout
@@ -65,6 +70,8 @@ class ProcessGroups:
     model: Group
     embedding: Group
     world: Group
+    dp_inner: Group = SINGLE
+    dp_outer: Group = SINGLE
 
     @property
     def coordinates(self) -> Coordinates:
@@ -85,9 +92,11 @@ class ProcessGroups:
         interfaces = None
         if device_type == "cpu":
             interfaces = Interfaces.of_run(config.cluster, worker.placement)
-        return cls.create(
-            layout_of(config), device_type, config.launch.timeout_s, config.launch, interfaces
-        )
+        levels = None
+        if config.ddp.hierarchical and worker.placement is not None:
+            levels = two_levels(worker.placement, "dp")
+        layout, timeout_s = layout_of(config), config.launch.timeout_s
+        return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
     @classmethod
     def create(
@@ -97,6 +106,7 @@ class ProcessGroups:
         timeout_s: float = 600.0,
         launch: LaunchConfig | None = None,
         interfaces: Interfaces | None = None,
+        levels: tuple[Ranks, Ranks] | None = None,
     ) -> ProcessGroups:
         """Makes the groups; collective over the world, which must be initialised.
 
@@ -107,6 +117,7 @@ class ProcessGroups:
         Args:
             launch: shared memory or not, NCCL's settings; its defaults if None.
             interfaces: where gloo's groups connect; the system's choice if None.
+            levels: inner and outer groups of dp (`links.two_levels`); None: one level.
 
         Raises:
             ValueError: the world size is not the layout's.
@@ -120,6 +131,7 @@ class ProcessGroups:
         tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
         if device_type == "cpu" and launch.shared_memory:
             tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
+        inner, outer = levels or ([], [])
         ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
         return cls(
             layout=layout,
@@ -131,6 +143,8 @@ class ProcessGroups:
             model=maker.group("model", layout.groups("tp", "pp")),
             embedding=maker.group("embedding", ends),
             world=maker.group("world", [list(range(world))]),
+            dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
+            dp_outer=maker.group("dp_outer", outer) if outer else SINGLE,
         )
 
     @classmethod
@@ -143,7 +157,8 @@ class ProcessGroups:
         for group in (self.tp, self.dp):
             if group.shared is not None:
                 group.shared.memory.close()
-        made = {g.handle for g in (self.tp, self.dp, self.pp, self.model, self.embedding)}
+        kinds = (self.tp, self.dp, self.pp, self.model, self.embedding)
+        made = {g.handle for g in (*kinds, self.dp_inner, self.dp_outer)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)
 

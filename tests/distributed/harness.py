@@ -82,14 +82,20 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
     return weights, lrs
 
 
+def plain_groups(layout: Layout) -> ProcessGroups:
+    """The groups of `layout` as they are where nothing is known of a cluster."""
+    return ProcessGroups.create(layout, "cpu", timeout_s=60)
+
+
 def run_cases(
     sizes: tuple[int, int, int],
     cases: Sequence[Case],
     mutation: Callable[[], AbstractContextManager[None]] = nullcontext,
+    make_groups: Callable[[Layout], ProcessGroups] = plain_groups,
 ) -> list[Outcome]:
     """On every rank: train each case under Layout(tp, pp, dp) = `sizes`, inside `mutation`."""
     layout = Layout(*sizes)
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
+    groups = make_groups(layout)
     outcomes = []
     for case in cases:
         try:

@@ -1,0 +1,88 @@
+"""Gradients reduced inside domains and then between them are the reference's too."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.links import two_levels
+from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.pool import Pool
+
+WIRE = Link(10.0, 1.0)
+
+
+def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> Placement:
+    """`layout` on nodes of four GPUs, a domain and four rails each."""
+    nodes = layout.world_size // 4
+    cluster = Cluster("nodes of four", nodes, 4, 4, 4, WIRE, WIRE, WIRE)
+    return Placement.tiled(cluster, layout, Tiling.parse(tiling, layout))
+
+
+def in_two_levels(layout: Layout) -> ProcessGroups:
+    levels = two_levels(placed(layout), "dp")
+    assert levels is not None
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=60, levels=levels)
+    assert (groups.dp_inner.size, groups.dp_outer.size) == (4 // layout.tp, 2)
+    return groups
+
+
+def test_levels_are_domains_and_rails() -> None:
+    inner, outer = two_levels(placed(Layout(tp=2, dp=4)), "dp")
+    assert inner == [[0, 2], [4, 6], [1, 3], [5, 7]]  # of one node
+    assert outer == [[0, 4], [2, 6], [1, 5], [3, 7]]  # on one rail
+
+
+@pytest.mark.parametrize(
+    ("layout", "tiling"),
+    [
+        (Layout(tp=4, dp=2), "tp-dp"),  # a member a domain
+        (Layout(dp=4), "dp"),  # all in one
+        (Layout(tp=2, dp=4), "tp2-dp2-dp2-snake"),  # rails in the other order in every other node
+    ],
+    ids=str,
+)
+def test_no_levels_where_there_are_no_two_or_ranks_run_against_the_rails(
+    layout: Layout, tiling: str
+) -> None:
+    assert two_levels(placed(layout, tiling), "dp") is None
+
+
+def sums(elements: int) -> tuple[np.ndarray, list[int]]:
+    """The sum over dp = 8 in two levels of a tensor that differs by rank, and its outer sizes."""
+    groups = in_two_levels(Layout(dp=8))
+    tensor = (groups.rank + 1) * torch.arange(1.0, elements + 1, dtype=torch.float64)
+    sent: list[int] = []
+    reduce = TwoLevels(groups.dp_inner, groups.dp_outer)
+    started = reduce(tensor, groups.dp)
+    sent.append(started.shard.numel())
+    started.wait()
+    groups.close()
+    return tensor.numpy(), sent
+
+
+@pytest.mark.parametrize("elements", [64, 67, 3])
+def test_two_levels_are_the_sum_and_send_a_shard_between_domains(elements: int, pool: Pool) -> None:
+    for total, sent in pool.run(8, sums, elements):
+        np.testing.assert_array_equal(total, 36.0 * np.arange(1, elements + 1))
+        assert sent == [elements // 4]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (1, 1, 8)], ids=str)
+def test_training_in_two_levels_is_the_reference(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    case = Case(Problem("llama_tiny", "sgd", tied=True), bucket_cap_mb=0.01)
+    by_rank = pool.run(8, run_cases, sizes, [case], nullcontext, in_two_levels)
+    outcomes = [rank[0] for rank in by_rank]
+    found = differences(outcomes, references.of(case.problem), case.problem)
+    assert not found, found
