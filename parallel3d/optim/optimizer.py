@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel3d import collectives
 from parallel3d.config import OptimConfig
@@ -15,11 +16,34 @@ from parallel3d.topology.process_groups import Group
 NORM_PIECE = 1 << 15  # elements whose squares are added in the gradients' own type
 
 
+@dataclass
+class FlatGroup:
+    """Segments that are stepped alike, with their optimizer state: flat tensors side by side.
+
+    `moments` are AdamW's two running means, or SGD's momentum buffer (none without momentum);
+    `steps` is the kernels' own count, a scalar for each segment.
+    """
+
+    weight_decay: float
+    params: list[Tensor]
+    grads: list[Tensor]
+    moments: tuple[list[Tensor], ...]
+    steps: list[Tensor]
+
+    @classmethod
+    def of(cls, segments: list[Segment], weight_decay: float, moments: int) -> FlatGroup:
+        params = [s.param for s in segments]
+        zeros = tuple([torch.zeros_like(p) for p in params] for _ in range(moments))
+        steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
+        return cls(weight_decay, params, [s.grad for s in segments], zeros, steps)
+
+
 class Optimizer:
     """Steps the parameters of one rank.
 
-    Each bucket segment is one flat parameter to PyTorch's own optimizers: the update is
-    elementwise, so the result is the same and a step is a handful of calls.
+    Each bucket segment is one flat tensor to PyTorch's fused kernels: the update is elementwise, so
+    the result is the same and a step is a handful of calls. The kernels are called directly:
+    `torch.optim`'s classes bring in the compiler, a second of start-up on every rank.
 
     Args:
         tp: decides which rank counts replicated parameters in the norm (see `counts_in_norm`).
@@ -31,26 +55,11 @@ class Optimizer:
     ) -> None:
         self.optim, self.tp, self.model_group = optim, tp, model_group
         self.segments = [s for bucket in buckets for s in bucket.segments]
-        self.flats: list[nn.Parameter] = []
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for segment in self.segments:
-            flat = nn.Parameter(segment.param)  # shares storage with the bucket
-            flat.grad = segment.grad
-            self.flats.append(flat)
-            groups[segment.decays].append(flat)
-        decay = {True: optim.weight_decay, False: 0.0}
-        param_groups = [
-            {"params": flats, "weight_decay": decay[d]} for d, flats in groups.items() if flats
-        ]
-        self.torch_optimizer = self._make(optim, param_groups)
-
-    @staticmethod
-    def _make(optim: OptimConfig, param_groups: list[dict]) -> torch.optim.Optimizer:
-        if optim.name == "sgd":
-            return torch.optim.SGD(param_groups, lr=optim.lr, momentum=optim.momentum, fused=True)
-        return torch.optim.AdamW(
-            param_groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
-        )
+        moments = 2 if optim.name == "adamw" else int(optim.momentum > 0)
+        kinds = [(True, optim.weight_decay), (False, 0.0)]
+        alike = [([s for s in self.segments if s.decays is d], decay) for d, decay in kinds]
+        self.groups = [FlatGroup.of(some, decay, moments) for some, decay in alike if some]
+        self.is_first_step = True
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -73,9 +82,45 @@ class Optimizer:
             factor = self.optim.clip_grad / (grad_norm + 1e-6)
             if factor < 1.0:
                 torch._foreach_mul_([s.grad for s in self.segments], factor)
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.torch_optimizer.step()
+        for group in self.groups:
+            if self.optim.name == "adamw":
+                self._adamw(group, learning_rate)
+            else:
+                self._sgd(group, learning_rate)
+        self.is_first_step = False
+
+    def _adamw(self, group: FlatGroup, learning_rate: float) -> None:
+        """Loshchilov and Hutter 2019, algorithm 2."""
+        torch._foreach_add_(group.steps, 1)
+        torch._fused_adamw_(
+            group.params,
+            group.grads,
+            *group.moments,
+            [],
+            group.steps,
+            lr=learning_rate,
+            beta1=self.optim.beta1,
+            beta2=self.optim.beta2,
+            weight_decay=group.weight_decay,
+            eps=self.optim.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _sgd(self, group: FlatGroup, learning_rate: float) -> None:
+        """With momentum as torch.optim.SGD has it: the buffer starts as the first gradient."""
+        torch._fused_sgd_(
+            group.params,
+            group.grads,
+            *(group.moments or ([],)),
+            weight_decay=group.weight_decay,
+            momentum=self.optim.momentum,
+            lr=learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=self.is_first_step,
+        )
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:

@@ -21,6 +21,7 @@ def test_eight_ranks_give_every_row_in_under_a_minute(shell: Shell) -> None:
     ended = shell.run(
         *BENCH,
         *("tp=2", "pp=2", "dp=2", "run=b", "global_batch_size=7", "data=text", "data.path=nowhere"),
+        "bench.budget_s=30",
     )
     assert (ended.code, ended.err) == (0, "")
     assert ended.wall_s < 60
