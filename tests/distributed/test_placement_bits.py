@@ -105,8 +105,12 @@ def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [("tp=2 pp=2 dp=2", "sgd"), ("tp=2 pp=2 dp=2", "adamw")]
-    + [("tp=2 pp=1 dp=4", "sgd"), ("tp=1 pp=4 dp=2", "adamw")],
+    [
+        ("tp=2 pp=2 dp=2", "sgd"),
+        ("tp=2 pp=2 dp=2", "adamw"),
+        ("tp=2 pp=1 dp=4", "sgd"),
+        ("tp=1 pp=4 dp=2", "adamw"),
+    ],
 )
 def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
     pool: Pool, tmp_path: Path, layout: str, optimizer: str
