@@ -23,6 +23,7 @@ from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.rank_exchange import take_rank, wait_for_readers
 from parallel3d.run_directory import discard_unused, load_config, make_run_directory
+from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -137,10 +138,10 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     take_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
     cuda = worker.device.startswith("cuda")
-    if config.launch.huge_pages and not cuda:
-        keep_freed_memory()
     if cuda:
         torch.cuda.set_device(worker.device)
+    else:
+        _prepare_cpu(config, worker)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,
@@ -158,6 +159,16 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return code
+
+
+def _prepare_cpu(config: Config, worker: Worker) -> None:
+    """Memory, and a look at the network interfaces while nobody waits for a peer yet."""
+    from parallel3d.topology.group_options import Interfaces
+
+    if config.launch.huge_pages:
+        keep_freed_memory()
+    if interfaces := Interfaces.of_run(config.cluster, worker.placement):
+        interfaces.check(layout_of(config), worker.rank)
 
 
 def _entry(app: str) -> Callable[[Config, Worker], Any]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parallel3d.config import ClusterConfig, LaunchConfig
 from parallel3d.config_groups import parse_nccl_settings
 from parallel3d.errors import UserError
+from parallel3d.topology.layout import Layout
 from parallel3d.topology.placed_ranks import natural
 from parallel3d.topology.placement import Placement
 
@@ -44,6 +45,17 @@ class Interfaces:
         if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
             return None
         return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
+
+    def check(self, layout: Layout, rank: int) -> None:
+        """Looks for the interfaces that this rank's groups will take, before anything connects.
+
+        Raises:
+            UserError: this host has no such interface.
+        """
+        for dim in ("tp", "dp", "pp"):
+            ranks = layout.group_of(rank, dim)
+            if len(ranks) > 1:
+                self.of_group(ranks, rank)
 
     def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
         """The interface by which member `rank` of a group talks; None for the system's choice.

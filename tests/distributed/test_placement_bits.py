@@ -106,7 +106,6 @@ def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [
-        ("tp=2 pp=2 dp=2", "sgd"),
         ("tp=2 pp=2 dp=2", "adamw"),
         ("tp=2 pp=1 dp=4", "sgd"),
         ("tp=1 pp=4 dp=2", "adamw"),
