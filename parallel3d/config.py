@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel3d.config_cluster import BenchConfig, ClusterConfig, TopologyConfig
-from parallel3d.config_sections import (
-    DataConfig,
+from parallel3d.config_run import (
     DataParallelConfig,
     LaunchConfig,
     LoggerConfig,
+    TrainConfig,
+    VerifyConfig,
+)
+from parallel3d.config_sections import (
+    DataConfig,
     ModelConfig,
     OptimConfig,
     PrecisionConfig,
     ScheduleConfig,
-    TrainConfig,
-    VerifyConfig,
     key,
 )
 

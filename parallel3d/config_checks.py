@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.config import Config, ModelConfig
+from parallel3d.config_checks_run import check_learning_rate, check_run_name, check_samples
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
 from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
 from parallel3d.errors import UserError
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
-
-BYTE_VOCABULARY = 257  # 256 bytes and the end of text
 
 
 def check_config(
@@ -53,9 +52,9 @@ def check_config(
     _check_batch(config, dp)
     _check_sequence(config)
     if not own_samples:
-        _check_data(config)
-    _check_learning_rate(config)
-    _check_run_name(config)
+        check_samples(config)
+    check_learning_rate(config)
+    check_run_name(config)
     check_groups(config)
     model = dataclasses.replace(
         config.model,
@@ -69,7 +68,7 @@ def check_config(
 def _check_communication(config: Config, world_size: int | None) -> Config:
     """What `bench comm` needs: ranks that add up, at least two of them, and sizes to measure."""
     dp = _data_parallel_size(config, world_size)
-    _check_run_name(config)
+    check_run_name(config)
     check_groups(config)
     if config.tp * config.pp * config.cp * dp == 1:
         raise UserError(
@@ -298,64 +297,3 @@ def _check_batch(config: Config, dp: int) -> None:
         f"global_batch_size={batch} must be a multiple of {micro * dp}, the product of "
         f"micro_batch_size={micro} and dp={dp}; the nearest is {' or '.join(choices)}."
     )
-
-
-# --- data, learning rate, run ----------------------------------------------------------------
-
-
-def _check_data(config: Config) -> None:
-    data, vocabulary = config.data, config.model.vocab_size
-    if data.tokenizer == "byte" and vocabulary < BYTE_VOCABULARY:
-        raise UserError(
-            f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
-            f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
-        )
-    if data.name == "text" and not data.path:
-        raise UserError(
-            f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "
-            f"glob, as in data.path=book.txt, or leave data=stdlib."
-        )
-    if data.name == "stdlib" and data.path is not None:
-        raise UserError(
-            f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
-            f"which reads it."
-        )
-
-
-def _check_learning_rate(config: Config) -> None:
-    optim = config.optim
-    if optim.min_lr > optim.lr:
-        raise UserError(
-            f"optim.min_lr={show(optim.min_lr)} must be at most optim.lr={show(optim.lr)}; the "
-            f"nearest is optim.min_lr={show(optim.lr)}."
-        )
-    if optim.lr_warmup_fraction > 0 and optim.lr_warmup_steps > 0:
-        raise UserError(
-            f"optim.lr_warmup_fraction={show(optim.lr_warmup_fraction)} and optim.lr_warmup_steps="
-            f"{optim.lr_warmup_steps} both give the warm-up; keep one of them, the nearest is "
-            f"optim.lr_warmup_fraction=0."
-        )
-    steps = optim.lr_decay_steps or config.train.steps
-    span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
-    if optim.lr_warmup_steps >= steps:
-        raise UserError(
-            f"optim.lr_warmup_steps={optim.lr_warmup_steps} must be below {span}={steps}; the "
-            f"nearest is optim.lr_warmup_steps={steps - 1}."
-        )
-    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
-    # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
-    if optim.lr_decay_style == "wsd" and warmup + optim.wsd_decay_fraction > 1 + 1e-9:
-        raise UserError(
-            f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "
-            f"{warmup:g} of {span}={steps} must add up to at most 1; the nearest is "
-            f"optim.wsd_decay_fraction={show(round(1 - warmup, 9))}."
-        )
-
-
-def _check_run_name(config: Config) -> None:
-    run = config.run
-    if run is not None and (run.strip() in ("", ".", "..") or "/" in run or "\\" in run):
-        raise UserError(
-            f"run={show(run)} must be the plain name of a folder inside runs_dir="
-            f"{show(config.runs_dir)}; null makes a name, and runs_dir moves the place."
-        )

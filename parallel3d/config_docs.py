@@ -24,7 +24,7 @@ INTRO = """\
 # Configuration
 
 This page is written by `python -m parallel3d.config_docs > docs/configuration.md`; edit the
-dataclasses in `parallel3d/config.py` and `parallel3d/config_sections.py` instead.
+dataclasses in `parallel3d/config*.py` instead.
 
 Every key has a default, and whatever follows `parallel3d train` overrides some of them:
 
