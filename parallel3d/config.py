@@ -12,6 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel3d.config_cluster import BenchConfig, ClusterConfig, TopologyConfig
+from parallel3d.config_engines import (
+    CheckpointConfig,
+    GenerateConfig,
+    LossConfig,
+    RecoveryConfig,
+    TensorParallelConfig,
+)
 from parallel3d.config_run import (
     DataParallelConfig,
     LaunchConfig,
@@ -31,16 +38,21 @@ from parallel3d.config_sections import (
 __all__ = [
     "SECTIONS",
     "BenchConfig",
+    "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "DataConfig",
     "DataParallelConfig",
+    "GenerateConfig",
     "LaunchConfig",
     "LoggerConfig",
+    "LossConfig",
     "ModelConfig",
     "OptimConfig",
     "PrecisionConfig",
+    "RecoveryConfig",
     "ScheduleConfig",
+    "TensorParallelConfig",
     "TopologyConfig",
     "TrainConfig",
     "VerifyConfig",
@@ -72,11 +84,19 @@ class Config:
     )
     zero: int = key(
         0,
-        "ZeRO stage",
+        "ZeRO stage (Rajbhandari et al. 2020): 1 shards the optimizer's state over dp, 2 the "
+        "gradients too, 3 the parameters too",
         minimum=0,
         maximum=3,
         megatron="--use-distributed-optimizer",
         differs="--use-distributed-optimizer is zero=1",
+    )
+    recompute: str = key(
+        "none",
+        "activations made again in the backward: none, full (only each layer's input is kept) or "
+        "selective (attention's inner part is made again; Korthikanti et al. 2022 §5)",
+        choices=("none", "full", "selective"),
+        megatron="--recompute-granularity",
     )
     micro_batch_size: int = key(
         4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
@@ -111,6 +131,7 @@ class Config:
     rank_file: str | None = key(
         None, "for placement=file: a line `rank host local_index` for each rank"
     )
+    prompt: str = key("\n", "generate: the text to go on from")
     preflight: bool = key(False, "probe every group before step 1 and name what is slow")
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -118,13 +139,18 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     ddp: DataParallelConfig = field(default_factory=DataParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
 
     @property
     def num_microbatches(self) -> int:

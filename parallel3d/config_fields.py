@@ -57,6 +57,24 @@ NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
     "zero > 0": NotYet("zero", lambda v: v > 0, "zero=0 works, with dp to share the batch"),
+    "recompute": NotYet("recompute", lambda v: v != "none", "recompute=none works"),
+    "tensor_parallel.attention=gather_qk": NotYet(
+        "tensor_parallel.attention", _is("gather_qk"), "tensor_parallel.attention=heads works"
+    ),
+    "tensor_parallel.chunks > 1": NotYet(
+        "tensor_parallel.chunks", lambda v: v > 1, "tensor_parallel.chunks=1 works"
+    ),
+    "loss.label_smoothing > 0": NotYet(
+        "loss.label_smoothing", lambda v: v > 0, "loss.label_smoothing=0 works"
+    ),
+    "loss.z_loss > 0": NotYet("loss.z_loss", lambda v: v > 0, "loss.z_loss=0 works"),
+    "ddp.comm_hook": NotYet("ddp.comm_hook", lambda v: v != "none", "ddp.comm_hook=none works"),
+    "ddp.bucket_order=measured": NotYet(
+        "ddp.bucket_order", _is("measured"), "ddp.bucket_order=model works"
+    ),
+    "ddp.shard_size": NotYet(
+        "ddp.shard_size", lambda v: v is not None, "ddp.shard_size=null works"
+    ),
     "schedule=interleaved": NotYet(
         "schedule.name", _is("interleaved"), "schedule=1f1b works, and schedule=gpipe"
     ),

@@ -29,6 +29,28 @@ class DataParallelConfig:
         "where data-parallel groups straddle NVLink domains, reduce inside each domain first and "
         "then between domains; sums in another order, so not bit for bit what one level gives",
     )
+    comm_hook: str = key(
+        "none",
+        "what travels for a gradient bucket: none (fp32 sums), bf16 (half the bytes, rounded) or "
+        "powersgd (low-rank, with error feedback; Vogels et al. 2019)",
+        choices=("none", "bf16", "powersgd"),
+    )
+    powersgd_rank: int = key(4, "rank of PowerSGD's approximation", minimum=1)
+    powersgd_start: int = key(
+        10, "steps of plain sums before PowerSGD begins (at least 2)", minimum=2
+    )
+    bucket_order: str = key(
+        "model",
+        "model: buckets in the reverse order of the model; measured: in the order in which "
+        "gradients became ready in the first step",
+        choices=("model", "measured"),
+    )
+    shard_size: int | None = key(
+        None,
+        "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "
+        "replicas (HSDP); null: all of dp",
+        minimum=1,
+    )
 
 
 @dataclass

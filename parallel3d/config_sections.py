@@ -289,3 +289,29 @@ class PrecisionConfig:
         megatron="--fp16-lm-cross-entropy",
         differs="--fp16-lm-cross-entropy is precision.lm_cross_entropy=fp16",
     )
+    loss_scale: float | None = key(
+        None,
+        "fp16: a fixed loss scale; null: a dynamic one",
+        above=0,
+        megatron="--loss-scale",
+    )
+    initial_loss_scale: float = key(
+        65536.0, "fp16: the dynamic scale at the start", above=0, megatron="--initial-loss-scale"
+    )
+    min_loss_scale: float = key(
+        1.0, "fp16: floor of the dynamic scale", above=0, megatron="--min-loss-scale"
+    )
+    loss_scale_growth: float = key(2.0, "fp16: factor after a window without overflow", above=1)
+    loss_scale_backoff: float = key(0.5, "fp16: factor after an overflow", above=0, below=1)
+    loss_scale_window: int = key(
+        1000,
+        "fp16: steps in a row without overflow before the scale grows",
+        minimum=1,
+        megatron="--loss-scale-window",
+    )
+    loss_scale_hysteresis: int = key(
+        2,
+        "fp16: overflows in a row before the scale backs off",
+        minimum=1,
+        megatron="--hysteresis",
+    )

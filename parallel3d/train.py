@@ -59,7 +59,7 @@ def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> No
         result = trainer.train_step()
         if recorder is not None:
             seconds = time.perf_counter() - start
-            recorder.step(*result, step_time_s=seconds)
+            recorder.step(*result[:5], step_time_s=seconds)
         due = settings.eval_every and step % settings.eval_every == 0
         if settings.eval_batches and (due or step == settings.steps):
             worker.phase = f"evaluation after step {step}"

@@ -47,7 +47,8 @@ class StepResult(NamedTuple):
     """One optimizer step, the same on every rank.
 
     loss: mean over the unmasked tokens of the global batch, in nats. grad_norm: before clipping.
-    tokens: tokens read, masked ones included.
+    tokens: tokens read, masked ones included. skipped: the gradients were not finite, and the
+    parameters stay as they were.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     lr: float
     tokens: int
+    skipped: bool = False
 
 
 @dataclass

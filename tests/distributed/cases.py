@@ -81,6 +81,7 @@ class Case:
     overlap: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     compile: bool = False
+    keys: tuple[tuple[str, Any], ...] = ()  # other keys of the configuration, by dotted name
 
     def __str__(self) -> str:
         default = Case(self.problem)
@@ -123,6 +124,9 @@ class Case:
             **dict(problem.optim),
         }.items():
             setattr(config.optim, name, value)
+        for name, value in self.keys:
+            section, _, leaf = name.rpartition(".")
+            setattr(getattr(config, section) if section else config, leaf, value)
         return config
 
 
