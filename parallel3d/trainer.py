@@ -87,6 +87,7 @@ class Trainer:
         self.config, groups, model = config, self.groups, config.model
         self.dtype = DTYPES[config.precision.name]
         self.steps_done = 0
+        self.consumed_samples = 0
 
         initializer = Initializer(config.seed, self.dtype, self.device)
         context = BuildContext(initializer, groups.tp, config.sp)
@@ -143,12 +144,12 @@ class Trainer:
 
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch; collective over the world."""
-        step = self.steps_done
+        step, first = self.steps_done, self.consumed_samples
         self.reducer.start_step()
-        tokens = self._global_tokens(self.train_batches, step)
+        tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
-            lambda m: self.train_batches.micro_batch(step, m),
+            lambda m: self.train_batches.micro_batch(first, m),
             1.0 / tokens.clamp(min=1.0),
             self.reducer.start_last_microbatch,
         )
@@ -164,26 +165,28 @@ class Trainer:
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
         self.optimizer.step(lr, grad_norm)
         self.steps_done = step + 1
+        self.consumed_samples += self.config.global_batch_size
         return StepResult(step + 1, loss, grad_norm, lr, self.tokens_per_step)
 
     def evaluate(self) -> float:
         """Mean loss over `train.eval_batches` global batches of held-out samples; collective."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in range(self.config.train.eval_batches):
-            tokens = self._global_tokens(self.valid_batches, batch)
+        size = self.config.global_batch_size
+        for first in range(0, self.config.train.eval_batches * size, size):
+            tokens = self._global_tokens(self.valid_batches, first)
             loss_sum = self.executor.evaluate(
-                lambda m, batch=batch: self.valid_batches.micro_batch(batch, m),
+                lambda m, first=first: self.valid_batches.micro_batch(first, m),
                 self.config.num_microbatches,
             )
             total += self._of_last_stage(loss_sum, tokens)
         collectives.all_reduce(total, self.groups.model)
         return float(total[0] / total[1])
 
-    def _global_tokens(self, batches: Batches, step: int) -> Tensor:
-        """Unmasked tokens of the step's global batch, float64; zero on stages without a loss."""
+    def _global_tokens(self, batches: Batches, first: int) -> Tensor:
+        """Unmasked tokens of a global batch, float64; zero on stages without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage:
-            count += batches.token_count(step)
+            count += batches.token_count(first)
             collectives.all_reduce(count, self.groups.dp)
         return count
 

@@ -33,8 +33,8 @@ class MicroBatch(NamedTuple):
 class Batches:
     """One data-parallel rank's micro-batches.
 
-    Step s (from 0) trains on samples s·gbs … (s+1)·gbs-1, whatever dp_size and micro_batch_size
-    are; rank d has a contiguous share of them, its micro-batches in order.
+    A step trains on the next global batch of samples, from `first` on, whatever dp_size and
+    micro_batch_size are; rank d has a contiguous share of them, its micro-batches in order.
     """
 
     def __init__(
@@ -53,17 +53,20 @@ class Batches:
         self._dp_size = dp_size
         self._device = torch.device(device)
 
-    def indices(self, step: int, m: int) -> range:
-        """The samples of micro-batch `m` of `step`; IndexError if there is no such micro-batch."""
+    def indices(self, first: int, m: int) -> range:
+        """The samples of micro-batch `m` of the global batch that begins at sample `first`.
+
+        IndexError if there is no such micro-batch.
+        """
         if not 0 <= m < self._num_microbatches:
             raise IndexError(f"micro-batch {m} of {self._num_microbatches}")
         share = self._num_microbatches * self._micro_batch_size
-        first = (step * self._dp_size + self._dp_rank) * share + m * self._micro_batch_size
-        return range(first, first + self._micro_batch_size)
+        start = first + self._dp_rank * share + m * self._micro_batch_size
+        return range(start, start + self._micro_batch_size)
 
-    def micro_batch(self, step: int, m: int) -> MicroBatch:
-        """Micro-batch `m` of `step`, on the device."""
-        samples = [self._source.sample(i) for i in self.indices(step, m)]
+    def micro_batch(self, first: int, m: int) -> MicroBatch:
+        """Micro-batch `m` of the global batch from sample `first` on, on the device."""
+        samples = [self._source.sample(i) for i in self.indices(first, m)]
         tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
         mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
         return MicroBatch(
@@ -72,14 +75,14 @@ class Batches:
             self._moved(mask),
         )
 
-    def token_count(self, step: int) -> int:
-        """Unmasked tokens of this data-parallel rank's share of `step`."""
+    def token_count(self, first: int) -> int:
+        """Unmasked tokens of this rank's share of the global batch from sample `first` on."""
         if not getattr(self._source, "masks", True):
             return self._num_microbatches * self._micro_batch_size * self._source.seq_length
         return sum(
             int(np.count_nonzero(self._source.sample(i).loss_mask))
             for m in range(self._num_microbatches)
-            for i in self.indices(step, m)
+            for i in self.indices(first, m)
         )
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
     """The step's micro-batches of all ranks, one after the other."""
     count = GLOBAL // (dp * micro)
     ranks = [Batches(source(True), micro, count, d, dp, "cpu") for d in range(dp)]
-    parts = [rank.micro_batch(step, m) for rank in ranks for m in range(count)]
+    parts = [rank.micro_batch(step * GLOBAL, m) for rank in ranks for m in range(count)]
     return tuple(torch.cat(field) for field in zip(*parts, strict=True))
 
 
@@ -42,9 +42,10 @@ def test_token_counts_of_the_ranks_add_up_to_the_unmasked_tokens(dp: int) -> Non
     count = GLOBAL // (dp * 3)
     ranks = [Batches(source(True), 3, count, d, dp, "cpu") for d in range(dp)]
     expected = [
-        sum(int(rank.micro_batch(1, m).loss_mask.sum()) for m in range(count)) for rank in ranks
+        sum(int(rank.micro_batch(GLOBAL, m).loss_mask.sum()) for m in range(count))
+        for rank in ranks
     ]
-    assert [rank.token_count(1) for rank in ranks] == expected
+    assert [rank.token_count(GLOBAL) for rank in ranks] == expected
     assert sum(expected) == int(global_batch(1, 3, 1)[2].sum()) < GLOBAL * SEQ
 
 
