@@ -100,8 +100,8 @@ class ModelConfig:
     rotary_base: float = key(10000.0, "RoPE base θ", above=1, megatron="--rotary-base")
     activation: str = key(
         "gelu",
-        "the MLP's non-linearity",
-        choices=("gelu", "relu", "swiglu"),
+        "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
+        choices=("gelu", "gelu_tanh", "relu", "swiglu"),
         megatron="--swiglu",
         differs="--swiglu is model.activation=swiglu",
     )

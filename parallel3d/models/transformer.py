@@ -102,6 +102,8 @@ class MLP(nn.Module):
             x = swiglu(x)
         elif self.activation == "gelu":
             x = F.gelu(x)
+        elif self.activation == "gelu_tanh":
+            x = F.gelu(x, approximate="tanh")
         else:
             x = F.relu(x)
         return self.down(x)

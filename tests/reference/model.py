@@ -132,6 +132,9 @@ class MLP(nn.Module):
             return self.down(gate * gate.sigmoid() * up)
         if self.activation == "relu":
             return self.down(up.clamp_min(0))
+        if self.activation == "gelu_tanh":
+            inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
+            return self.down(up * 0.5 * (1 + torch.tanh(inner)))
         assert self.activation == "gelu", self.activation
         return self.down(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))
 

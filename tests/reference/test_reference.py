@@ -86,6 +86,7 @@ SHAPES = {
     "llama": llama(),
     "llama_half_rotary_bias": llama(rotary_percent=0.5, hidden_size=16, bias=True),
     "no_positions": gpt(position_embedding="none"),
+    "gpt_tanh": gpt(activation="gelu_tanh"),
 }
 
 
