@@ -6,12 +6,16 @@ called before the result is read; on NCCL that orders streams, on gloo it blocks
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.timed import kind_of, timed
 from parallel3d.topology.process_groups import Group
 
 
@@ -56,6 +60,7 @@ def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
     return group.size == 2 and tensor.device.type == "cpu"
 
 
+@timed
 def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a contiguous `tensor` over the group, in place."""
     if group.size == 1:
@@ -69,6 +74,7 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     return dist.all_reduce(tensor, group=group.handle, async_op=True)
 
 
+@timed
 def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a gradient bucket, in place; several may be under way, waited for in order.
 
@@ -79,12 +85,73 @@ def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
     return all_reduce_async(tensor, group)
 
 
+@dataclass
+class Then:
+    """A collective whose result is moved to its place in the wait."""
+
+    work: Work
+    finish: Callable[[], object]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.finish()
+
+
+def own_shard(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's part, a view, of a flat tensor that divides evenly over the group."""
+    return tensor.chunk(group.size)[group.index]
+
+
+@timed
+def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
+    """Starts the sum of a flat gradient bucket of which each rank needs its shard alone.
+
+    The shard is summed in place, the rest of `tensor` is undefined afterwards. As with
+    `all_reduce_bucket`, several may be under way, and through shared memory the wait does the work.
+    """
+    if group.size == 1:
+        return Done()
+    own = own_shard(tensor, group)
+    if group.shared is not None and tensor.device.type == "cpu":
+        return group.shared.reduce_scatter_in_pieces(tensor, own)
+    out, work = reduce_scatter_async(tensor, group)
+    return Then(work, lambda: own.copy_(out))
+
+
+@timed
+def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
+    """Starts making a flat bucket whole, of which each rank holds its shard; in place."""
+    if group.size == 1:
+        return Done()
+    own = own_shard(tensor, group)
+    if group.shared is not None and tensor.device.type == "cpu":
+        return group.shared.all_gather_in_pieces(own, tensor)
+    out, work = all_gather_async(own, group)
+    return Then(work, lambda: tensor.copy_(out))
+
+
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
     """Sums a contiguous `tensor` over the group in place and returns it."""
     all_reduce_async(tensor, group).wait()
     return tensor
 
 
+def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
+    """Sums a few numbers in place, and returns them; here the ranks of a group meet.
+
+    There is nothing to transfer: what it takes beyond the group's floor is time in which this rank
+    is idle (see `metrics.breakdown`).
+    """
+    clock = group.clock
+    if clock is None or group.size == 1:
+        return all_reduce(tensor, group)
+    clock.push(kind_of(group))
+    all_reduce_async(tensor, replace(group, clock=None)).wait()
+    clock.pop(clock.floors.get(group.name, math.inf))
+    return tensor
+
+
+@timed
 def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts gathering (n, ...) of every rank into (size · n, ...), in rank order."""
     tensor = tensor.contiguous()
@@ -109,6 +176,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
+@timed
 def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts the sum of (size · n, ...) over the group; each rank keeps its own (n, ...)."""
     tensor = tensor.contiguous()
@@ -132,6 +200,28 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     out, work = reduce_scatter_async(tensor, group)
     work.wait()
     return out
+
+
+def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Starts handing part j of (size · n, ...) to rank j; the result is what came, in rank order.
+
+    Nothing is added up, so a narrow type travels without a second rounding.
+    """
+    tensor = tensor.contiguous()
+    if group.size == 1:
+        return tensor, Done()
+    out = torch.empty_like(tensor)
+    if _is_shared(tensor, group):
+        return out, group.shared.all_to_all(tensor, out)
+    if _is_cpu_pair(tensor, group):
+        given, taken = tensor.chunk(2), out.chunk(2)
+        taken[group.index].copy_(given[group.index])
+        return out, PairExchange(given[1 - group.index], taken[1 - group.index], group)
+    # As bytes: gloo moves them whatever they mean, and knows fewer types than PyTorch.
+    work = dist.all_to_all_single(
+        out.view(torch.uint8), tensor.view(torch.uint8), group=group.handle, async_op=True
+    )
+    return out, work
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:

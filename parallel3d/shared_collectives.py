@@ -64,7 +64,31 @@ class SharedCollectives:
         For gradient buckets, of which several are under way: nothing is shared before the wait, so
         they do not meet, as long as all ranks wait for them in the same order.
         """
-        return InPieces(self, tensor)
+        return InPieces([lambda p=p: self.all_reduce(p) for p in self._pieces(tensor.view(-1))])
+
+    def reduce_scatter_in_pieces(self, tensor: Tensor, own: Tensor) -> InPieces:
+        """The sum of flat (size · n) over the ranks, any n; `own` (n) is this rank's part.
+
+        All of the work is done in `wait()`, as with `all_reduce_in_pieces`; equal bits too.
+        """
+        rows = tensor.view(self.memory.size, -1)
+        pieces = zip(
+            self._pieces(rows, self.memory.size), self._pieces(own, self.memory.size), strict=True
+        )
+        return InPieces(
+            [lambda p=p, o=o: self.reduce_scatter(p, o.unsqueeze(0)) for p, o in pieces]
+        )
+
+    def all_gather_in_pieces(self, own: Tensor, out: Tensor) -> InPieces:
+        """Gathers flat (n) of every rank into `out` (size · n), any n; all of it in `wait()`."""
+        rows = self._pieces(out.view(self.memory.size, -1), self.memory.size)
+        pieces = zip(self._pieces(own, self.memory.size), rows, strict=True)
+        return InPieces([lambda p=p, r=r: self.all_gather(p, r) for p, r in pieces])
+
+    @staticmethod
+    def _pieces(tensor: Tensor, shards: int = 1) -> tuple[Tensor, ...]:
+        """Parts along the last dimension, such that a row of each shard fits a slot together."""
+        return tensor.split(PIECE_BYTES // (tensor.itemsize * shards), dim=-1)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Pending:
         """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
@@ -88,6 +112,17 @@ class SharedCollectives:
 
         return Pending(self, finish)
 
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Pending:
+        """Starts handing part j of `tensor` to rank j; `out` is what came, in rank order."""
+        size, index = self.memory.size, self.memory.index
+        slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
+
+        def finish() -> None:
+            for part, slot in zip(out.chunk(size), slots, strict=True):
+                part.copy_(slot.view_as(part))
+
+        return Pending(self, finish)
+
     def _start(self, tensor: Tensor) -> list[Tensor]:
         """Writes this rank's slot and signals; the slots of all ranks, flat, in rank order."""
         if self.pending:
@@ -99,7 +134,7 @@ class SharedCollectives:
         turn = self.operations % SLOTS
         self.operations += 1
         slots = [self._slot(rank, turn, tensor) for rank in range(size)]
-        slots[index].copy_(tensor.reshape(-1))
+        slots[index].view(tensor.shape).copy_(tensor)
         for peer in self.peers:
             self.memory.post(index * size + peer)
         return slots
@@ -133,11 +168,10 @@ class Pending:
 
 @dataclass
 class InPieces:
-    """A sum that goes through the slots piece by piece when it is waited for."""
+    """Collectives that go through the slots one after the other when they are waited for."""
 
-    shared: SharedCollectives
-    tensor: Tensor
+    pieces: list[Callable[[], Pending]]
 
     def wait(self) -> None:
-        for piece in self.tensor.view(-1).split(PIECE_BYTES // self.tensor.itemsize):
-            self.shared.all_reduce(piece).wait()
+        for start in self.pieces:
+            start().wait()
