@@ -56,8 +56,7 @@ def _is(value: Any) -> Callable[[Any], bool]:
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
-    "zero > 0": NotYet("zero", lambda v: v > 0, "zero=0 works, with dp to share the batch"),
-    "recompute": NotYet("recompute", lambda v: v != "none", "recompute=none works"),
+    "zero > 1": NotYet("zero", lambda v: v > 1, "zero=1 works"),
     "tensor_parallel.attention=gather_qk": NotYet(
         "tensor_parallel.attention", _is("gather_qk"), "tensor_parallel.attention=heads works"
     ),
@@ -78,10 +77,7 @@ NOT_YET: dict[str, NotYet] = {
     "schedule=interleaved": NotYet(
         "schedule.name", _is("interleaved"), "schedule=1f1b works, and schedule=gpipe"
     ),
-    "precision=tf32": NotYet("precision.name", _is("tf32"), "precision=fp32 works, and fp64"),
-    "precision=bf16": NotYet("precision.name", _is("bf16"), "precision=fp32 works, and fp64"),
-    "precision=fp16": NotYet("precision.name", _is("fp16"), "precision=fp32 works, and fp64"),
-    "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=fp32 works, and fp64"),
+    "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
     "precision.lm_cross_entropy=fp16": NotYet(
         "precision.lm_cross_entropy", _is("fp16"), "precision.lm_cross_entropy=fp32 works"
     ),

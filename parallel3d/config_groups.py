@@ -8,7 +8,7 @@ from parallel3d.config import Config
 from parallel3d.config_fields import show
 from parallel3d.errors import UserError, nearest
 
-GROUP_KINDS = ("tp", "dp", "pp", "model", "embedding")
+GROUP_KINDS = ("tp", "dp", "pp", "embedding")
 # ncclConfig_t's fields and what NCCL takes for them.
 NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
 

@@ -21,22 +21,21 @@ from parallel3d.config_checks import check_config
 from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
-from parallel3d.data_parallel.buckets import build_buckets
+from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.data_parallel.hierarchical import TwoLevels
-from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
+from parallel3d.optim.state import ParameterSlice, parameter_slices
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.split import layers_of_stages
+from parallel3d.precision import LossScale, compute_dtype, set_matmul_precision
 from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.topology.process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
 class TrainingFailure(RuntimeError):
@@ -48,7 +47,7 @@ class StepResult(NamedTuple):
 
     loss: mean over the unmasked tokens of the global batch, in nats. grad_norm: before clipping.
     tokens: tokens read, masked ones included. skipped: the gradients were not finite, and the
-    parameters stay as they were.
+    parameters stay as they were. stop: some rank was asked to end the run (`stop_requested`).
     """
 
     step: int
@@ -57,6 +56,7 @@ class StepResult(NamedTuple):
     lr: float
     tokens: int
     skipped: bool = False
+    stop: bool = False
 
 
 @dataclass
@@ -85,27 +85,32 @@ class Trainer:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
         self.config, groups, model = config, self.groups, config.model
-        self.dtype = DTYPES[config.precision.name]
+        self.dtype = compute_dtype(config.precision)
+        set_matmul_precision(config.precision)
+        self.loss_scale = LossScale(config.precision)
         self.steps_done = 0
         self.consumed_samples = 0
+        self.stop_requested = False
 
-        initializer = Initializer(config.seed, self.dtype, self.device)
-        context = BuildContext(initializer, groups.tp, config.sp)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        initializer = Initializer(config.seed, wide, self.device)
+        context = BuildContext(initializer, groups.tp, config.sp, config.recompute)
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
         self.parameters = dict(self.stage.named_parameters())
-        grad_dtype = torch.promote_types(self.dtype, torch.float32)
-        self.buckets = build_buckets(
-            list(self.parameters.items()), config.ddp.bucket_cap_mb, grad_dtype
-        )
-        hook = collectives.all_reduce_bucket
+        hook = None
         if groups.dp_inner.size > 1:
             hook = TwoLevels(groups.dp_inner, groups.dp_outer)
-        self.reducer = Reducer(self.buckets, groups.dp, config.ddp.overlap, hook)
+        self.tied_name = self._name_of_tied_table()
+        tied = () if self.tied_name is None else (self.tied_name,)
+        self.data_parallel = BucketedDataParallel(
+            self.parameters, config.ddp, self.dtype, groups.dp, config.zero, tied, hook
+        )
+        self.stage.before_use = self.data_parallel.wait_for
         if config.compile:
             self.stage.compile_blocks()
-        self.optimizer = Optimizer(config.optim, self.buckets, groups.tp, groups.model)
+        self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
@@ -143,34 +148,42 @@ class Trainer:
         return self.config.global_batch_size * self.config.model.seq_length
 
     def train_step(self) -> StepResult:
-        """One optimizer step on the next global batch; collective over the world."""
+        """One optimizer step on the next global batch; collective over the world.
+
+        Gradients that are not finite anywhere leave the parameters as they are, on all ranks.
+        """
         step, first = self.steps_done, self.consumed_samples
-        self.reducer.start_step()
+        self.data_parallel.start_step()
         tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
             lambda m: self.train_batches.micro_batch(first, m),
-            1.0 / tokens.clamp(min=1.0),
-            self.reducer.start_last_microbatch,
+            self.loss_scale.scale / tokens.clamp(min=1.0),
+            self.data_parallel.start_last_microbatch,
         )
-        unused = self.reducer.finish_step()
+        unused = self.data_parallel.finish_step()
         if unused and step == 0:
             log.warning("no gradient reached %s", ", ".join(unused))
         if self.config.sp:
-            sum_partial_gradients(self.buckets, self.groups.tp)
-        sum_tied_gradients(self._tied_gradient(), self.groups.embedding)
-        loss, grad_norm = self._loss_and_norm(loss_sum, tokens)
-        if not math.isfinite(loss + grad_norm):
-            raise TrainingFailure(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}")
+            sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
+        if self.tied_name is not None:
+            table = self.data_parallel.tied_gradient(self.tied_name)
+            sum_tied_gradients(table, self.groups.embedding)
+        loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
-        self.optimizer.step(lr, grad_norm)
+        finite = math.isfinite(loss + grad_norm)
+        if finite:
+            self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
+            self.data_parallel.publish()
+        self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
         self.consumed_samples += self.config.global_batch_size
-        return StepResult(step + 1, loss, grad_norm, lr, self.tokens_per_step)
+        return StepResult(step + 1, loss, grad_norm, lr, self.tokens_per_step, not finite, stop)
 
     def evaluate(self) -> float:
         """Mean loss over `train.eval_batches` global batches of held-out samples; collective."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.data_parallel.wait_for_all()
         size = self.config.global_batch_size
         for first in range(0, self.config.train.eval_batches * size, size):
             tokens = self._global_tokens(self.valid_batches, first)
@@ -178,8 +191,8 @@ class Trainer:
                 lambda m, first=first: self.valid_batches.micro_batch(first, m),
                 self.config.num_microbatches,
             )
-            total += self._of_last_stage(loss_sum, tokens)
-        collectives.all_reduce(total, self.groups.model)
+            total += self._share_of_loss(loss_sum, tokens)
+        collectives.all_reduce(total, self.groups.world)
         return float(total[0] / total[1])
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
@@ -190,31 +203,70 @@ class Trainer:
             collectives.all_reduce(count, self.groups.dp)
         return count
 
-    def _of_last_stage(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
-        """(Σ losses of the global batch, tokens) on the last stage's first tp rank, else zeros.
+    def _share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
+        """(Σ losses, tokens) such that the shares of all ranks add up to the global batch's.
 
-        In a sum over the model group, one rank alone may speak for a replica.
+        Of the tensor group, whose members have equal losses, the first rank speaks.
         """
-        if not self.groups.is_last_stage:
-            return torch.zeros(2, dtype=torch.float64, device=self.device)
-        collectives.all_reduce(loss_sum, self.groups.dp)
-        return torch.stack((loss_sum, tokens)) * (self.groups.tp.index == 0)
+        groups = self.groups
+        speaks = groups.is_last_stage and groups.tp.index == 0
+        return torch.stack((loss_sum * speaks, tokens * (speaks and groups.dp.index == 0)))
 
-    def _loss_and_norm(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float, float]:
-        """Global loss and gradient norm on every rank, by one small reduction over tp × pp."""
-        mine = self._of_last_stage(loss_sum, tokens)
-        sums = torch.cat((mine, self.optimizer.squared_norm().unsqueeze(0)))
-        loss, count, squared = collectives.all_reduce(sums, self.groups.model).tolist()
-        return loss / max(count, 1.0), squared**0.5
+    def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float, float, bool]:
+        """Global loss, unscaled gradient norm, and whether any rank was asked to stop.
 
-    def _tied_gradient(self) -> Tensor | None:
-        """Gradient of the table that first and last stage of a pipeline both hold."""
+        One small reduction over the world, the same numbers on every rank.
+        """
+        squared = self.optimizer.squared_norm()
+        if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks
+            squared = torch.zeros_like(squared)
+        stop = squared.new_tensor(float(self.stop_requested))
+        sums = torch.cat((self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop))))
+        collectives.all_reduce(sums, self.groups.world)
+        loss, count, square, stops = sums.tolist()
+        return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
+
+    def _name_of_tied_table(self) -> str | None:
+        """Local name of the word table that first and last stage of a pipeline both hold."""
         if not self.config.model.tie_embeddings or self.groups.pp.size == 1:
             return None
         if self.groups.is_first_stage:
-            return self.stage.embedding.word.weight.main_grad
-        return self.stage.head.table.main_grad if self.groups.is_last_stage else None
+            return "embedding.word.weight"
+        return "head.table" if self.groups.is_last_stage else None
+
+    def parameter_slices(self) -> list[ParameterSlice]:
+        """What this rank steps: masters and optimizer state, as live views."""
+        replicas, tied = self.data_parallel.replicas, self.config.model.tie_embeddings
+        tied = tied and self.groups.pp.size > 1
+        return parameter_slices(self.optimizer, self.groups, replicas, tied)
+
+    def progress(self) -> dict[str, int | float]:
+        """What goes on beside the parameters; numbers alone, the same on every rank."""
+        return {
+            "steps": self.steps_done,
+            "consumed_samples": self.consumed_samples,
+            "updates": self.optimizer.updates,
+            "loss_scale": self.loss_scale.scale,
+            "good_steps": self.loss_scale.good_steps,
+            "overflows": self.loss_scale.overflows,
+        }
+
+    def restore(self, progress: dict[str, int | float]) -> None:
+        """Goes on from `progress`, after the values of `parameter_slices` were overwritten.
+
+        Collective over dp.
+        """
+        self.steps_done = int(progress["steps"])
+        self.consumed_samples = int(progress["consumed_samples"])
+        self.optimizer.restore(int(progress["updates"]))
+        if self.loss_scale.is_dynamic:
+            self.loss_scale.scale = float(progress["loss_scale"])
+            self.loss_scale.good_steps = int(progress["good_steps"])
+            self.loss_scale.overflows = int(progress["overflows"])
+        self.data_parallel.publish()
+        self.data_parallel.wait_for_all()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Logical name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""
+        self.data_parallel.wait_for_all()
         return gather_parameters(self.parameters.values(), self.groups)

@@ -70,9 +70,9 @@ def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Trans
         Transfer("pp", "send_recv", int(hidden * scale["pp"]), 8, "back"),
         Transfer("dp", "all_reduce", int(shard * scale["dp"]), 1, "gradients"),
         Transfer("embedding", "all_reduce", 4 * 5120 * 50304 // layout.tp, 1, "tied table"),
-        Transfer("model", "all_reduce", 12, 1, "gradient norm"),
+        Transfer("world", "all_reduce", 12, 1, "gradient norm"),
     ]
-    return [t for t in found if t.dim in ("embedding", "model") or layout.size(t.dim) > 1]
+    return [t for t in found if t.dim in ("embedding", "world") or layout.size(t.dim) > 1]
 
 
 def slow_places(cluster: Cluster) -> list[tuple[int, int, object, int]]:

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
 DEFAULT_CAP_MIB = 25.0
+SHARD_ALIGNMENT = 32  # elements: a shard of fp32 begins at a multiple of 128 bytes
 
 
-def assign(sizes: Iterable[int], bucket_cap_mb: float | None) -> list[list[int]]:
+def padded_numel(numel: int, shards: int) -> int:
+    """Elements of a bucket that is cut into `shards` equal parts; unsharded ones are not padded."""
+    unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
+    return -(-numel // unit) * unit
+
+
+def assign(
+    sizes: Iterable[int], bucket_cap_mb: float | None, alone: Collection[int] = ()
+) -> list[list[int]]:
     """Groups parameters, given by their bytes in the order of readiness, into buckets.
 
     As PyTorch's DDP means `bucket_cap_mb`: parameters are never split, and a bucket closes with
     the parameter that makes it reach the cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3).
+    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3). The parameters
+    numbered in `alone` get buckets of their own: a tied table's two copies must be cut alike.
     """
     caps = [FIRST_BUCKET_MIB, DEFAULT_CAP_MIB] if bucket_cap_mb is None else [bucket_cap_mb]
     buckets: list[list[int]] = []
     current: list[int] = []
     filled = 0
     for i, size in enumerate(sizes):
+        if i in alone and current:
+            buckets.append(current)
+            current, filled = [], 0
         current.append(i)
         filled += size
-        if filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
+        if i in alone or filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
             buckets.append(current)
             current, filled = [], 0
     if current:

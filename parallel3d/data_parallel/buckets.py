@@ -2,7 +2,8 @@
 
 Each bucket is one flat buffer of parameters and one of gradients (fp32 or better). The parameters
 that the model uses are views of the first, every gradient is added into the second, one collective
-reduces it, and the optimizer steps on flat views of both.
+reduces it, and the optimizer steps on flat views of both. Under ZeRO each rank of the data-parallel
+group owns an equal part of every bucket, and steps that part alone.
 
 Inside a bucket, parameters of equal treatment stand together (`Segment`), so that weight decay, the
 gradient norm and the sequence-parallel sum each touch a few long views and not every parameter.
@@ -10,58 +11,95 @@ gradient norm and the sequence-parallel sum each touch a few long views and not 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.data_parallel.bucket_sizes import assign
+from parallel3d.data_parallel.bucket_sizes import assign, padded_numel
 from parallel3d.tensor_parallel.parameters import ParameterSpec
+
+
+class Part(NamedTuple):
+    """Elements `start` … `start + numel` of a flattened local parameter, inside a segment."""
+
+    name: str
+    spec: ParameterSpec
+    start: int
+    numel: int
 
 
 @dataclass
 class Segment:
-    """A run of one bucket whose parameters are treated alike.
+    """A run of parameters that are treated alike, as far as this rank steps them.
 
     Attributes:
-        param, grad: flat views of the bucket's buffers.
+        param: flat, in the compute type; grad: flat, fp32 or better.
+        master: what the optimizer steps: `param` itself where that is fp32 or better.
         decays: weight decay applies.
         replicated: every tp rank holds the same values (see ParameterSpec).
         tied_copy: belongs to a table that the first stage owns.
+        parts: what lies in it, in order.
     """
 
     param: Tensor
     grad: Tensor
+    master: Tensor
     decays: bool
     replicated: bool
     tied_copy: bool
+    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass
 class Bucket:
-    """One flat pair of buffers; `params` in forward order of the model."""
+    """One flat pair of buffers; `params` in forward order of the model.
+
+    `own` is the part that this rank steps: all of it, or under ZeRO one of equal shards.
+    """
 
     index: int
     params: dict[str, nn.Parameter]
     param: Tensor
     grad: Tensor
+    own: slice
     segments: list[Segment] = field(default_factory=list)
+
+
+class Sharding(NamedTuple):
+    """Into how many equal parts buckets are cut, and which of them is this rank's."""
+
+    count: int
+    index: int
+
+
+WHOLE = Sharding(1, 0)
 
 
 def build_buckets(
     parameters: list[tuple[str, nn.Parameter]],
     bucket_cap_mb: float | None,
-    grad_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    sharding: Sharding = WHOLE,
+    alone: Collection[str] = (),
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
-    Each parameter's storage becomes a view of its bucket, and it gains `main_grad`, the view of the
-    bucket's gradients that every backward adds to. Views are never reassigned.
+    Each parameter's storage becomes a view of its bucket, in `param_dtype`, and it gains
+    `main_grad`, the view of the bucket's gradients that every backward adds to. Views are never
+    reassigned. The given values, in fp32 or better, become the masters.
+
+    Args:
+        alone: names of parameters that get buckets of their own.
     """
     ready = list(reversed(parameters))
-    groups = assign((p.numel() * grad_dtype.itemsize for _, p in ready), bucket_cap_mb)
+    item = torch.promote_types(param_dtype, torch.float32).itemsize
+    apart = {i for i, (name, _) in enumerate(ready) if name in alone}
+    groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart)
     return [
-        _build(i, dict(ready[j] for j in sorted(members, reverse=True)), grad_dtype)
+        _build(i, dict(ready[j] for j in sorted(members, reverse=True)), param_dtype, sharding)
         for i, members in enumerate(groups)
     ]
 
@@ -72,22 +110,50 @@ def _treatment(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
 
 
 @torch.no_grad()
-def _build(index: int, params: dict[str, nn.Parameter], grad_dtype: torch.dtype) -> Bucket:
-    first = next(iter(params.values()))
-    total = sum(p.numel() for p in params.values())
-    flat = torch.empty(total, dtype=first.dtype, device=first.device)
-    grad = torch.zeros(total, dtype=grad_dtype, device=first.device)
-    bucket = Bucket(index, params, flat, grad)
+def _build(
+    index: int, params: dict[str, nn.Parameter], dtype: torch.dtype, sharding: Sharding
+) -> Bucket:
+    device = next(iter(params.values())).device
+    wide = torch.promote_types(dtype, torch.float32)
+    total = padded_numel(sum(p.numel() for p in params.values()), sharding.count)
+    shard = total // sharding.count
+    own = slice(shard * sharding.index, shard * (sharding.index + 1))
+    flat = torch.zeros(total, dtype=dtype, device=device)
+    grad = torch.zeros(total, dtype=wide, device=device)
+    bucket = Bucket(index, params, flat, grad, own)
     offset = 0
     for kind in sorted({_treatment(p) for p in params.values()}):
-        start = offset
-        for p in params.values():
-            if _treatment(p) != kind:
-                continue
+        alike = {name: p for name, p in params.items() if _treatment(p) == kind}
+        end = offset + sum(p.numel() for p in alike.values())
+        first, last = max(offset, own.start), min(end, own.stop)
+        if first < last:
+            master = flat[first:last]
+            if dtype != wide:
+                master = torch.empty(last - first, dtype=wide, device=device)
+            parts = _parts(alike, offset, first, last)
+            segment = Segment(flat[first:last], grad[first:last], master, *kind, parts)
+            bucket.segments.append(segment)
+            _fill(master, alike, parts)
+        for p in alike.values():
             view = flat[offset : offset + p.numel()].view(p.shape)
             view.copy_(p)
             p.data = view
             p.main_grad = grad[offset : offset + p.numel()].view(p.shape)
             offset += p.numel()
-        bucket.segments.append(Segment(flat[start:offset], grad[start:offset], *kind))
     return bucket
+
+
+def _parts(params: dict[str, nn.Parameter], offset: int, first: int, last: int) -> list[Part]:
+    """What of the parameters, which lie side by side from `offset` on, is in [first, last)."""
+    found = []
+    for name, p in params.items():
+        start, end = max(offset, first), min(offset + p.numel(), last)
+        if start < end:
+            found.append(Part(name, p.spec, start - offset, end - start))
+        offset += p.numel()
+    return found
+
+
+def _fill(master: Tensor, params: dict[str, nn.Parameter], parts: list[Part]) -> None:
+    values = [params[p.name].detach().flatten()[p.start : p.start + p.numel] for p in parts]
+    torch.cat(values, out=master)

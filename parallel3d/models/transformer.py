@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config import LossConfig, ModelConfig
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.layers import Norm, rotary_tables
 from parallel3d.models.ops import swiglu
-from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.models.recompute import recomputed
+from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.embedding import (
     WORD_TABLE,
     VocabParallelEmbedding,
     word_table,
 )
+from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parallel_linear,
 )
-from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, rows_of_replicated
+from parallel3d.tensor_parallel.mappings import rows_of_replicated
 from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
-from parallel3d.topology.process_groups import SINGLE, Group
+from parallel3d.topology.process_groups import Group
 
 # Blocks of one compiled graph: enough that what a graph costs to enter (0.4 ms measured) does not
 # count, few enough that a deep stage compiles in seconds.
@@ -46,6 +49,8 @@ class BuildContext:
     init: Initializer
     tp: Group
     sp: bool
+    loss: LossConfig = field(default_factory=LossConfig)
+    recompute: str = "none"  # see `recompute.py`
 
     @property
     def sequence_parallel(self) -> bool:
@@ -60,6 +65,7 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.heads = model.num_attention_heads // ctx.tp.size
         self.kv_heads = model.kv_heads // ctx.tp.size
+        self.recompute = ctx.recompute == "selective"
         prefix = f"layers.{layer}.attention"
         kv_rows = model.kv_heads * model.head_dim
         q_rows = model.num_attention_heads * model.head_dim
@@ -76,8 +82,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        y = causal_attention(self.qkv(x), self.heads, self.kv_heads, self.head_dim, rotary)
-        return self.out(y)
+        inner = (self.qkv(x), self.heads, self.kv_heads, self.head_dim, rotary)
+        if self.recompute:
+            return self.out(recomputed(causal_attention, *inner))
+        return self.out(causal_attention(*inner))
 
 
 class MLP(nn.Module):
@@ -118,8 +126,14 @@ class Block(nn.Module):
         self.attention = Attention(layer, model, ctx)
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
         self.mlp = MLP(layer, model, ctx)
+        self.recompute = ctx.recompute == "full"
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.recompute:
+            return recomputed(self.layer, x, rotary)
+        return self.layer(x, rotary)
+
+    def layer(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         x = x + self.attention(self.input_norm(x), rotary)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -154,7 +168,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, logits split over the vocabulary, and the loss of every token."""
+    """Final norm, logits split over the vocabulary, and the loss."""
 
     def __init__(
         self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
@@ -168,22 +182,34 @@ class Head(nn.Module):
             self.table = _word_table(model, ctx, WORD_TABLE, tied_copy=True)
         else:
             self.table = _word_table(model, ctx, "head.weight", replicated=False)
+        loss = ctx.loss
+        self.loss = HeadLoss(
+            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss),
+            model.padded_vocab_size,
+            group=ctx.tp,
+            sp=ctx.sp,
+            gather_logits=not model.parallel_output,
+            chunk_tokens=loss.chunk_tokens,
+        )
+
+    def rows(self) -> Tensor:
+        """(padded vocabulary / tp, hidden): this rank's rows of the table."""
+        if self.model.tie_embeddings and self.model.embedding == "replicated":
+            return rows_of_replicated(self.table, self.tp, partial=self.sp)
+        return self.table
 
     def logits(self, x: Tensor) -> Tensor:
         """(b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
-        table = self.table
-        if self.model.tie_embeddings and self.model.embedding == "replicated":
-            table = rows_of_replicated(table, self.tp, partial=self.sp)
-        return column_parallel_linear(self.norm(x), table, None, self.tp, self.sp)
+        return column_parallel_linear(self.norm(x), self.rows(), None, self.tp, self.sp)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Losses (b, s) in fp32 or better."""
-        logits, group = self.logits(x), self.tp
-        if not self.model.parallel_output:
-            logits, group = gather_from_vocabulary(logits, self.tp), SINGLE
-        return vocab_parallel_cross_entropy(
-            logits, labels, self.model.vocab_size, self.model.padded_vocab_size, group
-        )
+    def forward(
+        self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
+        """The sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
+        x, rows = self.norm(x), self.rows()
+        if loss_scale is None:
+            return self.loss.evaluate(x, rows, labels, loss_mask)
+        return self.loss.train(x, rows, labels, loss_mask, loss_scale)
 
 
 class Stage(nn.Module):
@@ -192,6 +218,9 @@ class Stage(nn.Module):
     Args:
         layers: global layer numbers of this stage.
         first, last: whether it holds the embedding, the head. Both: the whole model.
+
+    `before_use(part)` is called before the forward reads the parameters of "embedding", "layers.3"
+    or "head": whoever shards parameters makes them whole there.
     """
 
     def __init__(
@@ -199,6 +228,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.first, self.last = first, last
+        self.before_use: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
         uses = 2 if first and last and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
@@ -224,21 +254,34 @@ class Stage(nn.Module):
         self.run_blocks = torch.compile(_run_blocks, fullgraph=True, dynamic=False, **own_code)
 
     def forward(
-        self, hidden: Tensor | None, tokens: Tensor, labels: Tensor, loss_mask: Tensor
+        self,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Hidden states for the next stage or, on the last, the sum of the unmasked losses.
 
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
             tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by the ends alone.
+            loss_scale: scalar, the gradient that the sum of the losses will be given in the
+                backward; None: evaluation, without gradients.
         """
-        x = self.embedding(tokens) if self.first else hidden
-        blocks = list(self.layers.values())
+        x = hidden
+        if self.first:
+            self.before_use("embedding")
+            x = self.embedding(tokens)
+        blocks, names = list(self.layers.values()), list(self.layers)
         for i in range(0, len(blocks), GRAPH_BLOCKS):
+            for name in names[i : i + GRAPH_BLOCKS]:
+                self.before_use(f"layers.{name}")
             x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, self.rotary)
         if not self.last:
             return x
-        return (self.head(x, labels) * loss_mask).sum()
+        self.before_use("head")
+        return self.head(x, labels, loss_mask, loss_scale)
 
 
 def _word_table(

@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
-from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.tensor_parallel.parameters import (
+    WORD_TABLE,
+    Initializer,
+    ParameterSpec,
+    Piece,
+)
 from parallel3d.topology.process_groups import Group
-
-WORD_TABLE = "embedding.word.weight"
 
 
 class _Lookup(torch.autograd.Function):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+WORD_TABLE = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn
 
 
@@ -69,6 +70,11 @@ class ParameterSpec:
     replicated: bool
     tied_copy: bool = False
     uses: int = 1
+
+    @property
+    def is_word_table(self) -> bool:
+        """Whether this is the word embedding or a tied head's copy of it."""
+        return any(piece.name == WORD_TABLE for piece in self.pieces)
 
     @property
     def decays(self) -> bool:
@@ -135,12 +141,17 @@ def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | Non
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         return grad.t() @ x
-    if main_grad.dtype == grad.dtype:
-        main_grad.addmm_(grad.t(), x)
-    else:
-        main_grad.add_(grad.t() @ x)
+    add_product(main_grad, grad, x)
     weight.gradient_added()
     return None
+
+
+def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to `out` in fp32 or better."""
+    if out.dtype == grad.dtype:
+        out.addmm_(grad.t(), x)
+    else:
+        out.add_(grad.t() @ x)
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:

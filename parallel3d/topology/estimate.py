@@ -107,7 +107,7 @@ class Sample:
             paths = self._paths(dim, digits, cut, place)
             if paths is None:
                 continue
-            if paths.flat is None and dim != "model":
+            if paths.flat is None and dim != "world":
                 return math.inf
             cluster = self.fabric.cluster
             mine = (price_transfer(t, paths, cluster) for t in transfers if t.dim == dim)
@@ -122,7 +122,7 @@ class Sample:
         `cut` are the digits with a border at the domain's; which positions a group has does not
         depend on the direction in which a snake runs through them.
         """
-        dims = {"model": ("tp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
+        dims = {"world": ("tp", "cp", "dp", "pp"), "embedding": ("pp",)}.get(dim, (dim,))
         n = math.prod(self.layout.size(d) for d in dims)
         if n == 1:
             return None

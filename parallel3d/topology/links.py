@@ -25,13 +25,13 @@ Matrix = npt.NDArray[np.int64]  # (groups, members)
 def members(layout: Layout, dim: str) -> Matrix:
     """(groups, n): the ranks of every group of `dim`, in the order in which the group holds them.
 
-    `dim` is tp, cp, dp or pp; `embedding` (first and last stage); `model` (tp × pp: all that holds
-    one replica, for the gradient norm).
+    `dim` is tp, cp, dp or pp; `embedding` (first and last stage); `world` (all
+    ranks, for loss and gradient norm).
 
     Raises:
         ValueError: another `dim`.
     """
-    known = {**{d: (d,) for d in ("tp", "cp", "dp", "pp")}, "model": ("tp", "pp")}
+    known = {**{d: (d,) for d in ("tp", "cp", "dp", "pp")}, "world": ("tp", "cp", "dp", "pp")}
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]

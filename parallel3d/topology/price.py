@@ -98,9 +98,9 @@ class StepPrice:
     def reachable(self) -> bool:
         """Whether all neighbours have a wire between them, as the groups' rings need it.
 
-        `model` carries a few scalars, and any algorithm and route will do.
+        `world` carries a few scalars, and any algorithm and route will do.
         """
-        return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "model")
+        return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
 
     @property
     def nbytes(self) -> dict[LinkClass, float]:

@@ -20,6 +20,7 @@ from parallel3d.topology.placed_ranks import layout_of
 if TYPE_CHECKING:
     from parallel3d.config import Config
     from parallel3d.launch import Worker
+    from parallel3d.metrics.breakdown import Clock
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.
@@ -40,6 +41,7 @@ class Group:
     index: int  # this rank's place in `ranks`
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
+    clock: Clock | None = field(default=None, compare=False)  # told how long collectives take
 
     @property
     def size(self) -> int:
@@ -51,12 +53,11 @@ SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster a
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: six kinds, eight with two levels of dp, whatever the world size.
+    """The groups of one rank: five kinds, seven with two levels of dp, whatever the world size.
 
     tp, dp, pp   along one dimension
-    model        tp × pp: everything that holds one replica of the model (gradient norm)
     embedding    first and last stage of a pipeline (tied embeddings)
-    world        all ranks
+    world        all ranks (loss and gradient norm)
     dp_inner     members of dp in one NVLink domain, and
     dp_outer     one of each domain: where gradients are reduced in two levels, else of one
     """
@@ -67,7 +68,6 @@ class ProcessGroups:
     tp: Group
     dp: Group
     pp: Group
-    model: Group
     embedding: Group
     world: Group
     dp_inner: Group = SINGLE
@@ -140,7 +140,6 @@ class ProcessGroups:
             tp=tp,
             dp=dp,
             pp=pp,
-            model=maker.group("model", layout.groups("tp", "pp")),
             embedding=maker.group("embedding", ends),
             world=maker.group("world", [list(range(world))]),
             dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
@@ -150,14 +149,14 @@ class ProcessGroups:
     @classmethod
     def single(cls) -> ProcessGroups:
         """Groups of one: the whole model on this process, whatever world is initialised."""
-        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
         for group in (self.tp, self.dp):
             if group.shared is not None:
                 group.shared.memory.close()
-        kinds = (self.tp, self.dp, self.pp, self.model, self.embedding)
+        kinds = (self.tp, self.dp, self.pp, self.embedding)
         made = {g.handle for g in (*kinds, self.dp_inner, self.dp_outer)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)

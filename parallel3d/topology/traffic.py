@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.config import Config
-from parallel3d.data_parallel.bucket_sizes import assign
+from parallel3d.data_parallel.bucket_sizes import assign, padded_numel
 from parallel3d.models.local_shapes import LocalParameter, stage_parameters, word_table_numel
 from parallel3d.pipeline.split import layers_of_stages
+from parallel3d.tensor_parallel.loss_chunks import loss_chunks
 from parallel3d.topology.collective_costs import bus_factor
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+TIED_TABLES = ("embedding.word.weight", "head.table")
 SCALAR_BYTES = 8  # losses, token counts and squared norms travel as float64
-DIMS = ("tp", "pp", "dp", "embedding", "model")
+DIMS = ("tp", "pp", "dp", "embedding", "world")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Transfer:
     """`count` equal calls of one collective, or messages, that one rank makes in a step.
 
     Attributes:
-        dim: the group: tp, cp, dp, pp, embedding or model.
+        dim: the group: tp, cp, dp, pp, embedding or world.
         op: as in `collective_costs.OPERATIONS`.
         nbytes: of one call, the whole buffer (see `collective_costs`).
         count: calls in a step; of send_recv, messages that the rank sends.
@@ -48,8 +50,8 @@ def wire_bytes(transfer: Transfer, n: int) -> float:
 
 def group_size(dim: str, layout: Layout) -> int:
     """Ranks of a group that a `Transfer` names."""
-    if dim == "model":
-        return layout.tp * layout.pp
+    if dim == "world":
+        return layout.world_size
     if dim == "embedding":
         return min(2, layout.pp)
     return layout.size(dim)
@@ -172,23 +174,26 @@ def _tensor(stage: _Stage) -> Iterator[Transfer]:
 
 
 def _head(stage: _Stage) -> Iterator[Transfer]:
-    """models/transformer.py's Head and the loss, over tp."""
+    """tensor_parallel/head_loss.py, over tp."""
     model, microbatches, whole = stage.config.model, stage.config.num_microbatches, stage.hidden
+    tp, loss, columns = stage.layout.tp, stage.config.loss, model.padded_vocab_size
     if stage.sp:
-        yield Transfer("tp", "all_gather", whole, 2 * microbatches, "head's input")
+        yield Transfer("tp", "all_gather", whole, microbatches, "head's input")
         yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
     else:
         yield Transfer("tp", "all_reduce", whole, microbatches, "head's input gradient")
         if model.tie_embeddings and model.embedding == "replicated":
-            table = model.padded_vocab_size * model.hidden_size * stage.item
+            table = columns * model.hidden_size * stage.item
             yield Transfer("tp", "all_gather", table, microbatches, "replicated table's gradient")
     if model.parallel_output:
-        # Maximum, sum of exponentials and target of each token, from every rank, fp32 or better.
-        stats = stage.layout.tp * 3 * stage.tokens * max(4, stage.item)
-        yield Transfer("tp", "all_gather", stats, microbatches, "loss")
+        # Maximum, sum of exponentials and target of each token, and for label smoothing the sum,
+        # from every rank, fp32 or better.
+        columns //= tp
+        token, what = tp * (4 if loss.label_smoothing else 3) * max(4, stage.item), "loss"
     else:
-        logits = stage.tokens * model.padded_vocab_size * stage.item
-        yield Transfer("tp", "all_gather", logits, microbatches, "logits")
+        token, what = columns * stage.item, "logits"
+    for tokens, count in Counter(loss_chunks(stage.tokens, columns, loss.chunk_tokens)).items():
+        yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 
 def _pipeline(stage: _Stage) -> Iterator[Transfer]:
@@ -203,23 +208,33 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
 
 def _data(stage: _Stage) -> Iterator[Transfer]:
     """data_parallel/reducer.py: every bucket once; trainer.py: token count and loss."""
-    sizes = [p.numel * stage.grad_item for p in reversed(stage.parameters)]
-    buckets = assign(sizes, stage.config.ddp.bucket_cap_mb)
-    by_size = Counter(sum(sizes[i] for i in members) for members in buckets)
-    for nbytes, count in by_size.items():
-        yield Transfer("dp", "all_reduce", nbytes, count, "gradient buckets")
+    config, dp = stage.config, stage.layout.dp
+    ready = list(reversed(stage.parameters))
+    shards = dp if config.zero else 1
+    sizes = [p.numel * stage.grad_item for p in ready]
+    tied = config.model.tie_embeddings and stage.layout.pp > 1
+    alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_TABLES]
+    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone)
+    numels = Counter(padded_numel(sum(ready[i].numel for i in b), shards) for b in buckets)
+    for numel, count in numels.items():
+        op = "reduce_scatter" if config.zero else "all_reduce"
+        yield Transfer("dp", op, numel * stage.grad_item, count, "gradient buckets")
+        if config.zero:
+            yield Transfer("dp", "all_gather", numel * stage.item, count, "stepped parameters")
     if stage.last:
-        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 2, "token count and loss")
+        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
 
 
 def _tied(stage: _Stage) -> Iterator[Transfer]:
     """optim/optimizer.py: the table that first and last stage both hold."""
     model = stage.config.model
     if model.tie_embeddings and (stage.first or stage.last):
-        table = word_table_numel(model, stage.layout.tp) * stage.grad_item
+        shards = stage.layout.dp if stage.config.zero else 1
+        numel = padded_numel(word_table_numel(model, stage.layout.tp), shards) // shards
+        table = numel * stage.grad_item
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 
 def _scalars(stage: _Stage) -> Iterator[Transfer]:
-    """trainer.py: loss, token count and squared gradient norm."""
-    yield Transfer("model", "all_reduce", 3 * SCALAR_BYTES, 1, "loss and gradient norm")
+    """trainer.py: loss, token count, squared gradient norm and whether to stop."""
+    yield Transfer("world", "all_reduce", 4 * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -49,14 +49,14 @@ def graphs_by_step() -> tuple[list[int], int]:
     case = Case(Problem("llama_tiny", "sgd", False, layers=10), compile=True, bucket_cap_mb=0.02)
     trainer = make_trainer(case, groups)
     seen, early = [], 0
-    finish = trainer.reducer.finish_step
+    finish = trainer.data_parallel.reducer.finish_step
 
     def finish_step() -> list[str]:
         nonlocal early
-        early = len(trainer.reducer.works)
+        early = len(trainer.data_parallel.reducer.works)
         return finish()
 
-    trainer.reducer.finish_step = finish_step
+    trainer.data_parallel.reducer.finish_step = finish_step
     for _ in range(3):
         trainer.train_step()
         seen.append(counters["stats"]["unique_graphs"])

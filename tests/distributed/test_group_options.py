@@ -60,7 +60,7 @@ def everything_works() -> dict[str, object]:
         transfer.work.wait()
     peer = groups.pp.ranks[1 - groups.pp.index]
     assert inbox.tolist() == [peer if peer < rank else -peer] * 3
-    found["model"] = dist.get_backend(groups.model.handle)
+    found["world"] = dist.get_backend(groups.world.handle)
     # DTensor sees the same groups through the mesh.
     split = distribute_tensor(torch.arange(8.0), groups.mesh["tp"], [Shard(0)])
     assert split.full_tensor().tolist() == list(range(8))
@@ -70,7 +70,7 @@ def everything_works() -> dict[str, object]:
 
 def test_every_collective_message_and_the_mesh_work_on_chosen_interfaces(pool: Pool) -> None:
     for found in pool.run(8, everything_works):
-        assert found == {"tp": GLOO_ON, "dp": GLOO_ON, "pp": GLOO_ON, "model": "gloo"}
+        assert found == {"tp": GLOO_ON, "dp": GLOO_ON, "pp": GLOO_ON, "world": "gloo"}
 
 
 def lonely_dimension() -> bool:

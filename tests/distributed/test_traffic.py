@@ -55,6 +55,8 @@ class Counting:
         for name, operation, sizes in (
             ("all_reduce_async", "all_reduce", lambda t, group: t.nbytes),
             ("all_reduce_bucket", "all_reduce", lambda t, group: t.nbytes),
+            ("reduce_scatter_bucket", "reduce_scatter", lambda t, group: t.nbytes),
+            ("all_gather_bucket", "all_gather", lambda t, group: t.nbytes),
             ("all_gather_async", "all_gather", lambda t, group: t.nbytes * group.size),
             ("reduce_scatter_async", "reduce_scatter", lambda t, group: t.nbytes),
         ):
@@ -113,9 +115,10 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
         tp=layout.tp, pp=layout.pp, dp=layout.dp, micro_batch_size=2, device="cpu",
         global_batch_size=6 * layout.dp, model=ModelConfig(**(sizes | model)),
     )  # fmt: skip
-    config.sp = changes.get("sp", False)
+    config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
+    config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
     return config
 
@@ -129,7 +132,8 @@ def sent_in_a_step(
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     trainer.train_step()
     with Counting() as counting:
-        trainer.reducer.comm_hook = collectives.all_reduce_bucket
+        reducer = trainer.data_parallel.reducer
+        reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
     parameters = [(p.numel(), p.spec.replicated) for p in trainer.parameters.values()]
     stage = groups.pp.index
@@ -159,12 +163,20 @@ CASES = [
     pytest.param(Layout(tp=2), REPLICATED, id="tp2 replicated table"),
     pytest.param(Layout(tp=2), {"sp": True, **REPLICATED}, id="tp2 sp replicated table"),
     pytest.param(Layout(tp=2), {"model.parallel_output": False}, id="tp2 gathered logits"),
+    pytest.param(Layout(tp=2), {"chunk_tokens": 7}, id="tp2 loss in three chunks"),
+    pytest.param(
+        Layout(tp=2),
+        {"chunk_tokens": 5, "model.parallel_output": False},
+        id="tp2 gathered logits in four chunks",
+    ),
     pytest.param(Layout(pp=2), {}, id="pp2"),
     pytest.param(Layout(pp=2), UNTIED, id="pp2 untied"),
     pytest.param(Layout(pp=3), {"layers_per_stage": [1, 1, 1]}, id="pp3"),
     pytest.param(Layout(dp=2), {}, id="dp2"),
     pytest.param(Layout(dp=2), {**LLAMA, "bucket_cap_mb": None}, id="dp2 default buckets"),
     pytest.param(Layout(dp=4), {"precision": "fp64"}, id="dp4 fp64"),
+    pytest.param(Layout(dp=2), {"zero": 1}, id="dp2 zero1"),
+    pytest.param(Layout(pp=2, dp=2), {"zero": 1}, id="pp2 dp2 zero1"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {"sp": True}, id="tp2 pp2 dp2 sp"),

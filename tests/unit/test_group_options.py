@@ -67,11 +67,11 @@ def options() -> SimpleNamespace:
 
 def test_tensor_and_pipeline_groups_get_priority_streams_unless_told_otherwise() -> None:
     found = {}
-    for kind in ("tp", "pp", "dp", "model"):
+    for kind in ("tp", "pp", "dp", "embedding"):
         chosen = options()
         set_nccl_options(chosen, kind, LaunchConfig())
         found[kind] = chosen.is_high_priority_stream
-    assert found == {"tp": True, "pp": True, "dp": False, "model": False}
+    assert found == {"tp": True, "pp": True, "dp": False, "embedding": False}
 
 
 def test_settings_reach_the_groups_of_their_kind_alone() -> None:
@@ -103,7 +103,7 @@ def test_torchs_own_options_take_the_settings() -> None:
     ("word", "sentence"),
     [
         ("dp.max_ctas", r"=dp\.max_ctas must be a kind .*=\[dp\.max_ctas:8\]"),
-        ("ddp.max_ctas:8", r"one of tp, dp, pp, model, embedding; the nearest is dp"),
+        ("ddp.max_ctas:8", r"one of tp, dp, pp, embedding; the nearest is dp"),
         ("dp.max_cta:8", r"the nearest is launch\.nccl_settings=\[dp\.max_ctas:8\]"),
         ("dp.max_ctas:99", r"must be 1 to 32; the nearest is .*\[dp\.max_ctas:32\]"),
         ("dp.min_ctas:0", r"must be 1 to 32; the nearest is .*\[dp\.min_ctas:1\]"),
@@ -148,9 +148,9 @@ def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.Monkey
     monkeypatch.setattr(process_groups, "nccl_options", lambda kind, *_: f"options of {kind}")
     layout = Layout(tp=2, pp=4, dp=2)
     groups = ProcessGroups.create(layout, "cuda")
-    assert [call["group_desc"] for call in calls] == ["tp", "dp", "pp", "model", "embedding"]
+    assert [call["group_desc"] for call in calls] == ["tp", "dp", "pp", "embedding"]
     assert [call["pg_options"] for call in calls][:2] == ["options of tp", "options of dp"]
     assert calls[0]["split_ranks"] == layout.groups("tp")
-    assert calls[4]["split_ranks"][0] == [0, 12]  # first and last stage
+    assert calls[3]["split_ranks"][0] == [0, 12]  # first and last stage
     assert groups.pp.handle == "group pp"
     assert groups.embedding.handle is None  # rank 5 is on a middle stage

@@ -10,7 +10,6 @@ from torch.autograd import gradcheck
 
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
-from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -127,27 +126,3 @@ def test_compiled_operations_equal_eager_ones(rotated: int) -> None:
         grads = [torch.randn_like(y) for y in out]
         results.append((*out, *torch.autograd.grad(out, inputs, grads)))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
-
-
-def test_cross_entropy_ignores_padded_columns() -> None:
-    logits, labels = leaf(2, 3, 8), torch.tensor([[0, 4, 2], [3, 1, 4]])
-    losses = vocab_parallel_cross_entropy(logits, labels, 5, 8)
-    expected = F.cross_entropy(logits[..., :5].transpose(1, 2), labels, reduction="none")
-    torch.testing.assert_close(losses, expected)
-    (grad,) = torch.autograd.grad(losses.sum(), logits)
-    assert not grad[..., 5:].any()
-    assert gradcheck(lambda x: vocab_parallel_cross_entropy(x, labels, 5, 8), (logits,))
-
-
-def test_cross_entropy_survives_huge_logits_and_keeps_the_callers() -> None:
-    logits = torch.tensor([[[1e4, -1e4, 0.0]]])
-    before = logits.clone()
-    losses = vocab_parallel_cross_entropy(logits, torch.tensor([[0]]), 3, 3)
-    assert losses.item() == 0.0 and torch.equal(logits, before)
-
-
-def test_logits_that_are_not_split_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 columns"):
-        vocab_parallel_cross_entropy(
-            torch.zeros(1, 1, 16), torch.zeros(1, 1, dtype=torch.long), 5, 8
-        )

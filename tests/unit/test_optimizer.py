@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel3d.config import OptimConfig
-from parallel3d.data_parallel.buckets import Bucket, Segment
+from parallel3d.data_parallel.buckets import Segment
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.topology.process_groups import SINGLE
 
@@ -19,12 +19,11 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
     torch.manual_seed(0)
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
-        Segment(param, grad, decays, replicated=True, tied_copy=False)
+        Segment(param, grad, param, decays, replicated=True, tied_copy=False)
         for param, grad, decays in zip(params, grads, (True, False), strict=True)
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
-    bucket = Bucket(0, {}, params[0], grads[0], segments)
-    ours = Optimizer(optim, [bucket], SINGLE, SINGLE)
+    ours = Optimizer(optim, segments, SINGLE)
     copies = [torch.nn.Parameter(p.clone()) for p in params]
     groups = [{"params": [c], "weight_decay": w} for c, w in zip(copies, (0.1, 0.0), strict=True)]
     if name == "sgd":
@@ -49,7 +48,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.config import OptimConfig;"
         "from parallel3d.topology.process_groups import SINGLE;"
-        "Optimizer(OptimConfig(), [], SINGLE, SINGLE);"
+        "Optimizer(OptimConfig(), [], SINGLE);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

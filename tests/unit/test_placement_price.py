@@ -118,7 +118,7 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
             continue
         order = "-".join(rng.sample(["tp", "cp", "dp", "pp"], 4))
         traffic = some_traffic(layout, rng)
-        traffic = [t for t in traffic if t.dim != "model"]
+        traffic = [t for t in traffic if t.dim != "world"]
         tiling = Tiling.parse(order, layout)
         unit = 8 * (cluster.unit_nodes or cluster.nodes)
         sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
@@ -145,7 +145,7 @@ def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
         tiling = merged(digits)
         if rng.random() < 0.3:
             tiling = Tiling(tuple(digits), snake=True)
-        traffic = [t for t in some_traffic(layout, rng) if t.dim != "model"]
+        traffic = [t for t in some_traffic(layout, rng) if t.dim != "world"]
         unit = 8 * (unit_nodes or nodes)
         sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
         full = price_step(Placement.tiled(cluster, layout, tiling), traffic).seconds

@@ -27,7 +27,7 @@ SENT = [
     Transfer("tp", "all_reduce", 64_000_000, 40, "activations"),
     Transfer("pp", "send_recv", 64_000_000, 8, "activations"),
     Transfer("dp", "all_reduce", 25_000_000, 30, "gradient buckets"),
-    Transfer("model", "all_reduce", 24, 1, "loss and norm"),
+    Transfer("world", "all_reduce", 24, 1, "loss and norm"),
 ]
 
 

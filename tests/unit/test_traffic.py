@@ -101,7 +101,7 @@ def test_without_a_stage_each_dimension_is_the_busiest_stage_s() -> None:
 def test_groups_of_one_send_nothing() -> None:
     assert transfers(llama_70b(Layout()), Layout()) == []
     dims = {t.dim for t in transfers(llama_70b(Layout(dp=4)), Layout(dp=4))}
-    assert dims == {"dp"}
+    assert dims == {"dp", "world"}
 
 
 def test_wire_bytes_of_a_ring() -> None:

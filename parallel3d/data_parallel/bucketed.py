@@ -1,0 +1,107 @@
+"""Data parallelism on flat buckets: whole optimizers (zero=0) or one shard each (zero=1).
+
+Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) a bucket's gradients are reduce-scattered, each
+rank steps its shard, and the parameters are gathered while the next forward begins: a layer waits
+for its own bucket alone. The bytes are those of an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d import collectives
+from parallel3d.collectives import Work
+from parallel3d.config import DataParallelConfig
+from parallel3d.data_parallel.buckets import WHOLE, Segment, Sharding, build_buckets
+from parallel3d.data_parallel.reducer import CommHook, Reducer
+from parallel3d.topology.process_groups import Group
+
+
+class BucketedDataParallel:
+    """Owns the gradients, their reduction and the return of the stepped parameters.
+
+    Args:
+        parameters: of this rank's stage by name, in forward order, fp32 or better.
+        dtype: the compute type that the model reads them in.
+        zero: 0 or 1.
+        tied: names of tables that another stage holds too: cut alike on both, in own buckets.
+        comm_hook: another way to sum a bucket (`reducer.CommHook`).
+
+    Attributes:
+        segments: what this rank steps.
+        replicas: (this rank's number, how many) among the dp ranks that step the same elements.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: DataParallelConfig,
+        dtype: torch.dtype,
+        dp: Group,
+        zero: int,
+        tied: Iterable[str] = (),
+        comm_hook: CommHook | None = None,
+    ) -> None:
+        self.dp, self.sharded = dp, zero > 0 and dp.size > 1
+        sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
+        self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
+        named = list(parameters.items())
+        cap = config.bucket_cap_mb
+        self.buckets = build_buckets(named, cap, dtype, sharding, list(tied))
+        self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
+        if comm_hook is None:
+            whole, part = collectives.all_reduce_bucket, collectives.reduce_scatter_bucket
+            comm_hook = part if self.sharded else whole
+        self.reducer = Reducer(self.buckets, dp, config.overlap, comm_hook)
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        self.gathering: dict[int, Work] = {}
+
+    def start_step(self) -> None:
+        """Clears the gradients of the step before."""
+        self.reducer.start_step()
+
+    def start_last_microbatch(self) -> None:
+        """From here on every arriving gradient is final."""
+        self.reducer.start_last_microbatch()
+
+    def finish_step(self) -> list[str]:
+        """Waits for the sums; returns the names of parameters without a gradient."""
+        return self.reducer.finish_step()
+
+    def tied_gradient(self, name: str) -> Tensor:
+        """The part of a tied table's gradient that this rank steps, flat."""
+        bucket = self.bucket_of[name]
+        return bucket.grad[bucket.own]
+
+    def publish(self) -> None:
+        """Makes the stepped masters the model's parameters; starts gathering what others step.
+
+        The buckets of the first layers, which are last in the backward, are gathered first.
+        """
+        for segment in self.segments:
+            if segment.master is not segment.param:
+                segment.param.copy_(segment.master)
+        if self.sharded:
+            for bucket in reversed(self.buckets):
+                work = collectives.all_gather_bucket(bucket.param, self.dp)
+                self.gathering[bucket.index] = work
+
+    def wait_for(self, part: str) -> None:
+        """Returns when the parameters of a part of the stage, given by the prefix of their names,
+        are complete. Every rank of dp asks in the same order."""
+        if not self.gathering:
+            return
+        last = min(
+            (b.index for name, b in self.bucket_of.items() if name.startswith(f"{part}.")),
+            default=len(self.buckets),
+        )
+        for index in [i for i in self.gathering if i >= last]:
+            self.gathering.pop(index).wait()
+
+    def wait_for_all(self) -> None:
+        """Returns when all parameters are complete (before a checkpoint or an evaluation)."""
+        for index in list(self.gathering):
+            self.gathering.pop(index).wait()
