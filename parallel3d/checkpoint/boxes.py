@@ -99,22 +99,19 @@ def _rectangles(piece: Piece, low: int, high: int) -> Iterator[tuple[Box, int]]:
 def share(part: Slice) -> tuple[int, int]:
     """(first element, number) of what this holder of a slice writes; together: each exactly once.
 
-    Counted from the slice's own start. Cuts are at the ends of rows.
+    Counted from the slice's own start. The local parameter is divided among its holders at the ends
+    of rows, wherever a slice begins: the two holders of a tied table may shard it differently.
     """
     index, holders = part.replica
     count = next(iter(part.values.values())).numel()
-    if count < SHARED_ELEMENTS * holders:
-        mine = zlib.crc32(f"{part.name}/{part.start}".encode()) % holders == index
-        return (0, count) if mine else (0, 0)
-    width = math.prod(part.spec.shape[1:])
-
-    def cut(i: int) -> int:
-        if i in (0, holders):
-            return count * i // holders
-        at = (part.start + count * i // holders) // width * width - part.start
-        return max(0, at)
-
-    return cut(index), cut(index + 1) - cut(index)
+    whole = math.prod(part.spec.shape)
+    if whole < SHARED_ELEMENTS * holders:
+        name = part.spec.pieces[0].name if part.spec.pieces else ""
+        return (0, count) if zlib.crc32(name.encode()) % holders == index else (0, 0)
+    rows, width = part.spec.shape[0], math.prod(part.spec.shape[1:])
+    first = max(part.start, rows * index // holders * width)
+    end = min(part.start + count, rows * (index + 1) // holders * width)
+    return (first - part.start, end - first) if first < end else (0, 0)
 
 
 def logical_tensors(parts: Iterable[Slice], *, shared: bool) -> dict[str, LogicalTensor]:
