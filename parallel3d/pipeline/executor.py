@@ -73,7 +73,7 @@ class Executor:
             if not isinstance(step, Action):
                 self._communicate(step)
             elif step.kind == Kind.F:
-                total += self._forward(step.microbatch, load)
+                total += self._forward(step.microbatch, load, loss_scale)
             else:
                 if i == last:
                     before_last_backward()
@@ -121,12 +121,12 @@ class Executor:
             transfer.work.wait()
         self.sending.clear()
 
-    def _forward(self, m: int, load: Loader) -> Tensor | float:
+    def _forward(self, m: int, load: Loader, loss_scale: Tensor | None = None) -> Tensor | float:
         x = None
         if not self.stage.first:
             x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
         ends = self.stage.first or self.stage.last
-        y = self.stage(x, *(load(m) if ends else NOTHING))
+        y = self.stage(x, *(load(m) if ends else NOTHING), loss_scale)
         self.live[m] = (x, y)
         if self.stage.last:
             return y.detach().double()

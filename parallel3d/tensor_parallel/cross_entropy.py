@@ -1,83 +1,130 @@
-"""Cross-entropy over logits that are split along the vocabulary, never gathered."""
+"""Cross-entropy over logits that are split along the vocabulary, never gathered nor copied."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.topology.process_groups import SINGLE, Group
+# Rows that are worked on at a time: on a CPU they stay in the cache from one pass to the next; on
+# other devices large enough to fill them, and still small beside the logits in half precision, of
+# which a piece is widened to fp32 at a time.
+PIECE_BYTES = {"cpu": 1 << 20}
+LARGE_PIECE_BYTES = 64 << 20
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Loss of each token from its rank-local maximum, sum of exponentials and target logit.
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one token, from its logits z and label y, with p = softmax(z), l = log Σ exp z.
 
-    The three numbers of every rank travel in one all-gather, after which each rank combines them
-    in the same order: one collective where the usual form takes two or three all-reduces, and
-    bit-identical losses on all ranks. The backward is softmax − one-hot of the target where owned.
+    (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l²: cross-entropy against a target of which ε is spread
+    evenly over the vocabulary (Szegedy et al. 2016 §7), plus z-loss (Chowdhery et al. 2022 §5).
+
+    Attributes:
+        vocab_size: tokens that exist; columns beyond them reach neither softmax nor mean.
+        label_smoothing: ε.
+        z_loss: λ.
     """
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, group: Group) -> Tensor:
-        rows = logits.shape[-1]
-        first = group.index * rows
-        real = max(0, min(rows, vocab_size - first))  # padded columns are not looked at
-        inside = (labels >= first) & (labels < first + real)
-        target = (labels - first).masked_fill(~inside, 0).unsqueeze(-1)
-        stats = logits.new_zeros(3, *labels.shape)
-        if real:
-            maximum = logits[..., :real].amax(-1)
-            exps = torch.exp(logits[..., :real] - maximum.unsqueeze(-1))
-            stats[0], stats[1] = maximum, exps.sum(-1)
-            stats[2] = logits.gather(-1, target).squeeze(-1).masked_fill(~inside, 0.0)
-        else:
-            exps = logits[..., :0]
-            stats[0] = -torch.inf
-        ranks = collectives.all_gather(stats.unsqueeze(0), group)  # (tp, 3, ...)
-        maxima, sums, targets = ranks.unbind(1)
-        highest = maxima.amax(0)
-        total = (sums * torch.exp(maxima - highest)).sum(0)
-        log_sum = highest + torch.log(total)
-        ctx.save_for_backward(exps, torch.exp(stats[0] - log_sum), target, inside)
-        ctx.rows = rows
-        return log_sum - targets.sum(0)
+    vocab_size: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        exps, scale, target, inside = ctx.saved_tensors
-        real = exps.shape[-1]
-        out = exps.new_empty(*exps.shape[:-1], ctx.rows)
-        torch.mul(exps, (scale * grad).unsqueeze(-1), out=out[..., :real])
-        out[..., real:] = 0.0
-        out.scatter_add_(-1, target, -(grad * inside).unsqueeze(-1))
-        return out, None, None, None
+    @property
+    def plain(self) -> Objective:
+        """Cross-entropy alone, for held-out samples."""
+        return Objective(self.vocab_size)
+
+    @property
+    def statistics(self) -> int:
+        """Numbers that a rank contributes for each token."""
+        return 4 if self.label_smoothing else 3
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, vocab_size: int, padded_size: int, group: Group = SINGLE
-) -> Tensor:
-    """Per-token −log softmax(logits)[label], in fp32 or better.
+class ChunkLoss:
+    """Losses of some tokens, and their gradients in place of the logits.
+
+    `statistics` of all ranks go into `losses`, after which `gradient` may be called. In fp32 and
+    fp64 the logits become exponentials and then gradients in one buffer. In half precision they
+    stay what they are until they become gradients, and fp32 exists a piece of the rows at a time:
+    maximum, exponentials and sums are fp32 or better whatever the logits are.
 
     Args:
-        logits: (..., padded_size/tp), this rank's columns; not modified.
-        labels: (...), global token ids below `vocab_size`.
-        vocab_size: tokens that exist; columns beyond them never reach the softmax.
-        padded_size: columns over all ranks.
-        group: the ranks that hold the columns, in order.
-
-    Returns: (...) losses, the same on every rank.
-
-    Raises:
-        ValueError: the columns do not add up to `padded_size`, as when gathered logits are handed
-            to a group (the loss would grow by log tp, and nothing else would show it).
+        logits: (tokens, columns), this rank's columns; overwritten.
+        labels: (tokens,) ids below `objective.vocab_size`.
+        first: vocabulary index of the first column.
     """
-    if logits.shape[-1] * group.size != padded_size:
-        raise ValueError(
-            f"{logits.shape[-1]} columns on each of {group.size} ranks are not the "
-            f"{padded_size} columns of the padded vocabulary"
+
+    def __init__(self, logits: Tensor, labels: Tensor, first: int, objective: Objective) -> None:
+        self.objective, columns = objective, logits.shape[1]
+        self.logits = logits
+        self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
+        self.kept = logits.dtype in (torch.float32, torch.float64)
+        self.dtype = logits.dtype if self.kept else torch.float32
+        self.inside = (labels >= first) & (labels < first + self.real)
+        self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of rows and their real columns, in place or, in half precision, as fp32 copies."""
+        row = max(1, self.logits.shape[1] * self.dtype.itemsize)
+        rows = max(1, PIECE_BYTES.get(self.logits.device.type, LARGE_PIECE_BYTES) // row)
+        for start in range(0, self.logits.shape[0], rows):
+            run = slice(start, start + rows)
+            piece = self.logits[run, : self.real]
+            yield run, piece if self.kept else piece.to(self.dtype)
+
+    def statistics(self) -> Tensor:
+        """(3 or 4, tokens): maximum, Σ exp(z − maximum), z of the label where it is here, and, for
+        label smoothing, Σ z, over the real columns of this rank."""
+        out = self.logits.new_zeros(
+            self.objective.statistics, self.logits.shape[0], dtype=self.dtype
         )
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    return _VocabParallelCrossEntropy.apply(logits, labels, vocab_size, group)
+        if not self.real:
+            out[0] = -torch.inf
+            self.maximum = out[0]
+            return out
+        for run, piece in self._pieces():
+            maximum = torch.amax(piece, 1, out=out[0, run])
+            out[2, run] = piece.gather(1, self.target[run]).squeeze(1)
+            if self.objective.label_smoothing:
+                torch.sum(piece, 1, out=out[3, run])
+            torch.sum(piece.sub_(maximum.unsqueeze(1)).exp_(), 1, out=out[1, run])
+        out[2].masked_fill_(~self.inside, 0.0)
+        self.maximum = out[0]
+        return out
+
+    def losses(self, ranks: Tensor) -> Tensor:
+        """(tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks, in order."""
+        maxima, sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
+        highest = maxima.amax(0)
+        total = (sums * torch.exp(maxima - highest)).sum(0)
+        self.log_sum = highest + torch.log(total)
+        smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
+        if not smoothing and not z_loss:
+            return self.log_sum - targets.sum(0)
+        losses = self.log_sum - (1.0 - smoothing) * targets.sum(0)
+        if smoothing:
+            losses -= smoothing / self.objective.vocab_size * ranks[:, 3].sum(0)
+        return losses + z_loss * self.log_sum.square()
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Gradient (tokens, columns) by the logits, in their place; `grad` (tokens,): by the
+        losses."""
+        smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
+        of_softmax = grad * (1.0 + 2.0 * z_loss * self.log_sum) if z_loss else grad
+        factor = of_softmax * torch.exp(self.maximum - self.log_sum) if self.kept else of_softmax
+        at_target = (grad * self.inside).mul_(smoothing - 1.0).unsqueeze(1)
+        spread = (grad * (smoothing / self.objective.vocab_size)).unsqueeze(1)
+        for run, piece in self._pieces() if self.real else ():
+            if not self.kept:
+                piece.sub_(self.log_sum[run].unsqueeze(1)).exp_()
+            piece.mul_(factor[run].unsqueeze(1))
+            if smoothing:
+                piece.sub_(spread[run])
+            piece.scatter_add_(1, self.target[run], at_target[run])
+            if not self.kept:
+                self.logits[run, : self.real] = piece
+        self.logits[:, self.real :] = 0.0
+        return self.logits

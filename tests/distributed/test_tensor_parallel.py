@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from parallel3d import collectives
 from parallel3d.config import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.tensor_parallel import mappings
-from parallel3d.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from parallel3d.tensor_parallel.cross_entropy import Objective
+from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
@@ -89,27 +91,47 @@ def test_backward_of_each_mapping_is_the_adjoint_of_its_forward(pool: Pool, size
         assert max(sums) < 1e-12, sums
 
 
-def split_loss(size: int, vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def split_loss(size: int, vocab: int, padded: int, sp: bool) -> list[tuple[Tensor, Tensor]]:
+    """Pairs that must be equal: the split loss and its gradients beside those of the whole."""
     tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
-    logits = rank_tensor(7, 5, padded)
-    labels = torch.tensor([0, 1, vocab - 1, vocab // 2, 2])
-    local = logits.chunk(size, -1)[tp.index].clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(local, labels, vocab, padded, tp)
-    (grad,) = torch.autograd.grad(losses, local, torch.arange(1.0, 6.0).double())
-    whole = logits.clone().requires_grad_()
-    expected = torch.nn.functional.cross_entropy(whole[:, :vocab], labels, reduction="none")
-    (full,) = torch.autograd.grad(expected, whole, torch.arange(1.0, 6.0).double())
-    return losses.detach(), expected.detach(), grad, full.chunk(size, -1)[tp.index]
+    x, table = rank_tensor(7, 2, 8, 5), rank_tensor(8, padded, 5)
+    labels = torch.arange(16).view(2, 8) % vocab
+    mask = torch.arange(16).view(2, 8) % 3 > 0
+    scale = torch.tensor(0.3, dtype=torch.float64)
+    pairs = []
+    for objective, gather_logits, chunk in product(
+        (Objective(vocab), Objective(vocab, 0.1, 0.02)), (False, True), (None, 5)
+    ):
+        whole, rows = x.clone().requires_grad_(), table.clone().requires_grad_()
+        logits = (whole @ rows[:vocab].t()).flatten(0, 1)
+        smoothing = objective.label_smoothing
+        expected = torch.nn.functional.cross_entropy(
+            logits, labels.flatten(), reduction="none", label_smoothing=smoothing
+        )
+        expected = expected + objective.z_loss * logits.logsumexp(1).square()
+        expected = (expected * mask.flatten()).sum()
+        by_x, by_table = torch.autograd.grad(expected, (whole, rows), scale)
+        head = HeadLoss(objective, padded, tp, sp, gather_logits, chunk)
+        mine = x.chunk(size, 1)[tp.index] if sp else x
+        mine = mine.clone().requires_grad_()
+        local = table.chunk(size)[tp.index].clone().requires_grad_()
+        loss = head.train(mine, local, labels, mask, scale)
+        grads = torch.autograd.grad(loss, (mine, local), scale)
+        by_x = by_x.chunk(size, 1)[tp.index] if sp else by_x
+        pairs += [(loss.detach(), expected.detach()), (grads[0], by_x)]
+        pairs.append((grads[1], by_table.chunk(size)[tp.index]))
+    return pairs
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("vocab", "padded"), [(16, 16), (13, 16), (5, 32)])
-def test_vocab_parallel_loss_is_the_whole_one(
+def test_split_head_and_loss_are_the_whole_ones(
     pool: Pool, size: int, vocab: int, padded: int
 ) -> None:
-    for losses, expected, grad, full in pool.run(size, split_loss, size, vocab, padded):
-        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
-        torch.testing.assert_close(grad, full, rtol=1e-12, atol=1e-15)
+    for sp in (False, True):
+        for pairs in pool.run(size, split_loss, size, vocab, padded, sp):
+            for ours, theirs in pairs:
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 class Ramp:
@@ -197,9 +219,9 @@ def test_sequence_parallelism_replaces_each_reduction_by_its_two_halves(pool: Po
         scatters = calls["reduce_scatter", "tp", 2] / microbatches
         gathers = calls["all_gather", "tp", 2] / microbatches
         assert scatters == 4 * layers + 2
-        # As many gathers, one for the loss, and one per column-parallel layer (and the head) that
-        # gathers its input again in the backward instead of keeping it.
-        assert gathers == 4 * layers + 2 + 1 + 2 * layers + 1
+        # As many gathers, one for the loss, and one per column-parallel layer, which gathers its
+        # input again in the backward instead of keeping it.
+        assert gathers == 4 * layers + 2 + 1 + 2 * layers
         assert calls["all_reduce", "tp", 2] == 1  # the norms' partial gradients, once a step
 
 

@@ -1,0 +1,201 @@
+"""Head and loss in one step: values, gradients, GEMMs and memory, on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.loss_memory import peak_bytes
+from parallel3d.tensor_parallel.cross_entropy import Objective
+from parallel3d.tensor_parallel.head_loss import HeadLoss
+from parallel3d.tensor_parallel.loss_chunks import loss_chunks
+
+ONE = torch.ones((), dtype=torch.float64)
+
+
+def leaf(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("objective", [Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)])
+def test_gradients_are_finite_differences(objective: Objective, chunk: int | None) -> None:
+    head = HeadLoss(objective, 16, chunk_tokens=chunk)
+    labels = torch.tensor([[0, 4, 10], [3, 1, 4]])
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    x, table = leaf(2, 3, 5), leaf(16, 5)
+    gradients = torch.autograd.grad(head.train(x, table, labels, mask, ONE), (x, table))
+    for tensor, gradient in zip((x, table), gradients, strict=True):
+        direction, around = leaf(*tensor.shape, 7)[..., 0].detach(), []
+        with torch.no_grad():
+            for step in (1e-5, -1e-5):
+                tensor.add_(direction, alpha=step)
+                around.append(head.train(x, table, labels, mask, ONE).item())
+                tensor.sub_(direction, alpha=step)
+        numeric = (around[0] - around[1]) / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(numeric, rel=1e-8)
+
+
+def test_padded_rows_get_no_gradient_and_masked_tokens_none() -> None:
+    x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
+    mask = torch.tensor([[True, False, True]])
+    loss = HeadLoss(Objective(5, 0.1, 0.1), 8).train(x, table, labels, mask, ONE)
+    by_x, by_table = torch.autograd.grad(loss, (x, table))
+    assert not by_table[5:].any() and by_table[:5].all()
+    assert not by_x[0, 1].any() and by_x[0, [0, 2]].all()
+
+
+def test_huge_logits_are_survived() -> None:
+    x = torch.tensor([[[1e4, -1e4, 0.0]]])
+    head = HeadLoss(Objective(3), 3)
+    assert head.evaluate(x, torch.eye(3), torch.tensor([[0]]), torch.ones(1, 1)) == 0.0
+    assert head.evaluate(x, torch.eye(3), torch.tensor([[1]]), torch.ones(1, 1)) == 2e4
+
+
+def test_held_out_losses_are_plain_cross_entropies() -> None:
+    x, table, labels = leaf(2, 3, 5), leaf(16, 5), torch.tensor([[0, 4, 10], [3, 1, 4]])
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    head = HeadLoss(Objective(11, 0.3, 0.2), 16, chunk_tokens=4)
+    found = head.evaluate(x, table, labels, mask)
+    logits = (x @ table[:11].t()).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="none")[mask.flatten()].sum()
+    torch.testing.assert_close(found, expected.detach())
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_statistics_are_fp32_whatever_the_compute_type(
+    dtype: torch.dtype, chunk: int | None
+) -> None:
+    """Against fp64 from the same rounded logits: what is left are the gradients' own roundings.
+
+    The sum of 5000 exponentials near 1 is beyond the digits of either type.
+    """
+    vocab = 5000
+    x, table = leaf(2, 16, 8).detach().to(dtype) * 0.1, leaf(vocab, 8).detach().to(dtype) * 0.1
+    labels, mask = torch.arange(32).view(2, 16), torch.ones(2, 16, dtype=torch.bool)
+    x, table = x.requires_grad_(), table.requires_grad_()
+    scale = torch.tensor(1024.0 / 32)  # a loss scale keeps fp16's small gradients
+    loss = HeadLoss(Objective(vocab, 0.1, 0.01), vocab, chunk_tokens=chunk).train(
+        x, table, labels, mask, scale
+    )
+    assert loss.dtype == torch.float32
+    logits = (x @ table.t()).detach().double().flatten(0, 1).requires_grad_()
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.1)
+    expected = losses + 0.01 * logits.logsumexp(1).square().sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    by_x, by_table = torch.autograd.grad(loss, (x, table), scale)
+    (by_logits,) = torch.autograd.grad(expected, logits, scale.double())
+    for ours, theirs in (
+        (by_x.flatten(0, 1), by_logits @ table.double()),
+        (by_table, by_logits.t() @ x.double().flatten(0, 1)),
+    ):
+        assert ours.dtype == dtype
+        assert (ours - theirs).norm() < 2 * torch.finfo(dtype).eps * theirs.norm()
+
+
+def test_logits_that_are_not_split_are_refused() -> None:
+    with pytest.raises(ValueError, match="16 rows"):
+        HeadLoss(Objective(5), 8).evaluate(
+            torch.zeros(1, 1, 4), torch.zeros(16, 4), torch.zeros(1, 1), torch.zeros(1, 1)
+        )
+
+
+def test_a_backward_from_another_scale_is_refused() -> None:
+    x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
+    loss = HeadLoss(Objective(8), 8).train(x, table, labels, torch.ones(1, 3), 2 * ONE)
+    with pytest.raises(RuntimeError, match=r"from 3\.0, but its gradients were made for 2\.0"):
+        loss.backward(3 * ONE)
+
+
+def test_the_bucket_is_told_once_and_in_the_backward() -> None:
+    x, labels, told = leaf(1, 6, 5), torch.tensor([[0, 4, 2, 3, 1, 1]]), []
+    table = nn.Parameter(leaf(8, 5).detach())
+    table.main_grad, table.gradient_added = torch.ones(8, 5).double(), lambda: told.append(1)
+    loss = HeadLoss(Objective(8), 8, chunk_tokens=2).train(x, table, labels, torch.ones(1, 6), ONE)
+    assert not told
+    loss.backward()
+    assert told == [1] and table.grad is None
+    plain = table.detach().clone().requires_grad_()
+    expected = F.cross_entropy((x @ plain.t()).flatten(0, 1), labels[0], reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, plain)
+    torch.testing.assert_close(table.main_grad - 1, gradient)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bucketed(rows: int, hidden: int, dtype: torch.dtype) -> nn.Parameter:
+    """A table with a gradient bucket in fp32, as the trainer makes it."""
+    table = nn.Parameter(torch.randn(rows, hidden).to(dtype))
+    table.main_grad, table.gradient_added = torch.zeros(rows, hidden), lambda: None
+    return table
+
+
+def train(head: HeadLoss, x: Tensor, table: Tensor, labels: Tensor, mask: Tensor) -> None:
+    head.train(x, table, labels, mask, torch.ones(())).backward(torch.ones(()))
+
+
+@pytest.mark.parametrize(("chunk", "chunks"), [(None, 1), (64, 2)])
+def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
+    """As many as head and loss have apart: logits, their gradient times the table, and the
+    table's own."""
+    head = HeadLoss(Objective(257), 264, chunk_tokens=chunk)
+    labels, mask = torch.arange(128).view(2, 64), torch.ones(2, 64, dtype=torch.bool)
+    x = torch.randn(2, 64, 16).requires_grad_()
+    with Products() as products:
+        train(head, x, bucketed(264, 16, torch.float32), labels, mask)
+    counted = {name: n for name, n in products.found.items() if "mm" in name}
+    assert counted == {"mm": 2 * chunks, "addmm_": chunks}
+
+
+VOCAB = 8192
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "most"),
+    [
+        (torch.float32, 512, 1.3),  # one chunk: all logits at once, and nothing beside them
+        (torch.bfloat16, 512, 1.3),
+        (torch.float32, 64, 0.2),
+        (torch.bfloat16, 64, 0.2),
+    ],
+    ids=str,
+)
+def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, most: float) -> None:
+    """Peak of forward and backward over the fp32 logits of the micro-batch."""
+    tokens = 512
+    head = HeadLoss(Objective(VOCAB, 0.1, 0.01), VOCAB, chunk_tokens=chunk)
+    labels, mask = torch.arange(tokens).view(1, -1), torch.ones(1, tokens, dtype=torch.bool)
+    x = torch.randn(1, tokens, 16).to(dtype).requires_grad_()
+    table = bucketed(VOCAB, 16, dtype)
+    peak = peak_bytes(lambda: train(head, x, table, labels, mask))
+    assert peak / (4 * tokens * VOCAB) < most
+
+
+def test_chunks_are_even_and_cover_the_tokens() -> None:
+    assert loss_chunks(512, 264, None) == [512]
+    assert loss_chunks(2048, 131072, None) == [1024, 1024]
+    assert loss_chunks(4096, 131072 // 8, None) == [1024] * 4
+    assert loss_chunks(1100, 131072, None) == [550, 550]
+    assert loss_chunks(16, 8, 7) == [6, 5, 5]
+    assert loss_chunks(3, 8, 1) == [1, 1, 1]
