@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.operation_log import logged
 from parallel3d.timed import kind_of, timed
 from parallel3d.topology.process_groups import Group
 
@@ -61,6 +62,7 @@ def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
 
 
 @timed
+@logged
 def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a contiguous `tensor` over the group, in place."""
     if group.size == 1:
@@ -75,6 +77,7 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Work:
 
 
 @timed
+@logged
 def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a gradient bucket, in place; several may be under way, waited for in order.
 
@@ -103,6 +106,7 @@ def own_shard(tensor: Tensor, group: Group) -> Tensor:
 
 
 @timed
+@logged
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a flat gradient bucket of which each rank needs its shard alone.
 
@@ -119,6 +123,7 @@ def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
 
 
 @timed
+@logged
 def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
     """Starts making a flat bucket whole, of which each rank holds its shard; in place."""
     if group.size == 1:
@@ -152,6 +157,7 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
 
 
 @timed
+@logged
 def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts gathering (n, ...) of every rank into (size · n, ...), in rank order."""
     tensor = tensor.contiguous()
@@ -177,6 +183,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 @timed
+@logged
 def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts the sum of (size · n, ...) over the group; each rank keeps its own (n, ...)."""
     tensor = tensor.contiguous()
@@ -202,6 +209,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
+@logged
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts handing part j of (size · n, ...) to rank j; the result is what came, in rank order.
 

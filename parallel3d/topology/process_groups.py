@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.config import LaunchConfig
+from parallel3d.operation_log import OperationLog
 from parallel3d.shared_collectives import SharedCollectives
 from parallel3d.topology.group_options import GLOO_ON, Interfaces, gloo_on, nccl_options
 from parallel3d.topology.layout import Coordinates, Layout
@@ -41,6 +42,7 @@ class Group:
     index: int  # this rank's place in `ranks`
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
+    log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
     clock: Clock | None = field(default=None, compare=False)  # told how long collectives take
 
     @property

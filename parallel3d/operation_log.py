@@ -1,0 +1,186 @@
+"""What a rank communicates, noted as it happens, so that a hang can be told afterwards.
+
+A note is a tuple appended to a list (under a microsecond a collective): nothing is written, sent or
+formatted before something is wrong. `watchdog.py` reads the log of a rank that no longer gets on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from parallel3d.topology.process_groups import ProcessGroups
+
+
+class _Group(Protocol):
+    """What this module needs of a `process_groups.Group`, which knows this module."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    log: OperationLog | None
+
+
+class Operation(NamedTuple):
+    """One collective or message: `number` counts the operations of its group on this rank.
+
+    `peer` is the other rank of a message between stages, None for a collective.
+    """
+
+    group: str
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int | None = None
+
+    def alike(self, other: Operation) -> bool:
+        """Whether both are the same call, wherever they stand in the group's count."""
+        return self._replace(number=0) == other._replace(number=0)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        tensor = f"{self.dtype.removeprefix('torch.')}[{shape}]"
+        if self.peer is not None:
+            return (
+                f"{self.name} {'to' if self.name == 'send' else 'from'} rank {self.peer} of "
+                f"{self.group} ({tensor})"
+            )
+        return f"{self.name} {self.number} of {self.group} ({tensor})"
+
+
+Note = tuple[str, int, str, torch.Size, torch.dtype, int | None]
+
+
+def _operation(note: Note) -> Operation:
+    group, number, name, shape, dtype, peer = note
+    return Operation(group, number, name, tuple(shape), str(dtype), peer)
+
+
+class OperationLog:
+    """The operations of one rank in all of its groups, since the last boundary and before it.
+
+    Attributes:
+        progress: grows whenever an operation starts or ends, or somebody calls `beat`.
+        waiting: the note of the operation that the rank waits for, None while it computes.
+        starting: an operation is being started; what it calls is not noted apart.
+        ranks: name of each group that communicated → its ranks.
+    """
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.waiting: Note | None = None
+        self.starting = False
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.counts: dict[str, int] = {}
+        self._notes: list[Note] = []
+        self._kind = ""
+        self._habits: dict[str, list[Note]] = {}
+
+    def boundary(self, kind: str) -> None:
+        """A piece of work begins ("train step", "evaluation") that is alike every time."""
+        self._habits[self._kind] = self._notes
+        self._notes, self._kind = [], kind
+        self.progress += 1
+
+    def beat(self) -> None:
+        """Something other than a collective has got on: a file written, a part of a save."""
+        self.progress += 1
+
+    def start(
+        self, group: _Group, name: str, tensor: torch.Tensor, peer: int | None = None
+    ) -> Note:
+        """An operation begins."""
+        key = group.name
+        number = self.counts.get(key, 0) + 1
+        if number == 1:
+            self.ranks[key] = group.ranks
+        self.counts[key] = number
+        note = (key, number, name, tensor.shape, tensor.dtype, peer)
+        self._notes.append(note)
+        self.progress += 1
+        return note
+
+    def recent(self, count: int = 200) -> list[Operation]:
+        """The newest operations since the last boundary, oldest first."""
+        return [_operation(note) for note in self._notes[-count:]]
+
+    def awaited(self) -> Operation | None:
+        """The operation that the rank waits for."""
+        note = self.waiting
+        return None if note is None else _operation(note)
+
+    def departure(self) -> tuple[Operation | None, Operation, Operation | None] | None:
+        """Where this piece of work left the way of the last one of its kind; None if it did not.
+
+        Returns: the operation of this time (None: it came to no further one), the one that was in
+        its place last time, and the one that followed that.
+        """
+        before = self._habits.get(self._kind)
+        if not before:
+            return None
+        now = list(self._notes)
+        for i, was in enumerate(before):
+            if i >= len(now):
+                return None  # on its way
+            if _call(now[i]) != _call(was):
+                after = _operation(before[i + 1]) if i + 1 < len(before) else None
+                return _operation(now[i]), _operation(was), after
+        return None
+
+
+def _call(note: Note) -> tuple:
+    return note[0], note[2:]
+
+
+class Watched:
+    """The handle of an operation whose wait is noted."""
+
+    __slots__ = ("log", "note", "work")
+
+    def __init__(self, log: OperationLog, note: Note, work: Any) -> None:
+        self.log, self.note, self.work = log, note, work
+
+    def wait(self) -> None:
+        """Waits; if that raises, the log still says in what."""
+        log = self.log
+        outer, log.waiting = log.waiting, self.note
+        self.work.wait()
+        log.waiting = outer
+        log.progress += 1
+
+
+def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
+    """Notes a collective and the wait for its handle, in the log that its group carries, if any.
+
+    `start` returns a handle, or a tensor and a handle. One that another calls is part of that.
+    """
+    name = start.__name__.removesuffix("_async").removesuffix("_bucket")
+
+    @functools.wraps(start)
+    def noted(tensor: torch.Tensor, group: _Group) -> Any:
+        log = group.log
+        if log is None or log.starting or len(group.ranks) == 1:
+            return start(tensor, group)
+        note = log.start(group, name, tensor)
+        outer, log.waiting, log.starting = log.waiting, note, True  # some block as they start
+        result = start(tensor, group)
+        log.waiting, log.starting = outer, False
+        if isinstance(result, tuple):
+            return result[0], Watched(log, note, result[1])
+        return Watched(log, note, result)
+
+    return noted
+
+
+def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
+    """The same groups, whose operations are noted in `log`."""
+    found = {f.name: getattr(groups, f.name) for f in dataclasses.fields(groups)}
+    kinds = {name: group for name, group in found.items() if hasattr(group, "log")}
+    noted = {name: dataclasses.replace(group, log=log) for name, group in kinds.items()}
+    return dataclasses.replace(groups, **noted)
