@@ -26,7 +26,7 @@ from parallel3d.config import Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import explain_override_error
 from parallel3d.data.corpus import check_data
-from parallel3d.devices import HostError, choose_device
+from parallel3d.devices import HostError, check_precision_of, choose_device
 from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
 from parallel3d.launch import Place, detect, port_is_free
@@ -130,6 +130,7 @@ def _start(app: str, config: Config) -> int:
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     check_run_is_free(config, number)
     device = choose_device(config.device, world_size)
+    check_precision_of(device, config.precision.name)
     _check_data(app, config)
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
@@ -146,7 +147,8 @@ def _checked_here(app: str, config: Config, place: Place) -> Config:
     """The configuration, after what only this host can tell: its devices and its data."""
     try:
         slurm = place.launcher == "slurm"
-        choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+        device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+        check_precision_of(device, config.precision.name)
         _check_data(app, config)
     except UserError as error:
         if place.rank == 0:

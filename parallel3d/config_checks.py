@@ -12,7 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.config import Config, ModelConfig
-from parallel3d.config_checks_run import check_learning_rate, check_run_name, check_samples
+from parallel3d.config_checks_run import (
+    check_learning_rate,
+    check_precision,
+    check_run_name,
+    check_samples,
+)
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
 from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
@@ -54,6 +59,7 @@ def check_config(
     if not own_samples:
         check_samples(config)
     check_learning_rate(config)
+    check_precision(config)
     check_run_name(config)
     check_groups(config)
     model = dataclasses.replace(

@@ -60,6 +60,27 @@ def check_learning_rate(config: Config) -> None:
         )
 
 
+def check_precision(config: Config) -> None:
+    """The loss scale is fp16's; raises UserError."""
+    precision = config.precision
+    if precision.loss_scale is not None and precision.name != "fp16":
+        raise UserError(
+            f"precision.loss_scale={show(precision.loss_scale)} is read by precision=fp16 alone, "
+            f"but precision={precision.name}; the nearest is precision=fp16."
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise UserError(
+            f"precision.min_loss_scale={show(precision.min_loss_scale)} must be at most "
+            f"precision.initial_loss_scale={show(precision.initial_loss_scale)}; the nearest is "
+            f"precision.min_loss_scale={show(precision.initial_loss_scale)}."
+        )
+    if config.zero and config.ddp.hierarchical:
+        raise UserError(
+            f"zero={config.zero} scatters gradients in one level, and ddp.hierarchical=true sums "
+            "them in two; the nearest is ddp.hierarchical=false."
+        )
+
+
 def check_run_name(config: Config) -> None:
     """`run` as a plain folder name; raises UserError."""
     run = config.run

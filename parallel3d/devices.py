@@ -42,6 +42,15 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
     return "cuda"
 
 
+def check_precision_of(device: str, precision: str) -> None:
+    """Raises UserError for a precision that `device` ("cpu", "cuda" or "cuda:1") does not have."""
+    if precision == "tf32" and device == "cpu":
+        raise UserError(
+            "precision=tf32 is a mode of a GPU's tensor cores, and this run computes on the CPU; "
+            "the nearest is precision=fp32."
+        )
+
+
 def gpu_count() -> int:
     """GPUs that torch can use here: CUDA_VISIBLE_DEVICES and the kind of torch build count."""
     build = _torch_build()

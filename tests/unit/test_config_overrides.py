@@ -38,7 +38,7 @@ BAD = [
     ("model=gpt_tinny", ["model=gpt_tinny", "llama_tiny", "nearest is model=gpt_tiny."]),
     ("optim=adam", ["optim=adam", "adamw, sgd", "nearest is optim=adamw."]),
     ("experiment=llama3d", ["experiment=llama3d", "nearest is experiment=llama_3d."]),
-    ("precision=bf16", ["precision=bf16", "later version", "precision=fp32"]),
+    ("precision=fp8", ["precision=fp8", "later version", "precision=bf16"]),
     ("schedule=interleaved", ["schedule=interleaved", "later version", "schedule=1f1b"]),
     ("model=[gpt_tiny,b]", ["model=b", "gpt_tiny"]),
     ("model=3", ["model=3", "gpt_tiny"]),
