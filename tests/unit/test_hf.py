@@ -1,0 +1,228 @@
+"""Hugging Face folders: the very function that transformers computes, in both directions."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+import transformers
+
+from parallel3d.checkpoint.hf import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf_names import logical_shapes
+from parallel3d.config import ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.models.transformer import BuildContext, Stage
+from parallel3d.tensor_parallel.parameters import Initializer
+from parallel3d.topology.process_groups import SINGLE
+
+GPT = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=24,
+    vocab_size=61,
+    vocab_multiple=8,
+    init_std=0.2,
+    norm_eps=1e-4,
+)
+LLAMA = replace(
+    GPT,
+    norm="rmsnorm",
+    position_embedding="rope",
+    rotary_base=500.0,
+    activation="swiglu",
+    bias=False,
+    tie_embeddings=False,
+    num_query_groups=2,
+    ffn_hidden_size=44,
+)
+MODELS = {
+    "gpt2": GPT,
+    "gpt2_tanh_positions": replace(GPT, activation="gelu_tanh", max_position_embeddings=30),
+    "gpt2_untied_relu": replace(GPT, tie_embeddings=False, activation="relu", ffn_hidden_size=40),
+    "llama": LLAMA,
+    "llama_tied_bias": replace(LLAMA, tie_embeddings=True, bias=True, num_query_groups=None),
+}
+
+
+def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor random, norms and biases too: a part that went astray shows in the logits."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + ("norm.weight" in name)
+        for name, shape in logical_shapes(model).items()
+    }
+
+
+def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """(b, s, vocab_size) of our own layers on one rank."""
+    init = Initializer(1, torch.float32, torch.device("cpu"))
+    stage = Stage(model, range(model.num_layers), True, True, BuildContext(init, SINGLE, False))
+    with torch.no_grad():
+        held = set()
+        for parameter in stage.parameters():
+            for piece in parameter.spec.pieces:
+                piece.of_local(parameter).copy_(piece.of_full(weights[piece.name]))
+                held.add(piece.name)
+        assert held == weights.keys()
+        x = stage.embedding(tokens)
+        for block in stage.layers.values():
+            x = block(x, stage.rotary)
+        return stage.head.logits(x)[..., : model.vocab_size]
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return theirs.eval()(tokens).logits
+
+
+def some_tokens(model: ModelConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, model.vocab_size, (2, model.seq_length), generator=generator)
+
+
+def export(model: ModelConfig, folder: Path, **changes: object) -> dict[str, Tensor]:
+    weights = random_weights(model)
+    settings = {"dtype": "fp32", "end_of_text": 60} | changes
+    export_hf(model, lambda names: {n: weights[n] for n in names}, folder, **settings)
+    return weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    weights = export(model, tmp_path / "hf")
+    tokens = some_tokens(model)
+    ours = our_logits(model, weights, tokens)
+    assert ours.std() > 0.3
+    torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
+
+
+THEIRS = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 44},
+    "llama_tied": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+    },
+    "gpt2": {"model_type": "gpt2"},  # gelu_new, as published
+    "gpt2_exact_gelu": {"model_type": "gpt2", "activation_function": "gelu", "n_inner": 40},
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_imported_model_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+        "initializer_range": 0.2,
+        "bos_token_id": 60,
+        "eos_token_id": 60,
+    }
+    changes = dict(THEIRS[name])
+    config = transformers.AutoConfig.for_model(changes.pop("model_type"), **sizes, **changes)
+    torch.manual_seed(5)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
+    theirs.save_pretrained(tmp_path)
+
+    kind, keys = read_hf_config(tmp_path)
+    model = replace(ModelConfig(), **keys)
+    weights = dict(tensors_of(tmp_path, model, kind))
+    assert {n: tuple(t.shape) for n, t in weights.items()} == logical_shapes(model)
+    tokens = some_tokens(model)
+    ours = our_logits(model, weights, tokens)
+    with torch.no_grad():
+        expected = theirs.eval()(tokens).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_large_models_go_into_several_files(tmp_path: Path) -> None:
+    weights = export(LLAMA, tmp_path / "hf", shard_bytes=20_000)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == {f.name for f in files}
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in weights.values())
+    assert all(sum(t.nbytes for t in load_file(f).values()) <= 20_000 for f in files)
+    back = dict(tensors_of(tmp_path / "hf", LLAMA, "llama"))
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    tokens = some_tokens(LLAMA)
+    ours = our_logits(LLAMA, weights, tokens)
+    torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
+
+
+def test_bf16_files_hold_the_rounded_weights(tmp_path: Path) -> None:
+    weights = export(GPT, tmp_path / "hf", dtype="bf16")
+    held = dict(tensors_of(tmp_path / "hf", GPT, "gpt2"))
+    assert all(torch.equal(held[n], weights[n].bfloat16()) for n in weights)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+
+
+def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
+    """As the first GPT-2 was published."""
+    weights = export(GPT, tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    bare = {k.removeprefix("transformer."): t for k, t in load_file(file).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(bare, file)
+    back = dict(tensors_of(tmp_path / "hf", GPT, "gpt2"))
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_a_folder_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    export(LLAMA, folder)
+    file = folder / "model.safetensors"
+    good = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+
+    def refused(changes: dict[str, Tensor | None]) -> str:
+        content = {k: t for k, t in (good | changes).items() if t is not None}
+        save_file(content, file)
+        with pytest.raises(UserError) as error:
+            next(tensors_of(folder, LLAMA, "llama"))
+        return str(error.value)
+
+    assert name in refused({name: None})
+    assert "(16, 32)" in refused({name: torch.zeros(32, 32)})
+    assert "I64" in refused({name: torch.zeros(16, 32, dtype=torch.int64)})
+    assert "rotary.extra" in refused({"rotary.extra": torch.zeros(2)})
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        next(tensors_of(folder, LLAMA, "llama"))
+    file.rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="is a pickle"):
+        next(tensors_of(folder, LLAMA, "llama"))
+
+
+def test_export_never_writes_over_a_folder_and_leaves_no_half(tmp_path: Path) -> None:
+    export(GPT, tmp_path / "hf")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()}
+    with pytest.raises(UserError, match="not an empty folder"):
+        export(GPT, tmp_path / "hf", dtype="bf16")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()} == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        export(GPT, tmp_path / "file" / "hf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "hf"]
