@@ -74,11 +74,6 @@ def check_precision(config: Config) -> None:
             f"precision.initial_loss_scale={show(precision.initial_loss_scale)}; the nearest is "
             f"precision.min_loss_scale={show(precision.initial_loss_scale)}."
         )
-    if config.zero and config.ddp.hierarchical:
-        raise UserError(
-            f"zero={config.zero} scatters gradients in one level, and ddp.hierarchical=true sums "
-            "them in two; the nearest is ddp.hierarchical=false."
-        )
 
 
 def check_run_name(config: Config) -> None:

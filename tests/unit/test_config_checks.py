@@ -81,7 +81,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["precision.min_loss_scale=1000000", "65536"],
     ),
-    ({"zero": 1, "ddp.hierarchical": True}, None, ["zero=1", "ddp.hierarchical=false"]),
     (
         {"precision.lm_cross_entropy": "fp16"},
         None,
