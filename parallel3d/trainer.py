@@ -21,8 +21,7 @@ from parallel3d.config_checks import check_config
 from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
-from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
@@ -94,19 +93,14 @@ class Trainer:
 
         wide = torch.promote_types(self.dtype, torch.float32)
         initializer = Initializer(config.seed, wide, self.device)
-        context = BuildContext(initializer, groups.tp, config.sp, config.recompute)
+        context = BuildContext(initializer, groups.tp, config.sp, config.recompute, config.loss)
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
-        self.parameters = dict(self.stage.named_parameters())
-        hook = None
-        if groups.dp_inner.size > 1:
-            hook = TwoLevels(groups.dp_inner, groups.dp_outer)
         self.tied_name = self._name_of_tied_table()
         tied = () if self.tied_name is None else (self.tied_name,)
-        self.data_parallel = BucketedDataParallel(
-            self.parameters, config.ddp, self.dtype, groups.dp, config.zero, tied, hook
-        )
+        self.data_parallel = data_parallel_engine(config, self.stage, self.dtype, groups, tied)
+        self.parameters = self.data_parallel.parameters
         self.stage.before_use = self.data_parallel.wait_for
         if config.compile:
             self.stage.compile_blocks()

@@ -49,8 +49,8 @@ class BuildContext:
     init: Initializer
     tp: Group
     sp: bool
-    loss: LossConfig = field(default_factory=LossConfig)
     recompute: str = "none"  # see `recompute.py`
+    loss: LossConfig = field(default_factory=LossConfig)
 
     @property
     def sequence_parallel(self) -> bool:
