@@ -7,98 +7,25 @@ and all-gathers of the same total volume, and the activations between blocks are
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d import collectives
 from parallel3d.tensor_parallel import linear_ops
-from parallel3d.tensor_parallel.mappings import (
-    all_gather_sequence,
-    reduce_from_tensor_parallel,
-    reduce_scatter_sequence,
-    scatter_to_sequence,
-    sequence_first,
+from parallel3d.tensor_parallel.linear_nodes import (
+    ColumnNode,
+    column_backward,
+    column_forward,
+    row_backward,
+    row_forward,
+    row_node,
 )
 from parallel3d.tensor_parallel.parameters import (
     Initializer,
     ParameterSpec,
     Piece,
     add_gradient,
-    add_weight_gradient,
 )
 from parallel3d.topology.process_groups import Group
-
-
-def _column_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
-) -> Tensor:
-    full = all_gather_sequence(x, group) if sp else x
-    return F.linear(full, weight, bias)
-
-
-def _column_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and, without a bucket, of the weight.
-
-    The reduction of the input gradient travels while the weight-gradient GEMM runs.
-    """
-    if sp:  # the shard was kept and is gathered again
-        gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
-        grad_full = sequence_first(grad @ weight)
-        gathering.wait()
-        grad_x, reducing = collectives.reduce_scatter_async(grad_full, group)
-        full = gathered.transpose(0, 1)
-    else:
-        grad_x, full = grad @ weight, x
-        reducing = collectives.all_reduce_async(grad_x, group)
-    grad_weight = add_weight_gradient(weight, grad.flatten(0, -2), full.flatten(0, -2))
-    reducing.wait()
-    return grad_x.transpose(0, 1).contiguous() if sp else grad_x, grad_weight
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """f (or its sequence-parallel form) and the GEMM in one node.
-
-    Apart, autograd would finish the reduction of the input gradient before it starts the weight
-    gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
-    ) -> Tensor:
-        ctx.group, ctx.sp, ctx.has_bias = group, sp, bias is not None
-        ctx.save_for_backward(x, weight)
-        return _column_forward(x, weight, bias, group, sp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        grad = grad.contiguous()
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        gradients = _column_backward(grad, *ctx.saved_tensors, ctx.group, ctx.sp)
-        return *gradients, grad_bias, None, None
-
-
-class _RowLinear(torch.autograd.Function):
-    """The GEMM of a row-parallel layer; its reduction is g, applied by the caller."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _row_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-def _row_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    grad_x = grad @ weight
-    return grad_x, add_weight_gradient(weight, grad.flatten(0, -2), x.flatten(0, -2))
 
 
 def column_parallel_linear(
@@ -108,7 +35,7 @@ def column_parallel_linear(
 
     Under sequence parallelism x is (b, s/tp, in) and is gathered first.
     """
-    return _ColumnLinear.apply(x, weight, bias, group, sp and group.size > 1)
+    return ColumnNode.apply(x, weight, bias, group, sp and group.size > 1)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -164,13 +91,13 @@ class ColumnParallelLinear(nn.Module):
 
     def run_forward(self, x: Tensor) -> Tensor:
         """What the operator of a compiled block runs."""
-        return _column_forward(x, self.weight, self.bias, self.group, self.sp)
+        return column_forward(x, self.weight, self.bias, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of x; the parameters' gradients go to their buckets."""
         if self.bias is not None:
             add_gradient(self.bias, grad.flatten(0, -2).sum(0))
-        grad_x, grad_weight = _column_backward(grad, x, self.weight, self.group, self.sp)
+        grad_x, grad_weight = column_backward(grad, x, self.weight, self.group, self.sp)
         if grad_weight is not None:
             add_gradient(self.weight, grad_weight)
         return grad_x
@@ -217,22 +144,16 @@ class RowParallelLinear(nn.Module):
             split = self.group.size if self.sp else 1
             y = linear_ops.linear(x, self.handle, self.weight.shape[0], 1, split)
         else:
-            y = _RowLinear.apply(x, self.weight)
-            reduce = scatter_to_sequence if self.sp else reduce_from_tensor_parallel
-            y = reduce(y, self.group)
+            y = row_node(x, self.weight, self.group, self.sp)
         return y if self.bias is None else y + self.bias
 
     def run_forward(self, x: Tensor) -> Tensor:
         """What the operator of a compiled block runs: the GEMM and its reduction."""
-        y = F.linear(x, self.weight)
-        if self.sp:
-            return reduce_scatter_sequence(y, self.group)
-        return collectives.all_reduce(y, self.group)
+        return row_forward(x, self.weight, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of x; the weight's goes to its bucket."""
-        full = all_gather_sequence(grad, self.group) if self.sp else grad
-        grad_x, grad_weight = _row_backward(full, x, self.weight)
+        grad_x, grad_weight = row_backward(grad, x, self.weight, self.group, self.sp)
         if grad_weight is not None:
             add_gradient(self.weight, grad_weight)
         return grad_x

@@ -1,0 +1,141 @@
+"""Forward and backward of the split linear layers, and the autograd nodes that join them.
+
+The functions are the whole of it: the nodes of eager layers and the operators of compiled blocks
+(`linear_ops`) run the same ones. Weights stand in `ctx` as they are, not among the saved tensors:
+recomputation (`models/recompute.py`) hands saved tensors back as new ones, without the `main_grad`
+that the weight gradient is added to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.tensor_parallel.mappings import (
+    all_gather_sequence,
+    reduce_scatter_sequence,
+    sequence_first,
+)
+from parallel3d.tensor_parallel.parameters import add_weight_gradient
+from parallel3d.topology.process_groups import Group
+
+
+def column_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
+) -> Tensor:
+    """f and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
+    full = all_gather_sequence(x, group) if sp else x
+    return F.linear(full, weight, bias)
+
+
+def column_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, without a bucket, of the weight.
+
+    The reduction of the input gradient travels while the weight-gradient GEMM runs.
+    """
+    if sp:  # the shard was kept and is gathered again
+        gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
+        grad_full = sequence_first(grad @ weight)
+        gathering.wait()
+        grad_x, reducing = collectives.reduce_scatter_async(grad_full, group)
+        full = gathered.transpose(0, 1)
+    else:
+        grad_x, full = grad @ weight, x
+        reducing = collectives.all_reduce_async(grad_x, group)
+    grad_weight = add_weight_gradient(weight, grad.flatten(0, -2), full.flatten(0, -2))
+    reducing.wait()
+    return grad_x.transpose(0, 1).contiguous() if sp else grad_x, grad_weight
+
+
+def row_forward(x: Tensor, weight: Tensor, group: Group, sp: bool) -> Tensor:
+    """The GEMM and g: (b, s, in/tp) → (b, s or s/tp, out)."""
+    y = F.linear(x, weight)
+    if sp:
+        return reduce_scatter_sequence(y, group)
+    return collectives.all_reduce(y, group)
+
+
+def row_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and, without a bucket, of the weight."""
+    full = all_gather_sequence(grad, group) if sp else grad
+    grad_x = full @ weight
+    return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
+
+
+class ColumnNode(torch.autograd.Function):
+    """f (or its sequence-parallel form) and the GEMM in one node.
+
+    Apart, autograd would finish the reduction of the input gradient before it starts the weight
+    gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
+    ) -> Tensor:
+        ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
+        ctx.save_for_backward(x)
+        return column_forward(x, weight, bias, group, sp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        grad = grad.contiguous()
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        gradients = column_backward(grad, *ctx.saved_tensors, ctx.weight, ctx.group, ctx.sp)
+        return *gradients, grad_bias, None, None
+
+
+class Kept:
+    """What a `_Keep` node saved, for the node behind it."""
+
+    node: Any
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.node.saved_tensors[0]
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input of the node behind it.
+
+    A node saves its tensors after its forward. Recomputation ends with the last tensor that it
+    looks for: saved by a node of its own, the input of a block's last GEMM ends it before this
+    GEMM and its reduction, which nothing in the backward needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Kept) -> Tensor:
+        ctx.save_for_backward(x)
+        kept.node = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _RowNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: Kept, group: Group, sp: bool) -> Tensor:
+        ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
+        return row_forward(x, weight, group, sp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x = ctx.kept.tensor
+        gradients = row_backward(grad.contiguous(), x, ctx.weight, ctx.group, ctx.sp)
+        return *gradients, None, None, None
+
+
+def row_node(x: Tensor, weight: Tensor, group: Group, sp: bool) -> Tensor:
+    """`row_forward` with its backward."""
+    kept = Kept()
+    return _RowNode.apply(_Keep.apply(x, kept), weight, kept, group, sp)
