@@ -1,0 +1,202 @@
+"""Where the time of a step goes on one rank: nine kinds that add up to the step.
+
+| kind      | what it holds                                                                    |
+|-----------|----------------------------------------------------------------------------------|
+| forward   | the layers and the loss, without anything below that happens inside               |
+| backward  | the same of the backward pass, weight gradients into their buckets included       |
+| tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
+| pp        | messages between stages: posting, copying, and waiting for one under way          |
+| dp        | gradient buckets, and under zero ≥ 1 parameters, over the data-parallel group     |
+| model     | the tied embedding's gradient, the loss and the gradient norm over a replica      |
+| optimizer | clearing gradients, norm, clipping, update, and what is none of the others        |
+| data      | micro-batches read and moved to the device                                        |
+| idle      | waiting for a rank that is not there yet where nothing is transferred             |
+
+*Exposed* communication alone is counted: what is hidden behind compute costs no time. A time inside
+another counts once, where it is innermost: a tensor-parallel wait within a forward is tp.
+
+Idle, told from communication. A message that its sender has not sent yet cannot be under way, so
+waiting for it is idle: that is the pipeline's bubble. Through shared memory the semaphore says when
+it was sent. A network does not say, so there the transport is asked once, when the trainer is made,
+how long a message of that size takes between two stages that both wait for it (`measure_floors`);
+a receive that takes longer was waiting for a late stage, and the rest of its time is idle. (Where
+a network slows down later, the excess shows as idle.) Sums of a few numbers, at which the stages
+meet at the end of a step, are split in the same way. Collectives over tp and dp count whole: they
+include the wait for a late member, as in figure 6 of Li et al. 2020 (PyTorch Distributed).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from parallel3d.metrics.records import WARMUP_STEPS
+
+KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
+OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
+BASE = "optimizer"  # what a step does outside of every other kind
+
+Interval = tuple[str, float]  # kind, and the seconds beyond which it is idle
+
+
+class HostTimes:
+    """Instants of the host's clock: for CPU ranks, whose operations end when they return."""
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(KINDS, 0.0)
+        self.since = 0.0
+
+    def start(self) -> None:
+        self.spent = dict.fromkeys(KINDS, 0.0)
+        self.since = time.perf_counter()
+
+    def mark(self, kind: str, idle_beyond: float) -> None:
+        """What passed since the last mark was `kind`."""
+        now = time.perf_counter()
+        _add(self.spent, kind, idle_beyond, now - self.since)
+        self.since = now
+
+    def end(self) -> None:
+        """Nothing is under way."""
+
+    def finished(self, wait: bool) -> Iterator[dict[str, float]]:
+        """The step that has just ended."""
+        yield self.spent
+
+
+class CudaTimes:
+    """Instants as events on the current stream; a step is read once the device has passed it.
+
+    The compute stream waits for a collective's stream where the host calls `wait()`, so the time
+    between the events around that call is what the collective is exposed for. Nothing synchronises:
+    the steps whose last event has happened are read when a later step ends. Written for one compute
+    stream; not run on a GPU so far.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[torch.cuda.Event] = []
+        self.marks: list[tuple[torch.cuda.Event, Interval]] = []
+        self.steps: deque[list[tuple[torch.cuda.Event, Interval]]] = deque()
+
+    def _event(self) -> torch.cuda.Event:
+        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.marks = [(self._event(), (BASE, torch.inf))]
+
+    def mark(self, kind: str, idle_beyond: float) -> None:
+        self.marks.append((self._event(), (kind, idle_beyond)))
+
+    def end(self) -> None:
+        self.steps.append(self.marks)
+
+    def finished(self, wait: bool) -> Iterator[dict[str, float]]:
+        """The steps that the device has left behind; with `wait` all of them."""
+        while self.steps and (wait or self.steps[0][-1][0].query()):
+            marks = self.steps.popleft()
+            marks[-1][0].synchronize()
+            spent = dict.fromkeys(KINDS, 0.0)
+            for (before, _), (after, interval) in pairwise(marks):
+                _add(spent, *interval, 1e-3 * before.elapsed_time(after))
+            self.free += [event for event, _ in marks]
+            yield spent
+
+
+def _add(spent: dict[str, float], kind: str, idle_beyond: float, seconds: float) -> None:
+    if seconds > idle_beyond:
+        spent["idle"] += seconds - idle_beyond
+        seconds = idle_beyond
+    spent[kind] += seconds
+
+
+class Clock:
+    """Says of every moment of a step what this rank does; one of a trainer, handed to its parts.
+
+    Attributes:
+        floors: group → seconds that its smallest collective, or (pp) a message between stages,
+            takes when all are there; see the module's docstring. Without an entry nothing is idle.
+        last: seconds by kind of the newest step that is known; None before the first. On CUDA that
+            may be the step before the last.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.times = CudaTimes() if device_type == "cuda" else HostTimes()
+        self.floors: dict[str, float] = {}
+        self.last: dict[str, float] | None = None
+        self.running = False
+        self._stack: list[str] = []
+        self._first: list[dict[str, float]] = []
+        self._sum = dict.fromkeys(KINDS, 0.0)
+        self._steps = 0
+
+    def start_step(self) -> None:
+        """From here to `end_step` every moment is counted."""
+        self.running, self._stack = True, [BASE]
+        self.times.start()
+
+    def end_step(self) -> None:
+        self.times.mark(BASE, torch.inf)
+        self.times.end()
+        self.running = False
+        self._take(wait=False)
+
+    def _take(self, wait: bool) -> None:
+        for spent in self.times.finished(wait):
+            self.last = spent
+            if len(self._first) < WARMUP_STEPS:
+                self._first.append(spent)
+                continue
+            self._steps += 1
+            for kind, seconds in spent.items():
+                self._sum[kind] += seconds
+
+    def push(self, kind: str) -> None:
+        """From here to its `pop` the rank does `kind`. Outside of a step nothing is counted."""
+        if self.running:
+            self.times.mark(self._stack[-1], torch.inf)
+            self._stack.append(kind)
+
+    def pop(self, idle_beyond: float = torch.inf) -> None:
+        """Ends the innermost kind; its time since the last change beyond `idle_beyond` is idle."""
+        if self.running:
+            self.times.mark(self._stack.pop(), idle_beyond)
+
+    @contextmanager
+    def within(self, kind: str) -> Iterator[None]:
+        """`push` and `pop` around a block. (An exception ends the step, and with it its times.)"""
+        self.push(kind)
+        yield
+        self.pop()
+
+    def means(self) -> dict[str, float]:
+        """Seconds a step by kind, without the first `WARMUP_STEPS` where there are more.
+
+        Waits for the device. All zero before the first step.
+        """
+        if isinstance(self.times, CudaTimes):
+            self._take(wait=True)
+        if self._steps:
+            return {kind: self._sum[kind] / self._steps for kind in KINDS}
+        count = max(1, len(self._first))
+        return {kind: sum(step[kind] for step in self._first) / count for kind in KINDS}
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Mean seconds a step of one rank by kind, with its place in the layout ("tp0 pp1 dp0")."""
+
+    rank: int
+    place: str
+    seconds: Mapping[str, float]
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
