@@ -209,6 +209,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
+@timed
 @logged
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts handing part j of (size · n, ...) to rank j; the result is what came, in rank order.

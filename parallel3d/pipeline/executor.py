@@ -7,12 +7,14 @@ autograd may free an activation as soon as its backward is done, and the transpo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel3d.data.batches import MicroBatch
+from parallel3d.metrics.breakdown import Clock
 from parallel3d.models.transformer import Stage
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Transfer, post
@@ -32,6 +34,7 @@ class Executor:
         hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
             parallelism: every micro-batch has this shape.
         boxes: the group's shared memory, if it has any.
+        clock: told what this rank does when.
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         boxes: Mailboxes | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.stage, self.pp, self.boxes = stage, pp, boxes
+        self.clock = clock or Clock()
+        if boxes is not None:
+            boxes.clock = self.clock
         self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
         self.live: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.outbox: dict[Action, Tensor] = {}
@@ -105,7 +112,9 @@ class Executor:
                 tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
         self._finish_sends()  # those of the group before: bounds the buffers in flight
-        for transfer in post(messages, self.pp, self.boxes):
+        with self.clock.within("pp"):
+            transfers = post(messages, self.pp, self.boxes)
+        for transfer in transfers:
             if transfer.action.kind.is_send:
                 self.sending.append(transfer)
             else:
@@ -113,20 +122,29 @@ class Executor:
 
     def _received(self, action: Action) -> Tensor:
         transfer = self.receiving.pop(action)
-        transfer.work.wait()
+        self._wait(transfer)
         return transfer.tensor
 
     def _finish_sends(self) -> None:
         for transfer in self.sending:
-            transfer.work.wait()
+            self._wait(transfer)
         self.sending.clear()
 
+    def _wait(self, transfer: Transfer) -> None:
+        """Beyond the time that the message takes at most, its other end was late: idle."""
+        self.clock.push("pp")
+        transfer.work.wait()
+        self.clock.pop(self.clock.floors.get("pp", math.inf))
+
     def _forward(self, m: int, load: Loader, loss_scale: Tensor | None = None) -> Tensor | float:
-        x = None
+        x, batch = None, NOTHING
         if not self.stage.first:
             x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
-        ends = self.stage.first or self.stage.last
-        y = self.stage(x, *(load(m) if ends else NOTHING), loss_scale)
+        if self.stage.first or self.stage.last:
+            with self.clock.within("data"):
+                batch = load(m)
+        with self.clock.within("forward"):
+            y = self.stage(x, *batch, loss_scale)
         self.live[m] = (x, y)
         if self.stage.last:
             return y.detach().double()
@@ -137,6 +155,7 @@ class Executor:
         x, y = self.live.pop(m)
         last = self.stage.last
         grad = loss_scale.to(y.dtype) if last else self._received(Action(Kind.RECV_B, m))
-        torch.autograd.backward(y, grad)
+        with self.clock.within("backward"):
+            torch.autograd.backward(y, grad)
         if x is not None:
             self.outbox[Action(Kind.SEND_B, m)] = x.grad.contiguous()

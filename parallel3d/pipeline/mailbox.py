@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.collectives import Done, Work
+from parallel3d.metrics.breakdown import Clock
 from parallel3d.shared_memory import SharedMemory, open_shared_memory
 
 SLOT_BYTES = 4 << 20  # larger messages take the backend's way
@@ -30,6 +31,7 @@ class Mailboxes:
     sent: dict[int, int] = field(default_factory=dict)  # link → messages so far
     expected: dict[int, int] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)  # told how long a stage waits for its neighbour
 
     @classmethod
     def open(
@@ -59,7 +61,8 @@ class Mailboxes:
         link = self._link(self.memory.index, peer)
         turn = self.sent.get(link, 0)
         self.sent[link] = turn + 1
-        self.memory.wait(2 * link + 1, peer)
+        with self.clock.within("idle"):
+            self.memory.wait(2 * link + 1, peer)
         self._slot(link, turn, tensor).copy_(tensor)
         self.memory.post(2 * link)
         return Done()
@@ -91,6 +94,7 @@ class Arrival:
         if self.boxes.taken.get(self.link, 0) != self.turn:
             raise RuntimeError(f"message {self.turn} of member {self.peer} is taken out of order")
         self.boxes.taken[self.link] = self.turn + 1
-        memory.wait(2 * self.link, self.peer)
+        with self.boxes.clock.within("idle"):
+            memory.wait(2 * self.link, self.peer)
         self.tensor.copy_(self.boxes._slot(self.link, self.turn, self.tensor))
         memory.post(2 * self.link + 1)
