@@ -192,14 +192,14 @@ def count_calls(layout: Layout, sp: bool, microbatches: int) -> tuple[Counter, i
             setattr(collectives, name, counting(name))
         for name in raw:
             setattr(dist, name, raw_counting(name))
-        trainer.reducer.comm_hook = collectives.all_reduce_bucket
+        trainer.data_parallel.reducer.comm_hook = collectives.all_reduce_bucket
         trainer.train_step()
     finally:
         for name in watched:
             setattr(collectives, name, originals[name])
         for name in raw:
             setattr(dist, name, raw[name])
-    return +calls, len(trainer.buckets), len(trainer.stage.layers)
+    return +calls, len(trainer.data_parallel.buckets), len(trainer.stage.layers)
 
 
 @pytest.mark.parametrize("size", SIZES)
