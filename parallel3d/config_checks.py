@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.config import Config, ModelConfig
+from parallel3d.config_checks_data import check_data_parallel
 from parallel3d.config_checks_run import (
     check_learning_rate,
     check_precision,
@@ -60,6 +61,7 @@ def check_config(
         check_samples(config)
     check_learning_rate(config)
     check_precision(config)
+    check_data_parallel(config)
     check_run_name(config)
     check_groups(config)
     model = dataclasses.replace(

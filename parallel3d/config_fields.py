@@ -67,7 +67,6 @@ NOT_YET: dict[str, NotYet] = {
         "loss.label_smoothing", lambda v: v > 0, "loss.label_smoothing=0 works"
     ),
     "loss.z_loss > 0": NotYet("loss.z_loss", lambda v: v > 0, "loss.z_loss=0 works"),
-    "ddp.comm_hook": NotYet("ddp.comm_hook", lambda v: v != "none", "ddp.comm_hook=none works"),
     "ddp.bucket_order=measured": NotYet(
         "ddp.bucket_order", _is("measured"), "ddp.bucket_order=model works"
     ),

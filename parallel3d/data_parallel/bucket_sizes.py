@@ -42,3 +42,12 @@ def assign(
     if current:
         buckets.append(current)
     return buckets
+
+
+def compressed_rank(rows: int, columns: int, rank: int) -> int:
+    """The rank at which PowerSGD sends a gradient of this shape; 0: as it is.
+
+    Compressed only if both factors together are less than half of the matrix (PyTorch's rule).
+    """
+    rank = min(rank, rows, columns)
+    return rank if 2 * rank * (rows + columns) < rows * columns else 0

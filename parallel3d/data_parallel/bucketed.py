@@ -7,7 +7,7 @@ for its own bucket alone. The bytes are those of an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d import collectives
 from parallel3d.collectives import Work
 from parallel3d.config import DataParallelConfig
-from parallel3d.data_parallel.buckets import WHOLE, Segment, Sharding, build_buckets
+from parallel3d.data_parallel.buckets import WHOLE, Bucket, Segment, Sharding, build_buckets
 from parallel3d.data_parallel.reducer import CommHook, Reducer
 from parallel3d.topology.process_groups import Group
 
@@ -28,9 +28,10 @@ class BucketedDataParallel:
         dtype: the compute type that the model reads them in.
         zero: 0 or 1.
         tied: names of tables that another stage holds too: cut alike on both, in own buckets.
-        comm_hook: another way to sum a bucket (`reducer.CommHook`).
+        make_hook: how these buckets are summed (`reducer.CommHook`); None: in the plain way.
 
     Attributes:
+        parameters: as given.
         segments: what this rank steps.
         replicas: (this rank's number, how many) among the dp ranks that step the same elements.
     """
@@ -43,19 +44,19 @@ class BucketedDataParallel:
         dp: Group,
         zero: int,
         tied: Iterable[str] = (),
-        comm_hook: CommHook | None = None,
+        make_hook: Callable[[list[Bucket]], CommHook] | None = None,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
-        named = list(parameters.items())
+        self.parameters, named = parameters, list(parameters.items())
         cap = config.bucket_cap_mb
         self.buckets = build_buckets(named, cap, dtype, sharding, list(tied))
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
-        if comm_hook is None:
-            whole, part = collectives.all_reduce_bucket, collectives.reduce_scatter_bucket
-            comm_hook = part if self.sharded else whole
-        self.reducer = Reducer(self.buckets, dp, config.overlap, comm_hook)
+        whole, part = collectives.all_reduce_bucket, collectives.reduce_scatter_bucket
+        plain = part if self.sharded else whole
+        hook = plain if make_hook is None else make_hook(self.buckets)
+        self.reducer = Reducer(self.buckets, dp, config.overlap, hook)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
         self.gathering: dict[int, Work] = {}
 

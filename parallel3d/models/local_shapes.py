@@ -18,6 +18,7 @@ class LocalParameter(NamedTuple):
     name: str
     numel: int
     replicated: bool
+    columns: int = 1  # 1: a vector
 
 
 def stage_parameters(
@@ -44,9 +45,10 @@ def word_table_numel(model: ModelConfig, tp: int) -> int:
 def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
     if model.position_embedding == "learned":
         numel = model.max_positions * model.hidden_size
-        yield LocalParameter("embedding.position", numel, True)
+        yield LocalParameter("embedding.position", numel, True, model.hidden_size)
     whole = tp == 1 or model.embedding == "replicated"
-    yield LocalParameter("embedding.word.weight", word_table_numel(model, tp), whole)
+    numel = word_table_numel(model, tp)
+    yield LocalParameter("embedding.word.weight", numel, whole, model.hidden_size)
 
 
 def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
@@ -64,10 +66,11 @@ def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
 def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
     if has_table and model.tie_embeddings:
         whole = tp == 1 or model.embedding == "replicated"
-        yield LocalParameter("head.table", word_table_numel(model, tp), whole)
+        numel = word_table_numel(model, tp)
+        yield LocalParameter("head.table", numel, whole, model.hidden_size)
     elif has_table:
         numel = model.padded_vocab_size // tp * model.hidden_size
-        yield LocalParameter("head.table", numel, tp == 1)
+        yield LocalParameter("head.table", numel, tp == 1, model.hidden_size)
     yield from _norm(model, "head.norm")
 
 
@@ -79,13 +82,15 @@ def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
 
 def _column(model: ModelConfig, tp: int, name: str, outputs: int) -> Iterator[LocalParameter]:
     """A linear layer whose rows are split."""
-    yield LocalParameter(f"{name}.weight", outputs // tp * model.hidden_size, tp == 1)
+    numel = outputs // tp * model.hidden_size
+    yield LocalParameter(f"{name}.weight", numel, tp == 1, model.hidden_size)
     if model.bias:
         yield LocalParameter(f"{name}.bias", outputs // tp, tp == 1)
 
 
 def _row(model: ModelConfig, tp: int, name: str, inputs: int) -> Iterator[LocalParameter]:
     """A linear layer whose columns are split; its bias is replicated."""
-    yield LocalParameter(f"{name}.weight", model.hidden_size * (inputs // tp), tp == 1)
+    columns = inputs // tp
+    yield LocalParameter(f"{name}.weight", model.hidden_size * columns, tp == 1, columns)
     if model.bias:
         yield LocalParameter(f"{name}.bias", model.hidden_size, True)

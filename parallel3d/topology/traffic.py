@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.config import Config
-from parallel3d.data_parallel.bucket_sizes import assign, padded_numel
+from parallel3d.data_parallel.bucket_sizes import assign, compressed_rank, padded_numel
 from parallel3d.models.local_shapes import LocalParameter, stage_parameters, word_table_numel
 from parallel3d.pipeline.split import layers_of_stages
 from parallel3d.tensor_parallel.loss_chunks import loss_chunks
@@ -215,14 +215,42 @@ def _data(stage: _Stage) -> Iterator[Transfer]:
     tied = config.model.tie_embeddings and stage.layout.pp > 1
     alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_TABLES]
     buckets = assign(sizes, config.ddp.bucket_cap_mb, alone)
-    numels = Counter(padded_numel(sum(ready[i].numel for i in b), shards) for b in buckets)
-    for numel, count in numels.items():
-        op = "reduce_scatter" if config.zero else "all_reduce"
-        yield Transfer("dp", op, numel * stage.grad_item, count, "gradient buckets")
-        if config.zero:
-            yield Transfer("dp", "all_gather", numel * stage.item, count, "stepped parameters")
+    bucketed = [[ready[i] for i in members] for members in buckets]
+    if config.ddp.comm_hook == "powersgd":
+        yield from _low_rank(stage, bucketed)
+    else:
+        numels = Counter(padded_numel(sum(p.numel for p in b), shards) for b in bucketed)
+        for numel, count in numels.items():
+            yield from _buckets(stage, numel, count)
     if stage.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
+
+
+def _buckets(stage: _Stage, numel: int, count: int) -> Iterator[Transfer]:
+    """data_parallel/reducer.py, bucketed.py and compressed.py: `count` buckets of `numel`."""
+    if stage.config.ddp.comm_hook == "bf16":
+        half = 2 * padded_numel(numel, stage.layout.dp)
+        yield Transfer("dp", "all_to_all", half, count, "gradient buckets")
+        yield Transfer("dp", "all_gather", half, count, "gradient buckets")
+        return
+    op = "reduce_scatter" if stage.config.zero else "all_reduce"
+    yield Transfer("dp", op, numel * stage.grad_item, count, "gradient buckets")
+    if stage.config.zero:
+        yield Transfer("dp", "all_gather", numel * stage.item, count, "stepped parameters")
+
+
+def _low_rank(stage: _Stage, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
+    """data_parallel/powersgd.py, once it has begun: P and what is left whole, then Q."""
+    for bucket in buckets:
+        first = second = 0
+        for p in bucket:
+            rows = p.numel // p.columns
+            rank = compressed_rank(rows, p.columns, stage.config.ddp.powersgd_rank)
+            first += rank * rows or p.numel
+            second += rank * p.columns
+        for numel in filter(None, (first, second)):
+            nbytes = numel * stage.grad_item
+            yield Transfer("dp", "all_reduce", nbytes, 1, "factors of gradient buckets")
 
 
 def _tied(stage: _Stage) -> Iterator[Transfer]:

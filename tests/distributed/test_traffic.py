@@ -59,6 +59,7 @@ class Counting:
             ("all_gather_bucket", "all_gather", lambda t, group: t.nbytes),
             ("all_gather_async", "all_gather", lambda t, group: t.nbytes * group.size),
             ("reduce_scatter_async", "reduce_scatter", lambda t, group: t.nbytes),
+            ("all_to_all_async", "all_to_all", lambda t, group: t.nbytes),
         ):
             counted = self._collective(getattr(collectives, name), operation, sizes)
             self.patches.enter_context(patch.object(collectives, name, counted))
@@ -117,6 +118,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     )  # fmt: skip
     config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
     config.precision.name = changes.get("precision", "fp32")
+    config.ddp.comm_hook, config.ddp.powersgd_start = changes.get("comm_hook", "none"), 2
+    config.ddp.powersgd_rank = 1
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
     config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
@@ -126,14 +129,16 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
 def sent_in_a_step(
     layout: Layout, changes: dict[str, Any]
 ) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
-    """This rank's stage, what it sent in its second step, and its parameters."""
+    """This rank's stage, what it sent in its third step, and its parameters."""
     groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
-    trainer.train_step()
+    for _ in range(2):  # PowerSGD begins with the third step
+        trainer.train_step()
     with Counting() as counting:
         reducer = trainer.data_parallel.reducer
-        reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
+        if hasattr(reducer.comm_hook, "__name__"):  # a function of `collectives`
+            reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
     parameters = [(p.numel(), p.spec.replicated) for p in trainer.parameters.values()]
     stage = groups.pp.index
@@ -177,6 +182,8 @@ CASES = [
     pytest.param(Layout(dp=4), {"precision": "fp64"}, id="dp4 fp64"),
     pytest.param(Layout(dp=2), {"zero": 1}, id="dp2 zero1"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 1}, id="pp2 dp2 zero1"),
+    pytest.param(Layout(dp=4), {"comm_hook": "bf16"}, id="dp4 bf16 buckets"),
+    pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {"sp": True}, id="tp2 pp2 dp2 sp"),

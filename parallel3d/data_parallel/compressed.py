@@ -1,0 +1,53 @@
+"""Gradient buckets that travel as bf16: half the bytes of fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.collectives import Work
+from parallel3d.data_parallel.bucket_sizes import padded_numel
+from parallel3d.topology.process_groups import Group
+
+
+@dataclass(frozen=True)
+class InBf16:
+    """A `CommHook`: each rank's gradients are rounded to bf16, added in fp32, and the sum rounded.
+
+    Two roundings of 2⁻⁹ at most, however many ranks: every rank gets its part of the bucket from
+    all others, adds it in fp32 in rank order, and hands the rounded sum to all. An all-reduce of
+    bf16 tensors sends the same bytes, and rounds after each of its n − 1 additions.
+    """
+
+    def __call__(self, tensor: Tensor, group: Group) -> Work:
+        """Starts the sum of a flat `tensor` over the group; it is there after `wait()`."""
+        started = _Started(tensor, group)
+        if group.shared is None:  # else all in the wait, as `collectives.all_reduce_bucket` does
+            started.exchange()
+        return started
+
+
+@dataclass
+class _Started:
+    tensor: Tensor
+    group: Group
+    parts: Tensor | None = None
+    exchanging: Work | None = None
+
+    def exchange(self) -> None:
+        size = self.tensor.numel()
+        padded = padded_numel(size, self.group.size)
+        rounded = self.tensor.new_zeros(padded, dtype=torch.bfloat16)
+        rounded[:size] = self.tensor
+        self.parts, self.exchanging = collectives.all_to_all_async(rounded, self.group)
+
+    def wait(self) -> None:
+        if self.exchanging is None:
+            self.exchange()
+        self.exchanging.wait()
+        mine = self.parts.view(self.group.size, -1).sum(0, dtype=torch.float32)
+        total = collectives.all_gather(mine.bfloat16(), self.group)
+        self.tensor.copy_(total[: self.tensor.numel()])

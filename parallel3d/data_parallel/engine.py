@@ -1,0 +1,76 @@
+"""Which engine holds gradients and masters: flat buckets, or FSDP2; and how buckets are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d import collectives
+from parallel3d.config import Config
+from parallel3d.data_parallel.bucketed import BucketedDataParallel
+from parallel3d.data_parallel.buckets import Bucket, Segment
+from parallel3d.data_parallel.compressed import InBf16
+from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.powersgd import PowerSGD
+from parallel3d.data_parallel.reducer import CommHook
+from parallel3d.models.transformer import Stage
+from parallel3d.topology.process_groups import ProcessGroups
+
+
+class DataParallel(Protocol):
+    """What the trainer asks of an engine; see `BucketedDataParallel` for each."""
+
+    parameters: dict[str, nn.Parameter]
+    segments: list[Segment]
+    replicas: tuple[int, int]
+
+    def start_step(self) -> None: ...
+    def start_last_microbatch(self) -> None: ...
+    def finish_step(self) -> list[str]: ...
+    def tied_gradient(self, name: str) -> Tensor: ...
+    def publish(self) -> None: ...
+    def wait_for(self, part: str) -> None: ...
+    def wait_for_all(self) -> None: ...
+
+
+def data_parallel_engine(
+    config: Config,
+    stage: Stage,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+    tied: Iterable[str] = (),
+) -> DataParallel:
+    """The engine of `config.zero` for a stage whose parameters are in fp32 or better.
+
+    Args:
+        dtype: the compute type.
+        tied: names of tables that another stage holds too.
+    """
+    parameters = dict(stage.named_parameters())
+    return BucketedDataParallel(
+        parameters,
+        config.ddp,
+        dtype,
+        groups.dp,
+        config.zero,
+        tied,
+        lambda buckets: comm_hook(config, groups, buckets),
+    )
+
+
+def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> CommHook:
+    """How the configuration sums a bucket over dp."""
+    ddp = config.ddp
+    if config.zero and groups.dp.size > 1:
+        return collectives.reduce_scatter_bucket
+    if groups.dp_inner.size > 1:
+        return TwoLevels(groups.dp_inner, groups.dp_outer)
+    if ddp.comm_hook == "bf16":
+        return InBf16()
+    if ddp.comm_hook == "powersgd":
+        inside = [(b.grad, [p.spec.shape for s in b.segments for p in s.parts]) for b in buckets]
+        return PowerSGD(inside, ddp.powersgd_rank, ddp.powersgd_start)
+    return collectives.all_reduce_bucket

@@ -1,0 +1,247 @@
+"""Gradient buckets in bf16 and by PowerSGD: what is rounded, what is lost, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from parallel3d.config import LaunchConfig
+from parallel3d.data_parallel import compressed
+from parallel3d.data_parallel.bucket_sizes import compressed_rank
+from parallel3d.data_parallel.compressed import InBf16
+from parallel3d.data_parallel.powersgd import Factors, PowerSGD, orthonormal
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import Group, ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, relative, run_cases
+from tests.distributed.pool import Pool
+
+Mutation = Callable[[], AbstractContextManager[None]]
+SHAPES = [(24, 20), (7,), (20, 24), (3, 2), (11,)]
+SIZES = [int(np.prod(shape)) for shape in SHAPES]
+RANK = 3
+STEPS = 40
+
+
+def groups_of(dp: int, shared_memory: bool) -> ProcessGroups:
+    launch = LaunchConfig(shared_memory=shared_memory)
+    groups = ProcessGroups.create(Layout(dp=dp), "cpu", 60, launch)
+    assert (groups.dp.shared is not None) == shared_memory
+    return groups
+
+
+def of_rank(rank: int, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * numel + rank)
+    return scale * torch.randn(numel, generator=generator, dtype=dtype)
+
+
+@contextmanager
+def rounded_twice() -> Iterator[None]:
+    """The contributions are added in bf16: rounded again after every addition."""
+
+    def add_in_bf16(self: compressed._Started) -> None:
+        if self.exchanging is None:
+            self.exchange()
+        self.exchanging.wait()
+        parts = self.parts.view(self.group.size, -1)
+        mine = parts[0].clone()
+        for part in parts[1:]:
+            mine += part
+        total = compressed.collectives.all_gather(mine, self.group)
+        self.tensor.copy_(total[: self.tensor.numel()])
+
+    with patch.object(compressed._Started, "wait", add_in_bf16):
+        yield
+
+
+def bf16_sums(dp: int, shared_memory: bool, mutation: Mutation = nullcontext) -> list[bool]:
+    """Whether the sums of three buckets, all under way at once, are what the docstring says."""
+    groups = groups_of(dp, shared_memory)
+    kinds = [(5003, torch.float32), (3, torch.float32), (256, torch.float64)]
+    buckets = [of_rank(groups.rank, n, dtype) for n, dtype in kinds]
+    with mutation():
+        works = [InBf16()(bucket, groups.dp) for bucket in buckets]
+        for work in works:
+            work.wait()
+    groups.close()
+    same = []
+    for bucket, (n, dtype) in zip(buckets, kinds, strict=True):
+        everyone = torch.stack([of_rank(rank, n, dtype).bfloat16() for rank in range(dp)])
+        expected = everyone.sum(0, dtype=torch.float32).bfloat16()
+        same.append(torch.equal(bucket, expected.to(dtype)))
+    return same
+
+
+@pytest.mark.parametrize(("dp", "shared_memory"), [(4, True), (4, False), (2, False)])
+def test_bf16_rounds_each_contribution_and_the_sum(
+    dp: int, shared_memory: bool, pool: Pool
+) -> None:
+    assert pool.run(dp, bf16_sums, dp, shared_memory) == [[True] * 3] * dp
+
+
+def test_sums_in_bf16_are_told_apart(pool: Pool) -> None:
+    found = pool.run(4, bf16_sums, 4, True, rounded_twice)
+    assert all(not same[0] for same in found), found
+
+
+def hook_for(bucket: Tensor, rank: int = RANK) -> PowerSGD:
+    return PowerSGD([(bucket, SHAPES)], rank, start=0)
+
+
+def factors_of(hook: PowerSGD) -> Factors:
+    return next(iter(hook.by_address.values()))
+
+
+@contextmanager
+def no_error_feedback() -> Iterator[None]:
+    """What a step loses is lost."""
+    sound = PowerSGD.__call__
+
+    def forgetful(self: PowerSGD, tensor: Tensor, group: Group) -> object:
+        for matrix in factors_of(self).matrices:
+            matrix.error.zero_()
+        return sound(self, tensor, group)
+
+    with patch.object(PowerSGD, "__call__", forgetful):
+        yield
+
+
+def over_steps(mutation: Mutation = nullcontext) -> dict[str, object]:
+    """A constant gradient over many steps: how far one output, and the mean of all, is off."""
+    groups = groups_of(2, shared_memory=True)
+    own = of_rank(groups.rank, sum(SIZES), torch.float64)
+    true = sum(of_rank(rank, sum(SIZES), torch.float64) for rank in range(2))
+    bucket = own.clone()
+    hook = hook_for(bucket)
+    mean, first = torch.zeros_like(true), None
+    with mutation():
+        for _ in range(STEPS):
+            bucket.copy_(own)
+            hook(bucket, groups.dp).wait()
+            mean += bucket / STEPS
+            first = bucket.clone() if first is None else first
+    owed = torch.zeros_like(true)
+    for matrix in factors_of(hook).matrices:
+        matrix.of(owed).copy_(matrix.error)
+    torch.distributed.all_reduce(owed)
+    groups.close()
+    plain = torch.cat(
+        [torch.full((n,), len(s) == 1 or n < 10) for s, n in zip(SHAPES, SIZES, strict=True)]
+    )
+    return {
+        "first": ((first - true).norm() / true.norm()).item(),
+        "mean": ((mean - true).norm() / true.norm()).item(),
+        "not paid": ((STEPS * (mean - true) + owed).norm() / true.norm()).item(),
+        "plain": ((first - true)[plain].abs().max()).item(),
+        "bits": bucket.numpy().tobytes(),
+    }
+
+
+def test_powersgd_pays_back_what_it_loses(pool: Pool) -> None:
+    found = pool.run(2, over_steps)
+    assert found[0]["bits"] == found[1]["bits"], "replicas must stay replicas"
+    for sound in found:
+        assert sound["plain"] < 1e-12  # vectors and small matrices travel whole
+        assert sound["first"] > 0.5  # rank 3 of random matrices of rank 20
+        assert sound["mean"] < sound["first"] / 5
+        assert sound["not paid"] < 1e-10  # outputs + Σ errors = Σ gradients
+
+
+def test_forgotten_error_feedback_is_told(pool: Pool) -> None:
+    for mutated in pool.run(2, over_steps, no_error_feedback):
+        assert mutated["mean"] > 0.4
+        assert mutated["not paid"] > 0.1
+
+
+def of_low_rank() -> dict[str, float]:
+    """Gradients of rank 1 on four ranks, with silence between: their sum is found exactly."""
+    groups = groups_of(4, shared_memory=False)
+    bucket = torch.zeros(sum(SIZES), dtype=torch.float64)
+    hook = hook_for(bucket, rank=4)
+    found = {}
+    for step, loudness in enumerate((1.0, 0.0, 1.0)):
+        whole = []
+        for rank in range(4):
+            parts = []
+            for shape, numel in zip(SHAPES, SIZES, strict=True):
+                parts.append(of_rank(rank, numel, torch.float64, loudness))
+                if numel > 100:
+                    left, right = of_rank(rank + step, sum(shape), torch.float64).split(shape)
+                    parts[-1] = loudness * torch.outer(left, right).flatten()
+            whole.append(torch.cat(parts))
+        bucket.copy_(whole[groups.rank])
+        hook(bucket, groups.dp).wait()
+        found[f"step {step}"] = (bucket - sum(whole)).abs().max().item()
+    groups.close()
+    return found
+
+
+def test_powersgd_of_full_rank_is_the_sum(pool: Pool) -> None:
+    for found in pool.run(4, of_low_rank):
+        assert max(found.values()) < 1e-9, found
+
+
+def beside_pytorch() -> float:
+    """Both implementations from the same Q over ten steps: the largest difference of an output."""
+    groups = groups_of(2, shared_memory=False)
+    state = PowerSGDState(groups.dp.handle, RANK, start_powerSGD_iter=2)
+    state.iter = 2
+    ours = torch.zeros(sum(SIZES), dtype=torch.float64)
+    hook = hook_for(ours)
+    matrices = factors_of(hook).matrices
+    state.q_memory_dict[0] = torch.cat([m.q.flatten() for m in matrices])
+    state.p_memory_dict[0] = ours.new_zeros(sum(m.rows * RANK for m in matrices))
+    worst = 0.0
+    for step in range(10):
+        own = of_rank(10 * step + groups.rank, sum(SIZES), torch.float64)
+        ours.copy_(own)
+        hook(ours, groups.dp).wait()
+        bucket = SimpleNamespace(
+            buffer=lambda own=own: own,
+            gradients=lambda own=own: [
+                part.view(shape) for part, shape in zip(own.split(SIZES), SHAPES, strict=True)
+            ],
+            index=lambda: 0,
+            is_last=lambda: True,
+        )
+        theirs = powerSGD_hook(state, bucket).wait()
+        worst = max(worst, (2 * theirs - ours).abs().max().item())
+    groups.close()
+    return worst
+
+
+def test_powersgd_is_that_of_pytorch(pool: Pool) -> None:
+    assert max(pool.run(2, beside_pytorch)) < 1e-9
+
+
+def test_ranks_of_matrices() -> None:
+    assert compressed_rank(24, 20, 3) == 3
+    assert compressed_rank(24, 20, 6) == 0  # the factors would be more than half of the matrix
+    assert compressed_rank(4096, 2, 8) == 0
+
+
+def test_dependent_columns_are_no_directions() -> None:
+    column = torch.randn(50, 1, dtype=torch.float32)
+    basis = orthonormal(torch.cat([column, 3 * column, torch.zeros(50, 1), -column], 1))
+    torch.testing.assert_close(basis.t() @ basis, torch.diag(torch.tensor([1.0, 0, 0, 0])))
+
+
+def test_training_with_bf16_buckets_stays_near_the_reference(
+    pool: Pool, references: References
+) -> None:
+    problem = Problem("llama_tiny", "sgd", tied=True)
+    case = Case(problem, bucket_cap_mb=0.01, keys=(("ddp.comm_hook", "bf16"),))
+    outcomes = [rank[0] for rank in pool.run(4, run_cases, (1, 2, 2), [case])]
+    expected = references.of(problem)
+    found = differences(outcomes, expected, problem)
+    assert found.keys() == {"loss", "grad norm", "evaluation", "weights"}, found  # not "replicas"
+    for step, loss in zip(outcomes[0].steps, expected.run.losses, strict=True):
+        assert relative(step.loss, loss) < 5e-3
