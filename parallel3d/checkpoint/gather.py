@@ -18,17 +18,22 @@ def owned_boxes(
     """The boxes that this rank speaks for: each box of the model is owned by exactly one rank.
 
     Of data-parallel replicas the first, of values replicated over tp the first tp rank, of a tied
-    table the first stage.
+    table the first stage. Collective over dp where parameters are sharded over it.
     """
-    if groups.dp.index > 0:
-        return []
     boxes = []
     for parameter in parameters:
-        spec = parameter.spec
-        if spec.tied_copy or (spec.replicated and groups.tp.index > 0):
+        spec, local = parameter.spec, local_parameter(parameter)
+        if groups.dp.index > 0 or spec.tied_copy or (spec.replicated and groups.tp.index > 0):
             continue
-        boxes += [(piece, piece.of_local(parameter.detach())) for piece in spec.pieces]
+        boxes += [(piece, piece.of_local(local)) for piece in spec.pieces]
     return boxes
+
+
+def local_parameter(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of the model in a parameter; gathers what FSDP2 shards over dp, where
+    it is collective."""
+    local = parameter.detach()
+    return local.full_tensor() if hasattr(local, "full_tensor") else local
 
 
 def gather_boxes(
@@ -36,8 +41,9 @@ def gather_boxes(
 ) -> list[tuple[int, Piece, Tensor]]:
     """Every box that any rank holds, replicas and copies too: (rank, box, CPU tensor) on rank 0,
     an empty list elsewhere; collective."""
-    boxes = [(piece, p.detach()) for p in parameters for piece in p.spec.pieces]
-    return _gather([(piece, piece.of_local(local)) for piece, local in boxes], groups)
+    held = [(p.spec, local_parameter(p)) for p in parameters]
+    boxes = [(piece, piece.of_local(local)) for spec, local in held for piece in spec.pieces]
+    return _gather(boxes, groups)
 
 
 def _gather(

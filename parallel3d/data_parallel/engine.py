@@ -49,6 +49,11 @@ def data_parallel_engine(
         dtype: the compute type.
         tied: names of tables that another stage holds too.
     """
+    if config.zero > 1 and groups.dp.size > 1:
+        # Imported here: FSDP2 and DTensor take a second that no other run needs.
+        from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(stage, dtype, groups, config.zero)
     parameters = dict(stage.named_parameters())
     return BucketedDataParallel(
         parameters,

@@ -1,0 +1,157 @@
+"""ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), with the face of the bucket engine.
+
+Every block is a unit of its own, and the rest of the stage (embedding, final norm, head, so that a
+tied table is one tensor) is one more. FSDP2 cuts each local parameter, already this rank's part of
+the tensor group, along its first dimension over dp. A unit's parameters are gathered before its
+forward; under stage 3 they are freed after it and gathered again for its backward, under stage 2
+they stay until the step's last backward. Gradients are reduce-scattered in the last backward.
+
+What FSDP2 leaves to us: sums instead of means (the loss carries 1/N already), one flat buffer that
+all reduced gradients are added to, and the names of what never got one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel3d.data_parallel.buckets import Part, Segment
+from parallel3d.models.transformer import Stage
+from parallel3d.topology.process_groups import ProcessGroups
+
+
+class FullyShardedDataParallel:
+    """Shards a stage's parameters, gradients and optimizer state over dp.
+
+    Args:
+        stage: with parameters in fp32 or better, which become the masters.
+        dtype: the compute type, in which parameters are gathered.
+        groups: with two levels of dp (`dp_inner`, `dp_outer`), a copy of the model is sharded over
+            the inner group, and the outer one holds replicas (HSDP).
+        zero: 2 or 3.
+
+    Attributes:
+        parameters: local name → sharded parameter, with its `spec`.
+        segments: what this rank steps, one parameter's shard each.
+        replicas: (this rank's number, how many) among the dp ranks that step the same elements.
+    """
+
+    def __init__(self, stage: Stage, dtype: torch.dtype, groups: ProcessGroups, zero: int) -> None:
+        specs = {name: p.spec for name, p in stage.named_parameters()}
+        whole = {name: p.shape for name, p in stage.named_parameters()}
+        wide = torch.promote_types(dtype, torch.float32)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
+        mesh, self.zero = _mesh(groups), zero
+        for block in stage.layers.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        # The root's parameters are needed again at once in the backward: they stay.
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        self.stage: FSDPModule = stage
+        self.units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        for unit in self.units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        hybrid = groups.dp_inner.size > 1
+        self.replicas = (groups.dp_outer.index, groups.dp_outer.size) if hybrid else (0, 1)
+        shards = groups.dp_inner if hybrid else groups.dp
+        self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
+        self.without_gradient: set[str] = set()
+        self.gradients = torch.zeros(
+            sum(_local(p).numel() for p in self.parameters.values()),
+            dtype=wide,
+            device=_local(next(iter(self.parameters.values()))).device,
+        )
+        self.segments: list[Segment] = []
+        self.gradient_of: dict[str, Tensor] = {}
+        offset = 0
+        for name, parameter in self.parameters.items():
+            parameter.spec = specs[name]
+            flat = _local(parameter).view(-1)
+            grad = self.gradients[offset : offset + flat.numel()]
+            offset += flat.numel()
+            self._keep_gradient(name, parameter, grad)
+            if flat.numel():  # fewer rows than ranks leave some without any
+                start = first_row(whole[name][0], shards.size, shards.index) * _row(whole[name])
+                self.segments.append(_segment(name, parameter, flat, grad, start))
+
+    def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
+        """FSDP2 adds reduced gradients to `parameter.grad`, from now on a view of the buffer."""
+        sharded: DTensor = parameter.data
+        parameter.grad = DTensor.from_local(
+            grad.view(_local(parameter).shape),
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+        self.gradient_of[name] = grad
+        parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
+
+    def start_step(self) -> None:
+        """Clears the gradients of the step before; no gradient is sent until the last backward."""
+        self.gradients.zero_()
+        self.without_gradient = set(self.parameters)
+        self._last_backward(False)
+
+    def start_last_microbatch(self) -> None:
+        """The next backward is the last: it reduces what all of them have added up."""
+        self._last_backward(True)
+
+    def _last_backward(self, last: bool) -> None:
+        self.stage.set_requires_gradient_sync(last)
+        self.stage.set_is_last_backward(last)
+        if self.zero == 2:
+            self.stage.set_reshard_after_backward(last)
+
+    def finish_step(self) -> list[str]:
+        """The names of parameters without a gradient; FSDP2 has waited for the sums."""
+        return [name for name in self.parameters if name in self.without_gradient]
+
+    def tied_gradient(self, name: str) -> Tensor:
+        """This rank's shard of a tied table's gradient, flat; both stages cut it alike."""
+        return self.gradient_of[name]
+
+    def publish(self) -> None:
+        """Drops what was gathered of older parameters; the next forward gathers the new ones."""
+        for unit in self.units:
+            unit.reshard()
+
+    def wait_for(self, part: str) -> None:
+        """A unit's own hooks gather its parameters."""
+
+    def wait_for_all(self) -> None:
+        """The sharded parameters are always complete."""
+
+
+def _mesh(groups: ProcessGroups) -> DeviceMesh:
+    """dp, or (replicas, shards) with two levels of it, over the run's own groups."""
+    if groups.dp_inner.size == 1:
+        return groups.mesh["dp"]
+    inner, outer = groups.dp_inner, groups.dp_outer
+    grid = torch.tensor(groups.dp.ranks).view(outer.size, inner.size)
+    handles, names = [outer.handle, inner.handle], ("dp_replicate", "dp_shard")
+    return DeviceMesh.from_group(handles, groups.mesh.device_type, grid, mesh_dim_names=names)
+
+
+def first_row(rows: int, ranks: int, rank: int) -> int:
+    """First row of a shard as torch.chunk cuts: the last ones may be short, or empty."""
+    return min(rows, -(-rows // ranks) * rank)
+
+
+def _row(shape: torch.Size) -> int:
+    """Elements of one row."""
+    return shape[1:].numel()
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().to_local()
+
+
+def _segment(name: str, parameter: nn.Parameter, flat: Tensor, grad: Tensor, start: int) -> Segment:
+    spec = parameter.spec
+    kind = (spec.decays, spec.replicated, spec.tied_copy)
+    return Segment(flat, grad, flat, *kind, [Part(name, spec, start, flat.numel())])
