@@ -50,7 +50,8 @@ class LossConfig:
     )
     chunk_tokens: int | None = key(
         None,
-        "tokens whose logits exist at a time; null: chosen so that they take at most 64 MiB",
+        "tokens whose logits exist at a time; null: as many as take 64 MiB in fp32 on one rank, "
+        "but at least 1024",
         minimum=1,
     )
 

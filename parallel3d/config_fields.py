@@ -63,10 +63,6 @@ NOT_YET: dict[str, NotYet] = {
     "tensor_parallel.chunks > 1": NotYet(
         "tensor_parallel.chunks", lambda v: v > 1, "tensor_parallel.chunks=1 works"
     ),
-    "loss.label_smoothing > 0": NotYet(
-        "loss.label_smoothing", lambda v: v > 0, "loss.label_smoothing=0 works"
-    ),
-    "loss.z_loss > 0": NotYet("loss.z_loss", lambda v: v > 0, "loss.z_loss=0 works"),
     "ddp.bucket_order=measured": NotYet(
         "ddp.bucket_order", _is("measured"), "ddp.bucket_order=model works"
     ),

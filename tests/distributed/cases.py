@@ -59,9 +59,10 @@ class Problem:
     model: tuple[tuple[str, Any], ...] = ()
     optim: tuple[tuple[str, Any], ...] = ()
     layers: int = 3
+    loss: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim)
+        changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
         tied = "tied" if self.tied else "untied"
         words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
         return f"{words} {changes}".strip()
@@ -111,6 +112,8 @@ class Case:
         config.model.embedding = self.embedding
         config.model.parallel_output = self.parallel_output
         config.precision.name = problem.precision
+        for name, value in problem.loss:
+            setattr(config.loss, name, value)
         config.schedule.name = self.schedule
         if self.layers_per_stage is not None:
             config.schedule.layers_per_stage = list(self.layers_per_stage)

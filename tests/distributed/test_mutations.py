@@ -21,6 +21,7 @@ import parallel3d.trainer
 from parallel3d.collectives import Done
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
 from parallel3d.tensor_parallel.parameters import Initializer, Piece
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
@@ -132,6 +133,32 @@ def clones_over_tp() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def padded_columns_in_the_softmax() -> Iterator[None]:
+    """Rows of zeros that pad the table count as tokens: exp(0) each in the softmax's sum."""
+    sound = ChunkLoss.__init__
+
+    def init(self: ChunkLoss, logits: Tensor, *rest: Any) -> None:
+        sound(self, logits, *rest)
+        self.real = logits.shape[1]
+
+    with patch.object(ChunkLoss, "__init__", init):
+        yield
+
+
+@contextmanager
+def smoothing_by_local_vocabulary() -> Iterator[None]:
+    """Each rank spreads the smoothing over its own columns, as if they were the vocabulary."""
+    sound = ChunkLoss.__init__
+
+    def init(self: ChunkLoss, logits: Tensor, *rest: Any) -> None:
+        sound(self, logits, *rest)
+        self.objective = dataclasses.replace(self.objective, vocab_size=logits.shape[1])
+
+    with patch.object(ChunkLoss, "__init__", init):
+        yield
+
+
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED)
 ADAMW = Problem("gpt_tiny", "adamw", tied=True)
@@ -181,6 +208,16 @@ PLANTED = [
     ),
     pytest.param(
         clones_over_tp, (2, 1, 1), Case(SGD), ALL_NUMBERS | {"initial weights"}, id="clones-over-tp"
+    ),
+    pytest.param(
+        padded_columns_in_the_softmax, (2, 1, 1), Case(SGD), ALL_NUMBERS, id="padded-softmax"
+    ),
+    pytest.param(
+        smoothing_by_local_vocabulary,
+        (2, 1, 1),
+        Case(dataclasses.replace(SGD, loss=(("label_smoothing", 0.1),))),
+        ALL_NUMBERS,
+        id="local-smoothing",
     ),
     pytest.param(
         mean_of_means_over_dp, (1, 1, 2), Case(SGD), ALL_NUMBERS, id="mean-of-means-over-dp"

@@ -187,3 +187,18 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     target = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return logits.logsumexp(dim=-1) - target
+
+
+def objective_losses(
+    logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """What training minimises for each token: cross-entropy against a smoothed target, plus z-loss.
+
+    The target gives every token of the vocabulary label_smoothing / vocab, the label what is left
+    besides. z-loss: z_loss · (log Σ exp logits)². Shapes as in `token_losses`.
+    """
+    vocab = logits.shape[-1]
+    target = torch.full_like(logits, label_smoothing / vocab)
+    target.scatter_(-1, labels.unsqueeze(-1), 1 - label_smoothing + label_smoothing / vocab)
+    log_sum = logits.logsumexp(dim=-1, keepdim=True)
+    return (target * (log_sum - logits)).sum(dim=-1) + z_loss * log_sum.squeeze(-1) ** 2

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference.model import Attention, ReferenceModel, rotate, token_losses
+from tests.reference.model import (
+    Attention,
+    ReferenceModel,
+    objective_losses,
+    rotate,
+    token_losses,
+)
 from tests.reference.train import batch_loss, train_reference
 
 
@@ -143,6 +149,16 @@ def test_token_losses_are_torchs_cross_entropy() -> None:
     torch.testing.assert_close(token_losses(logits, labels), theirs, rtol=1e-13, atol=1e-13)
 
 
+def test_smoothed_losses_are_torchs_and_z_loss_is_the_log_of_the_sum_squared() -> None:
+    logits, labels = torch.randn(2, 3, 7, dtype=torch.float64), torch.randint(0, 7, (2, 3))
+    theirs = torch.nn.functional.cross_entropy(
+        logits.mT, labels, reduction="none", label_smoothing=0.3
+    )
+    torch.testing.assert_close(objective_losses(logits, labels, 0.3, 0.0), theirs)
+    with_z = theirs + 0.1 * logits.exp().sum(-1).log().square()
+    torch.testing.assert_close(objective_losses(logits, labels, 0.3, 0.1), with_z)
+
+
 def test_rope_scores_depend_on_the_distance_alone() -> None:
     """One query and one key vector at every position: the score is constant along each diagonal."""
     torch.manual_seed(0)
@@ -197,7 +213,8 @@ def test_five_steps_are_those_of_torchs_optimizers(name: str, clip_grad: float) 
         momentum=0.9,
         clip_grad=clip_grad,
     )
-    config = SimpleNamespace(model=shape, optim=optim, global_batch_size=4)
+    loss = SimpleNamespace(label_smoothing=0.0, z_loss=0.0)
+    config = SimpleNamespace(model=shape, optim=optim, loss=loss, global_batch_size=4)
     rates = [0.05, 0.04, 0.03, 0.02, 0.01]
     ours = train_reference(config, weights_of(shape), Source(shape), 5, torch.float64, rates)
     model = model_of(shape)

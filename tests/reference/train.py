@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.reference.model import ModelShape, ReferenceModel, token_losses
+from tests.reference.model import (
+    ModelShape,
+    ReferenceModel,
+    objective_losses,
+    token_losses,
+)
 
 
 class SampleLike(Protocol):
@@ -43,6 +48,7 @@ class RunSettings(Protocol):
 
     model: Any
     optim: Any
+    loss: Any
     global_batch_size: int
 
 
@@ -62,12 +68,21 @@ def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) 
     return model
 
 
-def batch_loss(model: ReferenceModel, source: Source, first: int, count: int) -> Tensor:
-    """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens."""
+def batch_loss(
+    model: ReferenceModel, source: Source, first: int, count: int, objective: Any = None
+) -> Tensor:
+    """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens.
+
+    `objective` has `label_smoothing` and `z_loss`; None: plain cross-entropy, as of held-out data.
+    """
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
     mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
-    losses = token_losses(model(tokens[:, :-1]), tokens[:, 1:])
+    logits, labels = model(tokens[:, :-1]), tokens[:, 1:]
+    if objective is None:
+        losses = token_losses(logits, labels)
+    else:
+        losses = objective_losses(logits, labels, objective.label_smoothing, objective.z_loss)
     return losses[mask].sum() / mask.sum()
 
 
@@ -139,7 +154,7 @@ def train_reference(
     losses, grad_norms, first_gradients = [], [], {}
     for step, lr in enumerate(rates):
         first = step * config.global_batch_size
-        loss = batch_loss(model, source, first, config.global_batch_size)
+        loss = batch_loss(model, source, first, config.global_batch_size, config.loss)
         gradients = dict(
             zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
         )

@@ -1,0 +1,49 @@
+"""Options of model and loss that a layout could get wrong: every layout is the reference still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "sgd", tied=True)
+LLAMA = Problem("llama_tiny", "adamw", tied=False)
+SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
+CHUNKS = (("loss.chunk_tokens", 7),)
+
+CASES = [
+    ((1, 1, 1), [Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS)]),
+    (
+        (2, 1, 1),
+        [
+            Case(replace(GPT, loss=SMOOTHED), sp=True, embedding="replicated", keys=CHUNKS),
+            Case(replace(LLAMA, loss=SMOOTHED), keys=CHUNKS),
+            Case(GPT, parallel_output=False, embedding="replicated", keys=CHUNKS),
+        ],
+    ),
+    ((4, 1, 1), [Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS)]),
+    (
+        (2, 2, 1),
+        [
+            Case(replace(GPT, loss=SMOOTHED), sp=True, keys=CHUNKS),
+            Case(replace(LLAMA, loss=SMOOTHED[1:]), schedule="gpipe", parallel_output=False),
+        ],
+    ),
+    ((1, 2, 2), [Case(replace(LLAMA, loss=SMOOTHED[:1]), keys=(*CHUNKS, ("zero", 1)))]),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"), CASES, ids=["tp{}-pp{}-dp{}".format(*sizes) for sizes, _ in CASES]
+)
+def test_options_train_as_the_reference_does(
+    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
+) -> None:
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(case.problem), case.problem)
+        assert not found, f"{case}: {found}"
