@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -69,8 +69,9 @@ def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any
 
 def with_clock(groups: ProcessGroups, clock: Clock) -> ProcessGroups:
     """The same groups, whose collectives tell `clock` how long they take."""
-    names = ("tp", "dp", "pp", "model", "embedding", "world", "dp_inner", "dp_outer")
-    return replace(groups, **{n: replace(getattr(groups, n), clock=clock) for n in names})
+    of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
+    kinds = {name: group for name, group in of_rank.items() if hasattr(group, "clock")}
+    return replace(groups, **{n: replace(group, clock=clock) for n, group in kinds.items()})
 
 
 def measure_floors(
@@ -78,11 +79,11 @@ def measure_floors(
 ) -> dict[str, float]:
     """Seconds that a transfer takes when nobody is late, by group (`Clock.floors`); collective.
 
-    A sum of one number for dp, model, embedding and world. For pp, without shared memory, half the round
+    A sum of one number for dp, embedding and world. For pp, without shared memory, half the round
     trip of a tensor like `message` with the slower neighbour.
     """
     floors = {}
-    for group in (groups.dp, groups.model, groups.embedding, groups.world):
+    for group in (groups.dp, groups.embedding, groups.world):
         if group.size > 1:
             floors[group.name] = min(_one_sum(group, message.device) for _ in range(FLOOR_TRIES))
     if groups.pp.size > 1 and boxes is None:

@@ -22,6 +22,7 @@ from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.engine import data_parallel_engine
+from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
@@ -31,7 +32,9 @@ from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.split import layers_of_stages
 from parallel3d.precision import LossScale, compute_dtype, set_matmul_precision
+from parallel3d.tensor_parallel.overlap import overlap_of
 from parallel3d.tensor_parallel.parameters import Initializer
+from parallel3d.timed import measure_floors, with_clock
 from parallel3d.topology.process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class Trainer:
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
+        self.clock = Clock(self.device.type)
+        self.groups = with_clock(self.groups, self.clock)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
         set_matmul_precision(config.precision)
@@ -93,7 +98,10 @@ class Trainer:
 
         wide = torch.promote_types(self.dtype, torch.float32)
         initializer = Initializer(config.seed, wide, self.device)
-        context = BuildContext(initializer, groups.tp, config.sp, config.recompute, config.loss)
+        overlap = overlap_of(config, groups.tp, self.device)
+        context = BuildContext(
+            initializer, groups.tp, config.sp, config.recompute, config.loss, overlap
+        )
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
@@ -114,8 +122,10 @@ class Trainer:
             timeout_s = config.launch.timeout_s
             boxes = Mailboxes.open(groups.pp.handle, groups.pp.index, groups.pp.size, timeout_s)
         self.executor = Executor(
-            self.stage, groups.pp, hidden_shape, self.dtype, self.device, boxes
+            self.stage, groups.pp, hidden_shape, self.dtype, self.device, boxes, self.clock
         )
+        message = torch.zeros(hidden_shape, dtype=self.dtype, device=self.device)
+        self.clock.floors = measure_floors(groups, message, boxes)
         stages, microbatches = groups.pp.size, config.num_microbatches
         self.plan = schedule(config.schedule.name, stages, microbatches)[groups.pp.index]
         self._open_data()
@@ -146,6 +156,12 @@ class Trainer:
 
         Gradients that are not finite anywhere leave the parameters as they are, on all ranks.
         """
+        self.clock.start_step()
+        result = self._train_step()
+        self.clock.end_step()
+        return result
+
+    def _train_step(self) -> StepResult:
         step, first = self.steps_done, self.consumed_samples
         self.data_parallel.start_step()
         tokens = self._global_tokens(self.train_batches, first)
@@ -162,6 +178,8 @@ class Trainer:
             sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
         if self.tied_name is not None:
             table = self.data_parallel.tied_gradient(self.tied_name)
+            met = torch.zeros(1, dtype=torch.float64, device=self.device)
+            collectives.all_reduce_few(met, self.groups.embedding)  # waiting, told from the sum
             sum_tied_gradients(table, self.groups.embedding)
         loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
@@ -193,8 +211,9 @@ class Trainer:
         """Unmasked tokens of a global batch, float64; zero on stages without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage:
-            count += batches.token_count(first)
-            collectives.all_reduce(count, self.groups.dp)
+            with self.clock.within("data"):
+                count += batches.token_count(first)
+            collectives.all_reduce_few(count, self.groups.dp)
         return count
 
     def _share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
@@ -211,12 +230,12 @@ class Trainer:
 
         One small reduction over the world, the same numbers on every rank.
         """
-        squared = self.optimizer.squared_norm()
-        if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks
-            squared = torch.zeros_like(squared)
+        squared = self.optimizer.squared_norm().to(self.device)
+        if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks,
+            squared = squared * 0.0  # the others too where theirs is not finite
         stop = squared.new_tensor(float(self.stop_requested))
         sums = torch.cat((self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop))))
-        collectives.all_reduce(sums, self.groups.world)
+        collectives.all_reduce_few(sums, self.groups.world)
         loss, count, square, stops = sums.tolist()
         return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
 
@@ -259,6 +278,16 @@ class Trainer:
             self.loss_scale.overflows = int(progress["overflows"])
         self.data_parallel.publish()
         self.data_parallel.wait_for_all()
+
+    def step_times(self) -> list[RankTimes]:
+        """What the steps so far went into, of every rank in rank order; collective."""
+        mine = torch.tensor([list(self.clock.means().values())], dtype=torch.float64)
+        rows = collectives.all_gather(mine.to(self.device), self.groups.world).tolist()
+        layout = self.groups.layout
+        return [
+            RankTimes(rank, str(layout.coordinates(rank)), dict(zip(KINDS, row, strict=True)))
+            for rank, row in enumerate(rows)
+        ]
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Logical name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""

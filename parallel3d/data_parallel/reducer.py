@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from parallel3d import collectives
 from parallel3d.collectives import Work
 from parallel3d.data_parallel.buckets import Bucket
+from parallel3d.metrics.breakdown import Clock
 from parallel3d.topology.process_groups import Group
 
 CommHook = Callable[[Tensor, Group], Work]
@@ -45,6 +46,7 @@ class Reducer:
         comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
         self.buckets, self.group = buckets, group
+        self.clock = group.clock or Clock()
         self.overlap, self.comm_hook = overlap, comm_hook
         self.syncing = False
         self.missing: list[dict[str, int]] = []
@@ -96,7 +98,8 @@ class Reducer:
         bucket = self.buckets[len(self.works)]
         work = collectives.Done()
         if self.group.size > 1:
-            work = self.comm_hook(bucket.grad, self.group)
+            with self.clock.within("dp"):  # a hook may do more than communicate
+                work = self.comm_hook(bucket.grad, self.group)
         self.works.append(work)
 
     def finish_step(self) -> list[str]:
@@ -109,7 +112,8 @@ class Reducer:
         unused = [name for waiting in self.missing for name in waiting]
         while len(self.works) < len(self.buckets):
             self._reduce_next()
-        for work in self.works:
-            work.wait()
+        with self.clock.within("dp"):
+            for work in self.works:
+                work.wait()
         self.syncing = False
         return unused

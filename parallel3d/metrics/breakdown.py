@@ -7,7 +7,7 @@
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
 | pp        | messages between stages: posting, copying, and waiting for one under way          |
 | dp        | gradient buckets, and under zero ≥ 1 parameters, over the data-parallel group     |
-| model     | the tied embedding's gradient, the loss and the gradient norm over a replica      |
+| model     | the tied embedding's gradient over its stages; loss and gradient norm over all    |
 | optimizer | clearing gradients, norm, clipping, update, and what is none of the others        |
 | data      | micro-batches read and moved to the device                                        |
 | idle      | waiting for a rank that is not there yet where nothing is transferred             |

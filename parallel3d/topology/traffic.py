@@ -149,17 +149,31 @@ def _of_stage(stage: _Stage) -> list[Transfer]:
     return [t for t in found if t.count and group_size(t.dim, stage.layout) > 1]
 
 
+def _layers(stage: _Stage) -> Iterator[Transfer]:
+    """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
+    whole, what = stage.hidden, "activations of the layers"
+    layers = len(stage.layers) * stage.config.num_microbatches
+    # Recomputation repeats the forward up to the second row-parallel GEMM.
+    again = 1 if stage.config.recompute == "full" else 0
+    if not stage.sp:
+        yield Transfer("tp", "all_reduce", whole, (4 + again) * layers, what)
+        return
+    # The backward of a column-parallel GEMM gathers the shard that was kept and scatters its
+    # gradient, both in one.
+    yield Transfer("tp", "all_gather", whole, 2 * layers, what)
+    yield Transfer("tp", "reduce_scatter", whole, 2 * layers, what)
+    # In pieces: the forward gathers for column- and scatters for row-parallel ones, and the
+    # backward of the row-parallel ones gathers.
+    chunks = stage.config.tensor_parallel.chunks
+    piece, pieces = whole // chunks, chunks * layers
+    yield Transfer("tp", "all_gather", piece, (4 + 2 * again) * pieces, what)
+    yield Transfer("tp", "reduce_scatter", piece, (2 + again) * pieces, what)
+
+
 def _tensor(stage: _Stage) -> Iterator[Transfer]:
-    """tensor_parallel/layers.py, embedding.py, cross_entropy.py; optim/optimizer.py for sp."""
+    """The layers, the embedding, the head; optim/optimizer.py for sp."""
     microbatches, whole = stage.config.num_microbatches, stage.hidden
-    layers = len(stage.layers) * microbatches
-    if stage.sp:
-        # Column-parallel layers gather their input, and again in the backward, and scatter its
-        # gradient; row-parallel ones scatter their output and gather its gradient. Two of each.
-        yield Transfer("tp", "all_gather", whole, 6 * layers, "activations of the layers")
-        yield Transfer("tp", "reduce_scatter", whole, 4 * layers, "activations of the layers")
-    else:
-        yield Transfer("tp", "all_reduce", whole, 4 * layers, "activations of the layers")
+    yield from _layers(stage)
     if stage.first and stage.config.model.embedding == "vocab_parallel":
         if stage.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
@@ -260,6 +274,7 @@ def _tied(stage: _Stage) -> Iterator[Transfer]:
         shards = stage.layout.dp if stage.config.zero else 1
         numel = padded_numel(word_table_numel(model, stage.layout.tp), shards) // shards
         table = numel * stage.grad_item
+        yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "meeting ahead of the tied table")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 
