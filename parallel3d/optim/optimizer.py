@@ -71,14 +71,16 @@ class Optimizer:
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, each distinct parameter once, float64."""
-        counted = [s.grad for s in self.segments if counts_in_norm(s, self.tp)]
-        if not counted:
-            device = self.segments[0].grad.device if self.segments else None
-            return torch.zeros((), dtype=torch.float64, device=device)
-        # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
-        pieces = [piece for grad in counted for piece in grad.split(NORM_PIECE)]
-        return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        """This rank's share of the squared gradient norm, each distinct parameter once, float64.
+
+        Not finite if any gradient here is not, also of a parameter that another rank counts.
+        """
+        counts = [counts_in_norm(s, self.tp) for s in self.segments]
+        counted = _sum_of_squares([s.grad for s, c in zip(self.segments, counts, strict=True) if c])
+        rest = _sum_of_squares(
+            [s.grad for s, c in zip(self.segments, counts, strict=True) if not c]
+        )
+        return counted + 0.0 * rest  # 0 · inf and 0 · NaN are NaN
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -140,6 +142,15 @@ class Optimizer:
             maximize=False,
             is_first_step=self.updates == 0,
         )
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    """Float64 scalar; 0 of nothing."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
+    pieces = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
+    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:

@@ -21,7 +21,13 @@ from parallel3d.topology.layout import Layout
 
 STEPS = 5
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+# What the reference computes in: below fp32 it stays there.
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+}
 
 # The presets at sizes that divide badly on purpose: 61 tokens are not a multiple of tp, 3 or 5
 # layers not of pp. The large init_std takes attention far from uniform: every gradient matters.

@@ -1,0 +1,115 @@
+"""Lower precisions stay close to fp32, and what overflows is skipped on every rank alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, make_trainer, run_cases
+from tests.distributed.pool import Pool
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
+GPT = Problem("gpt_tiny", "sgd", tied=True)
+LLAMA = Problem("llama_tiny", "adamw", tied=False)
+ZERO = (("zero", 1),)
+
+
+def low_precision_cases(tp: int, dp: int) -> list[Case]:
+    keys = ZERO if dp > 1 else ()
+    cases = [
+        Case(replace(problem, precision=precision), sp=tp > 1, keys=keys)
+        for precision in ("bf16", "fp16")
+        for problem in (GPT, LLAMA)
+    ]
+    return cases
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_bf16_and_fp16_stay_near_fp32(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    tp, pp, dp = sizes
+    cases = low_precision_cases(tp, dp)
+    by_rank = pool.run(tp * pp * dp, run_cases, sizes, cases)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(case.problem), case.problem)
+        assert not found, f"{case}: {found}"
+
+
+def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, bool]:
+    """Skipped, scale and updates after each step of a run that starts with too large a scale and
+    grows it with every good step; the final loss; whether skipped steps left the masters alone."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    keys = (
+        ("precision.initial_loss_scale", 2.0**21),
+        ("precision.loss_scale_window", 1),
+        ("precision.loss_scale_hysteresis", 1),
+        ("train.steps", 8),
+        ("zero", int(sizes[2] > 1)),
+    )
+    trainer = make_trainer(Case(replace(GPT, precision="fp16"), keys=keys), groups)
+    seen, losses, untouched = [], [], True
+    for _ in range(8):
+        before = [s.values["parameter"].clone() for s in trainer.parameter_slices()]
+        result = trainer.train_step()
+        after = [s.values["parameter"] for s in trainer.parameter_slices()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        untouched = untouched and same == result.skipped
+        seen.append((result.skipped, trainer.loss_scale.scale, trainer.optimizer.updates))
+        losses.append(result.loss)
+    loss = trainer.evaluate()
+    groups.close()
+    return seen, losses, loss, untouched
+
+
+def test_loss_scale_overflows_and_recovers_alike_on_all_layouts(pool: Pool) -> None:
+    runs = {sizes: pool.run(sizes[0] * sizes[1] * sizes[2], overflowing_run, sizes)
+            for sizes in LAYOUTS}  # fmt: skip
+    expected, _, loss, _ = runs[1, 1, 1][0]
+    skipped = [step[0] for step in expected]
+    assert skipped[0] and not all(skipped), "it starts with an overflow and gets over it"
+    assert True in skipped[skipped.index(False) :], "the growing scale overflows again"
+    assert expected[-1][2] == skipped.count(False), "skipped steps are no updates"
+    for sizes, ranks in runs.items():
+        for rank, (seen, _, its_loss, untouched) in enumerate(ranks):
+            assert seen == expected, f"{sizes} rank {rank}"
+            assert untouched, f"{sizes} rank {rank}: a skipped step moved a parameter"
+            assert its_loss == pytest.approx(loss, rel=5e-3), f"{sizes} rank {rank}"
+
+
+def one_bad_gradient(sizes: tuple[int, int, int], bad_rank: int) -> list[tuple[bool, bool, int]]:
+    """Three steps in fp32, in the second of which one rank's gradients hold a NaN: whether each
+    was skipped, whether it left the masters alone, and the samples consumed."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    trainer = make_trainer(Case(replace(LLAMA, precision="fp32")), groups)
+    finish = trainer.data_parallel.finish_step
+
+    def finish_step() -> list[str]:
+        unused = finish()
+        if trainer.steps_done == 1 and groups.rank == bad_rank:
+            trainer.data_parallel.segments[0].grad[3] = torch.nan
+        return unused
+
+    trainer.data_parallel.finish_step = finish_step
+    seen = []
+    for _ in range(3):
+        before = [s.values["parameter"].clone() for s in trainer.parameter_slices()]
+        skipped = trainer.train_step().skipped
+        after = [s.values["parameter"] for s in trainer.parameter_slices()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        seen.append((skipped, same, trainer.consumed_samples))
+    groups.close()
+    return seen
+
+
+@pytest.mark.parametrize(("sizes", "bad"), [((2, 1, 1), 1), ((1, 2, 1), 0), ((2, 2, 1), 3)])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    sizes: tuple[int, int, int], bad: int, pool: Pool
+) -> None:
+    for seen in pool.run(sizes[0] * sizes[1] * sizes[2], one_bad_gradient, sizes, bad):
+        assert seen == [(False, False, 24), (True, True, 48), (False, False, 72)]
