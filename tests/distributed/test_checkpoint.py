@@ -1,0 +1,145 @@
+"""A checkpoint fits any layout: saved under each of eight, loaded under each, the same curve.
+
+Three steps are trained under one layout, two more under another. Losses, gradient norms and (fp64)
+the final weights are those of the independent reference's undisturbed five steps, and so prove
+parameters, moments, the count of updates and the place in the data at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import STEPS, Case, Problem
+from tests.distributed.harness import (
+    References,
+    Step,
+    make_trainer,
+    plain_groups,
+    relative,
+    worst_weight,
+)
+from tests.distributed.pool import Pool
+
+SAVED = 3  # steps before the checkpoint
+ZERO = (("zero", 1),)
+Sizes = tuple[int, int, int]
+# Sizes (tp, pp, dp) and the way: shards that cut through rows and tensors, stages of unequal
+# length, tables whose padding falls to the last tp rank, whole tables, tiny and single buckets.
+LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
+    "one": ((1, 1, 1), {}),
+    "tp4-sp": ((4, 1, 1), {"sp": True}),
+    "pp2-uneven": ((1, 2, 1), {"layers_per_stage": (1, 2), "schedule": "gpipe"}),
+    "dp4-zero1": ((1, 1, 4), {"keys": ZERO, "microbatches": 2}),
+    "tp2-pp2": ((2, 2, 1), {"embedding": "replicated", "microbatches": 4}),
+    "tp2-dp2-zero1": ((2, 1, 2), {"keys": ZERO, "bucket_cap_mb": 0.02, "sp": True}),
+    "pp2-dp2-zero1": ((1, 2, 2), {"keys": ZERO, "layers_per_stage": (2, 1)}),
+    "tp2-pp2-dp2": ((2, 2, 2), {"bucket_cap_mb": 0.01, "microbatches": 1}),
+}
+TIED = Problem("gpt_tiny", "adamw", True)
+UNTIED = Problem("llama_tiny", "adamw", False)
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
+
+
+def case_of(layout: str, problem: Problem, run_dir: Path) -> Case:
+    """The case of a layout; the checkpoint goes to `run_dir`."""
+    case = Case(problem, **LAYOUTS[layout][1])
+    keys = (*case.keys, ("run", run_dir.name), ("checkpoint.every", SAVED))
+    return replace(case, keys=keys)
+
+
+def save_all(layout: str, problems: list[Problem], folder: Path) -> list[list[Step]]:
+    """On every rank: train each problem to the checkpoint; the steps so far."""
+    groups = plain_groups(Layout(*LAYOUTS[layout][0]))
+    steps = []
+    for number, problem in enumerate(problems):
+        run_dir = folder / f"{layout}-{number}"
+        run_dir.mkdir(exist_ok=True)
+        trainer = make_trainer(case_of(layout, problem, run_dir), groups)
+        checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+        assert checkpoints.restore(trainer) == 1
+        steps.append([])
+        for _ in range(SAVED):
+            steps[-1].append(Step(*trainer.train_step()[:5]))
+            checkpoints.after_step(trainer)
+        checkpoints.close()
+    groups.close()
+    return steps
+
+
+def go_on(
+    layout: str, pairs: list[tuple[str, int, Problem]], folder: Path
+) -> list[tuple[list[Step], dict[str, np.ndarray]]]:
+    """On every rank: go on from each saved layout of each problem; the steps and the weights."""
+    groups = plain_groups(Layout(*LAYOUTS[layout][0]))
+    results = []
+    for saved, number, problem in pairs:
+        run_dir = folder / f"{saved}-{number}"
+        trainer = make_trainer(case_of(layout, problem, run_dir), groups)
+        checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+        assert checkpoints.restore(trainer) == SAVED + 1, f"{saved} → {layout}"
+        steps = [Step(*trainer.train_step()[:5]) for _ in range(STEPS - SAVED)]
+        weights = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}
+        results.append((steps, weights))
+    groups.close()
+    return results
+
+
+def differences(
+    steps: list[Step], weights: dict[str, np.ndarray], problem: Problem, references: References
+) -> list[str]:
+    """Where steps `steps[0].step` … of a run part from the reference's."""
+    expected, limit = references.of(problem), TOLERANCES[problem.precision]
+    found = []
+    for step in steps:
+        for what, ours, theirs in (
+            ("loss", step.loss, expected.run.losses[step.step - 1]),
+            ("grad norm", step.grad_norm, expected.run.grad_norms[step.step - 1]),
+        ):
+            if relative(ours, theirs) > limit:
+                found.append(f"step {step.step}: {what} {ours!r}, reference {theirs!r}")
+    if weights and problem.precision == "fp64":
+        off, name = worst_weight(weights, expected)
+        if off > limit:
+            found.append(f"{name} is {off:.2e} off")
+    return found
+
+
+def matrix(pool: Pool, references: References, folder: Path, pairs: dict, problems: list) -> None:
+    """Save under every layout, then for each layout go on from `pairs[layout]`."""
+    failures = []
+    for layout, (sizes, _) in LAYOUTS.items():
+        world = sizes[0] * sizes[1] * sizes[2]
+        for steps, problem in zip(
+            pool.run(world, save_all, layout, problems, folder)[0], problems, strict=True
+        ):
+            failures += [
+                f"before, {layout}: {d}" for d in differences(steps, {}, problem, references)
+            ]
+    assert not failures, "\n".join(failures)
+    for layout, (sizes, _) in LAYOUTS.items():
+        world = sizes[0] * sizes[1] * sizes[2]
+        results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=300)[0]
+        for (saved, _, problem), (steps, weights) in zip(pairs[layout], results, strict=True):
+            assert [s.step for s in steps] == list(range(SAVED + 1, STEPS + 1))
+            for difference in differences(steps, weights, problem, references):
+                failures.append(f"{saved} → {layout}, {problem}: {difference}")
+    assert not failures, f"{len(failures)} differences\n" + "\n".join(failures)
+
+
+def test_each_layout_goes_on_from_each(pool: Pool, references: References, tmp_path: Path) -> None:
+    """8 × 8 pairs, each with a tied and an untied model, one of them in fp32, taking turns."""
+    problems = [TIED, UNTIED, *(replace(p, precision="fp32") for p in (TIED, UNTIED))]
+    pairs = {}
+    for i, layout in enumerate(LAYOUTS):
+        pairs[layout] = [
+            (saved, number, problems[number])
+            for j, saved in enumerate(LAYOUTS)
+            for number in ((0, 3) if (i + j) % 2 else (1, 2))
+        ]
+    matrix(pool, references, tmp_path, pairs, problems)
+    assert sum(len(p) for p in pairs.values()) == 2 * 64
