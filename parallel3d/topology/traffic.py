@@ -274,7 +274,7 @@ def _tied(stage: _Stage) -> Iterator[Transfer]:
         shards = stage.layout.dp if stage.config.zero else 1
         numel = padded_numel(word_table_numel(model, stage.layout.tp), shards) // shards
         table = numel * stage.grad_item
-        yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "meeting ahead of the tied table")
+        yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "meeting ahead of that table")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 
