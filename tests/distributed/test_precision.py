@@ -52,7 +52,9 @@ def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, boo
         ("train.steps", 8),
         ("zero", int(sizes[2] > 1)),
     )
-    trainer = make_trainer(Case(replace(GPT, precision="fp16"), keys=keys), groups)
+    # Micro-batches of one size: how much overflows depends on how many tokens a GEMM adds up.
+    case = Case(replace(GPT, precision="fp16"), microbatches=6 // sizes[2], keys=keys)
+    trainer = make_trainer(case, groups)
     seen, losses, untouched = [], [], True
     for _ in range(8):
         before = [s.values["parameter"].clone() for s in trainer.parameter_slices()]
