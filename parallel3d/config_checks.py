@@ -19,6 +19,7 @@ from parallel3d.config_checks_run import (
     check_run_name,
     check_samples,
 )
+from parallel3d.config_checks_tensor import check_chunks
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
 from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
@@ -57,6 +58,7 @@ def check_config(
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
     _check_sequence(config)
+    check_chunks(config)
     if not own_samples:
         check_samples(config)
     check_learning_rate(config)

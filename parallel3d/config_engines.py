@@ -19,16 +19,16 @@ class TensorParallelConfig:
     )
     chunks: int = key(
         1,
-        "with sp, pieces in which the sequence is gathered and scattered, each while the GEMM of "
-        "the piece before runs (asynchronous tensor parallelism); 1: in one",
+        "pieces in which sp gathers and scatters the sequence, each while the GEMM of the piece "
+        "beside it runs (asynchronous tensor parallelism); 1: in one",
         minimum=1,
         megatron="--tp-comm-overlap",
         differs="there on or off, here the number of pieces",
     )
     symmetric_memory: bool = key(
-        True,
-        "on GPUs of one NVLink domain, gather and scatter through PyTorch's symmetric memory, "
-        "fused with the GEMM",
+        False,
+        "with sp, on GPUs of one host that reach each other's memory: gather and scatter through "
+        "PyTorch's symmetric memory, fused with the GEMM; elsewhere `chunks` counts",
     )
 
 

@@ -60,9 +60,6 @@ NOT_YET: dict[str, NotYet] = {
     "tensor_parallel.attention=gather_qk": NotYet(
         "tensor_parallel.attention", _is("gather_qk"), "tensor_parallel.attention=heads works"
     ),
-    "tensor_parallel.chunks > 1": NotYet(
-        "tensor_parallel.chunks", lambda v: v > 1, "tensor_parallel.chunks=1 works"
-    ),
     "ddp.bucket_order=measured": NotYet(
         "ddp.bucket_order", _is("measured"), "ddp.bucket_order=model works"
     ),

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from parallel3d.tensor_parallel.layers import (
     column_parallel_linear,
 )
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
 from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
 from parallel3d.topology.process_groups import Group
 
@@ -51,10 +53,17 @@ class BuildContext:
     sp: bool
     recompute: str = "none"  # see `recompute.py`
     loss: LossConfig = field(default_factory=LossConfig)
+    overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
 
     @property
     def sequence_parallel(self) -> bool:
         return self.sp and self.tp.size > 1
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """What every split linear layer takes."""
+        sp = self.sequence_parallel
+        return {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
 
 
 class Attention(nn.Module):
@@ -69,7 +78,7 @@ class Attention(nn.Module):
         prefix = f"layers.{layer}.attention"
         kv_rows = model.kv_heads * model.head_dim
         q_rows = model.num_attention_heads * model.head_dim
-        split = {"group": ctx.tp, "sp": ctx.sequence_parallel, "init": ctx.init, "bias": model.bias}
+        split = ctx.split | {"bias": model.bias}
         self.qkv = ColumnParallelLinear(
             prefix,
             {"q": q_rows, "k": kv_rows, "v": kv_rows},
@@ -96,7 +105,7 @@ class MLP(nn.Module):
         self.activation = model.activation
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
-        split = {"group": ctx.tp, "sp": ctx.sequence_parallel, "init": ctx.init, "bias": model.bias}
+        split = ctx.split | {"bias": model.bias}
         self.up = ColumnParallelLinear(
             prefix, dict.fromkeys(names, ffn), model.hidden_size, std=model.init_std, **split
         )

@@ -19,6 +19,7 @@ from parallel3d.tensor_parallel.linear_nodes import (
     row_forward,
     row_node,
 )
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
 from parallel3d.tensor_parallel.parameters import (
     Initializer,
     ParameterSpec,
@@ -28,6 +29,11 @@ from parallel3d.tensor_parallel.parameters import (
 from parallel3d.topology.process_groups import Group
 
 
+def _communication(sp: bool, group: Group, overlap: Overlap) -> Overlap | None:
+    """How the sequence is gathered and scattered; None where it is not split."""
+    return overlap if sp and group.size > 1 else None
+
+
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
 ) -> Tensor:
@@ -35,7 +41,7 @@ def column_parallel_linear(
 
     Under sequence parallelism x is (b, s/tp, in) and is gathered first.
     """
-    return ColumnNode.apply(x, weight, bias, group, sp and group.size > 1)
+    return ColumnNode.apply(x, weight, bias, group, _communication(sp, group, IN_ONE))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -49,6 +55,7 @@ class ColumnParallelLinear(nn.Module):
         outputs: matrix name → its full number of rows; each must divide by the group's size.
         inputs: columns.
         std: of the initial weights; biases start at zero.
+        sp, overlap: the sequence is split over the group, and how it is gathered.
 
     Shapes: (b, s, inputs) → (b, s, Σ outputs / tp), the matrices' results side by side.
     """
@@ -64,9 +71,10 @@ class ColumnParallelLinear(nn.Module):
         group: Group,
         sp: bool,
         init: Initializer,
+        overlap: Overlap = IN_ONE,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, sp
+        self.group, self.sp = group, _communication(sp, group, overlap)
         weights, biases, row = [], [], 0
         for name, rows in outputs.items():
             local, start = rows // group.size, rows // group.size * group.index
@@ -85,9 +93,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            gather = self.group.size if self.sp else 1
+            gather = 1 if self.sp is None else self.group.size
             return linear_ops.linear(x, self.handle, self.weight.shape[0], gather, 1)
-        return column_parallel_linear(x, self.weight, self.bias, self.group, self.sp)
+        return ColumnNode.apply(x, self.weight, self.bias, self.group, self.sp)
 
     def run_forward(self, x: Tensor) -> Tensor:
         """What the operator of a compiled block runs."""
@@ -122,9 +130,10 @@ class RowParallelLinear(nn.Module):
         group: Group,
         sp: bool,
         init: Initializer,
+        overlap: Overlap = IN_ONE,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, sp
+        self.group, self.sp = group, _communication(sp, group, overlap)
         local = inputs // group.size
         piece = Piece(
             f"{name}.weight",
@@ -141,7 +150,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            split = self.group.size if self.sp else 1
+            split = 1 if self.sp is None else self.group.size
             y = linear_ops.linear(x, self.handle, self.weight.shape[0], 1, split)
         else:
             y = row_node(x, self.weight, self.group, self.sp)

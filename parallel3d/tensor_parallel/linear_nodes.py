@@ -1,7 +1,8 @@
 """Forward and backward of the split linear layers, and the autograd nodes that join them.
 
 The functions are the whole of it: the nodes of eager layers and the operators of compiled blocks
-(`linear_ops`) run the same ones. Weights stand in `ctx` as they are, not among the saved tensors:
+(`linear_ops`) run the same ones. `sp` says how sequence parallelism communicates (`overlap`), or
+None: there is none. Weights stand in `ctx` as they are, not among the saved tensors:
 recomputation (`models/recompute.py`) hands saved tensors back as new ones, without the `main_grad`
 that the weight gradient is added to.
 """
@@ -15,31 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d import collectives
-from parallel3d.tensor_parallel.mappings import (
-    all_gather_sequence,
-    reduce_scatter_sequence,
-    sequence_first,
-)
+from parallel3d.tensor_parallel.mappings import sequence_first
+from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter
 from parallel3d.tensor_parallel.parameters import add_weight_gradient
 from parallel3d.topology.process_groups import Group
 
 
 def column_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
 ) -> Tensor:
     """f and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
-    full = all_gather_sequence(x, group) if sp else x
-    return F.linear(full, weight, bias)
+    if sp is None:
+        return F.linear(x, weight, bias)
+    return gather_linear(x, weight, bias, group, sp)[0]
 
 
 def column_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: bool
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Overlap | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight.
 
-    The reduction of the input gradient travels while the weight-gradient GEMM runs.
+    Under sequence parallelism the shard was kept and is gathered again while the input-gradient
+    GEMM runs. The reduction of the input gradient travels while the weight-gradient GEMM runs.
     """
-    if sp:  # the shard was kept and is gathered again
+    if sp is not None:
         gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
         grad_full = sequence_first(grad @ weight)
         gathering.wait()
@@ -50,23 +50,24 @@ def column_backward(
         reducing = collectives.all_reduce_async(grad_x, group)
     grad_weight = add_weight_gradient(weight, grad.flatten(0, -2), full.flatten(0, -2))
     reducing.wait()
-    return grad_x.transpose(0, 1).contiguous() if sp else grad_x, grad_weight
+    return grad_x if sp is None else grad_x.transpose(0, 1).contiguous(), grad_weight
 
 
-def row_forward(x: Tensor, weight: Tensor, group: Group, sp: bool) -> Tensor:
+def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
     """The GEMM and g: (b, s, in/tp) → (b, s or s/tp, out)."""
-    y = F.linear(x, weight)
-    if sp:
-        return reduce_scatter_sequence(y, group)
-    return collectives.all_reduce(y, group)
+    if sp is None:
+        return collectives.all_reduce(F.linear(x, weight), group)
+    return linear_scatter(x, weight, group, sp)
 
 
 def row_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: bool
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Overlap | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight."""
-    full = all_gather_sequence(grad, group) if sp else grad
-    grad_x = full @ weight
+    if sp is None:
+        grad_x, full = grad @ weight, grad
+    else:
+        grad_x, full = gather_linear(grad, weight.t(), None, group, sp, keep=True)
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
@@ -79,7 +80,7 @@ class ColumnNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
     ) -> Tensor:
         ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
         ctx.save_for_backward(x)
@@ -124,7 +125,9 @@ class _Keep(torch.autograd.Function):
 
 class _RowNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: Kept, group: Group, sp: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, kept: Kept, group: Group, sp: Overlap | None
+    ) -> Tensor:
         ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
         return row_forward(x, weight, group, sp)
 
@@ -135,7 +138,7 @@ class _RowNode(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def row_node(x: Tensor, weight: Tensor, group: Group, sp: bool) -> Tensor:
+def row_node(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
     """`row_forward` with its backward."""
     kept = Kept()
     return _RowNode.apply(_Keep.apply(x, kept), weight, kept, group, sp)
