@@ -114,6 +114,12 @@ class LaunchConfig:
         megatron="--distributed-timeout-minutes",
         differs="minutes there, seconds here",
     )
+    grace_s: float = key(
+        60.0,
+        "seconds that a signal (SIGTERM, SIGUSR1, Ctrl-C) leaves the ranks to end their step and "
+        "save, before they are killed",
+        above=0,
+    )
     shared_memory: bool = key(
         True, "CPU ranks of one host exchange through shared memory; false: through the network"
     )

@@ -177,8 +177,9 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 def _rank_of_cause(failure: Failure) -> tuple[int, float]:
     if failure.kind == "killed":
         # Its time is only when the launcher saw it: an error of the same moment came first.
-        # SIGTERM is what the launcher itself sends to the survivors.
-        return (3, 0.0) if "SIGTERM" in failure.error else (0, failure.time)
+        # SIGTERM and SIGHUP are what launchers send to the survivors.
+        by_launcher = failure.error.endswith(("SIGTERM", "SIGHUP"))
+        return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
         return 2, failure.time
     if failure.kind == "error" and TIMED_OUT.search(failure.error):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from parallel3d.errors import UserError
+from parallel3d.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from parallel3d.topology.placement import Placement
@@ -31,7 +32,8 @@ class Worker:
     `phase` is what a failure report says the rank was in ("train step 12"): set it as the work
     goes on. `device` is "cpu" or "cuda:<index>", already current; torch.distributed is initialised.
     `rank` is the place in the layout; the launcher may have numbered this process otherwise.
-    `placement` is where all ranks sit, None where the run did not need to know.
+    `placement` is where all ranks sit, None where the run did not need to know. `stop` holds the
+    signals that came; `stopped` says that the run ended early because of one, on some rank.
     """
 
     rank: int
@@ -43,6 +45,8 @@ class Worker:
     device: str = "cpu"
     phase: str = "start"
     placement: Placement | None = None
+    stop: StopSignals = field(default_factory=StopSignals)
+    stopped: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -22,33 +24,69 @@ from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import cores
 from parallel3d.run_directory import PLACEMENT_FILE
+from parallel3d.stop_signals import STOPPING, blocked_signals, kept_handlers
 from parallel3d.topology.placed_ranks import rank_of_launch
-from parallel3d.worker import ANSWER, close_books, say
+from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_of_stop, say
 
 LOCALHOST = "127.0.0.1"
-# Ranks that do not end on SIGTERM within this (a stopped one never does) are killed.
+# Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3
 POLL_S = 0.1
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class PromptAgent(LocalElasticAgent):
-    """torchrun's agent, which gives surviving workers GRACE_S to end, not half a minute.
+class Agent(LocalElasticAgent):
+    """torchrun's agent, with two differences.
 
-    Its own time-out reaches only the way out by a signal, not the one by a failed rank.
+    It ends workers by END_SIGNAL and gives them GRACE_S for it, not half a minute: its own time-out
+    reaches only the way out by a signal, not the one by a failed rank. And where the workers can
+    stop at the end of a step (`grace_s` is given), a first signal is handed on to them.
     """
 
+    grace_s: float | None = None
+    asked: signal.Signals | None = None
+    asked_at: float = 0.0
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        pids = super()._start_workers(worker_group)
-        context = self._pcontext
-        assert context is not None  # set by the call above
-        close = context.close
-
-        def close_promptly(death_sig: signal.Signals | None = None, timeout: int = GRACE_S) -> None:
-            close(death_sig, min(timeout, GRACE_S))
-
-        context.close = close_promptly
+        hangup = signal.getsignal(signal.SIGHUP)
+        with blocked_signals() if self.grace_s is not None else contextlib.nullcontext():
+            pids = super()._start_workers(worker_group)
+            context = self._pcontext
+            assert context is not None  # set by the call above
+            close = context.close
+            context.close = lambda death_sig=None, timeout=GRACE_S: close(END_SIGNAL, GRACE_S)
+            if hangup == signal.SIG_IGN:  # nohup
+                signal.signal(signal.SIGHUP, hangup)
+            if self.grace_s is not None:
+                for number in STOPPING:
+                    signal.signal(number, self._ask_to_stop)
         return pids
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        """Hands a signal on; the second Ctrl-C ends everything at once."""
+        if self.asked is not None and number == signal.SIGINT:
+            raise SignalException("second SIGINT", signal.SIGINT)
+        if self.asked is None:
+            self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        self._hand_on(signal.Signals(number))
+
+    def _hand_on(self, number: signal.Signals) -> None:
+        pids = self._pcontext.pids().values() if self._pcontext is not None else ()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if self.is_late():
+            raise SignalException("the ranks did not stop in time", self.asked)
+        return result
+
+    def is_late(self) -> bool:
+        """Whether the ranks were asked to stop and have not within `grace_s`."""
+        if self.asked is None or self.grace_s is None:
+            return False
+        return time.monotonic() - self.asked_at > self.grace_s
 
 
 def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, device: str) -> int:
@@ -60,16 +98,19 @@ def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, 
     with (
         tempfile.TemporaryDirectory(prefix="parallel3d-") as logs,
         _environment(_defaults_for_workers(world_size, device)),
-        _restored_signals(),
+        kept_handlers(SIGNALS),
     ):
         agent = _agent(app, config, run_dir, world_size, Path(logs))
         _silence_elastic()
         try:
             result = agent.run()
         except SignalException as stop:
-            say(f"stopped by {stop.sigval.name}; all {world_size} ranks have ended")
+            late = f" (launch.grace_s={agent.grace_s:g} was over)" if agent.is_late() else ""
+            say(f"stopped by {stop.sigval.name}{late}; all {world_size} ranks have ended")
             return 128 + stop.sigval
     if not result.is_failed():
+        if agent.asked is not None:  # the end of a sweep as well
+            raise SystemExit(code_of_stop(agent.asked != signal.SIGINT))
         return 0
     exits = {rank: ended.exitcode for rank, ended in result.failures.items()}
     return _report(config, run_dir, exits)
@@ -93,7 +134,7 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     return close_books(cause, run_dir)
 
 
-def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path) -> PromptAgent:
+def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path) -> Agent:
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{LOCALHOST}:{config.launch.master_port}",
@@ -116,7 +157,10 @@ def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path)
         monitor_interval=POLL_S,
         local_addr=LOCALHOST,
     )
-    return PromptAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=GRACE_S)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=GRACE_S)
+    if app in STOPPABLE:
+        agent.grace_s = config.launch.grace_s
+    return agent
 
 
 def _import_flags() -> tuple[str, ...]:
@@ -144,17 +188,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         for name in variables:
             os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _restored_signals() -> Iterator[None]:
-    """The agent takes over the signals for good; a sweep's next job wants them as they were."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _silence_elastic() -> None:

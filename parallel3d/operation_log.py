@@ -178,6 +178,24 @@ def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
     return noted
 
 
+def noted_message(
+    group: _Group, name: str, tensor: torch.Tensor, peer: int, start: Callable
+) -> Any:
+    """Starts a message between stages by `start()`, noted like a collective.
+
+    Args:
+        name: send or receive. peer: the rank at its other end.
+    """
+    log = group.log
+    if log is None:
+        return start()
+    note = log.start(group, name, tensor, peer)
+    outer, log.waiting = log.waiting, note  # a mailbox that is full blocks here
+    work = start()
+    log.waiting = outer
+    return Watched(log, note, work)
+
+
 def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
     """The same groups, whose operations are noted in `log`."""
     found = {f.name: getattr(groups, f.name) for f in dataclasses.fields(groups)}

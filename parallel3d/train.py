@@ -15,11 +15,15 @@ from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
+from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 from parallel3d.worker import say
+
+# The file in the run directory that asks a batch script to queue the job again.
+REQUEUE = "requeue"
 
 
 def train(config: Config, worker: Worker) -> None:
@@ -46,14 +50,21 @@ def train(config: Config, worker: Worker) -> None:
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder)
-        save_weights(trainer, worker, "weights-final.safetensors")
+        if worker.stopped:
+            leave_marker(trainer, worker, recorder)
+        else:
+            save_weights(trainer, worker, "weights-final.safetensors")
     groups.close()
 
 
 def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
-    """All steps and evaluations; `recorder` on rank 0 alone."""
+    """Steps and evaluations to the end, or until a signal stops the run (`worker.stopped`).
+
+    `recorder` is on rank 0 alone.
+    """
     settings = trainer.config.train
-    for step in range(1, settings.steps + 1):
+    worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
+    for step in range(trainer.steps_done + 1, settings.steps + 1):
         worker.phase = f"train step {step}"
         start = time.perf_counter()
         result = trainer.train_step()
@@ -66,6 +77,23 @@ def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> No
             eval_loss = trainer.evaluate()
             if recorder is not None:
                 recorder.evaluation(step, eval_loss)
+        if result.stop and step < settings.steps:
+            worker.stopped = True
+            return
+
+
+def leave_marker(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
+    """Says that a signal stopped the run; for a scheduler's, leaves `requeue` behind.
+
+    The batch script looks for that file: exit codes do not come through srun and torchrun.
+    """
+    if recorder is None:
+        return
+    step, steps = trainer.steps_done, trainer.config.train.steps
+    recorder.finish("stopped")
+    say(f"stopped by {worker.stop.name} after step {step} of {steps}")
+    if worker.stop.requeues:
+        write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
 
 
 def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:

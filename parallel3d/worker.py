@@ -23,6 +23,7 @@ from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.rank_exchange import take_rank, wait_for_readers
 from parallel3d.run_directory import discard_unused, load_config, make_run_directory
+from parallel3d.stop_signals import kept_handlers
 from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ APPS = {
     "verify": ("parallel3d.verify", "verify"),
     "bench comm": ("parallel3d.bench.comm", "bench_comm"),
 }
+# Those that a signal stops at the end of a step; the others it ends at once.
+STOPPABLE = ("train",)
 
 # Rank 0's word to the others, once the store is up.
 RUN_KEY = "parallel3d/run"
@@ -41,6 +44,8 @@ SEEN_KEY = "parallel3d/run_seen"
 USER_ERRORS_KEY = "parallel3d/user_errors"
 
 USER_ERROR = 2
+# By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
+END_SIGNAL = signal.SIGHUP
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
 ANSWER = 64
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
@@ -56,11 +61,26 @@ def run_alone(app: str, config: Config, run_dir: Path, device: str) -> int:
     from torch.distributed import HashStore
 
     worker = Worker(0, 0, 1, 1, run_dir, "local", device)
-    try:
-        return _work(app, config, worker, HashStore())
-    except Exception as error:
-        failed = failure.from_exception(config, worker, error)
-        return close_books(failure.write(failed, error, run_dir), run_dir)
+    with kept_handlers():
+        if app in STOPPABLE:
+            worker.stop.install()
+        try:
+            return _after(worker, _work(app, config, worker, HashStore()))
+        except Exception as error:
+            failed = failure.from_exception(config, worker, error)
+            return close_books(failure.write(failed, error, run_dir), run_dir)
+
+
+def _after(worker: Worker, code: int) -> int:
+    """The exit code of a run that has ended; one that a signal stopped ends the sweep as well."""
+    if worker.stopped:
+        raise SystemExit(code_of_stop(worker.stop.requeues))
+    return code
+
+
+def code_of_stop(requeues: bool) -> int:
+    """A run that a scheduler stopped has saved and done well; Ctrl-C is told to the shell."""
+    return 0 if requeues else 128 + signal.SIGINT
 
 
 def close_books(cause: failure.Failure, run_dir: Path) -> int:
@@ -91,10 +111,12 @@ def run_joined(app: str, config: Config, place: Place) -> int:
         phase=f"meeting rank 0 at {place.master_addr}:{place.master_port}",
     )
     store: Store | None = None
+    if app in STOPPABLE:
+        worker.stop.install()
     try:
         store = _meet(config, place)
         config = _agree_on_run(config, place, worker, store)
-        return _work(app, config, worker, store)
+        return _after(worker, _work(app, config, worker, store))
     except Exception as error:
         _report(config, worker, error, store)
         _leave(USER_ERROR if isinstance(error, UserError) else 1)
@@ -120,6 +142,9 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
         "local",
         phase="meeting the other ranks",
     )
+    if app in STOPPABLE:
+        worker.stop.second_interrupts = False  # the launcher counts them
+        worker.stop.install()
     try:
         worker.device = _device(config, place)
         code = _work(app, config, worker, _meet(config, place))
@@ -274,8 +299,9 @@ def _leave(code: int) -> None:
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Nothing is left running if the launcher itself is killed; its signals end us at once."""
+    """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != launcher_pid:

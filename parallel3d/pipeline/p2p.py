@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.collectives import Work
+from parallel3d.operation_log import noted_message
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.topology.process_groups import Group
@@ -28,10 +29,16 @@ def _tag(action: Action) -> int:
     return 2 * action.microbatch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
 
 
-def _through(boxes: Mailboxes, action: Action, tensor: Tensor) -> Transfer:
+def _through(boxes: Mailboxes, action: Action, tensor: Tensor, group: Group) -> Transfer:
     peer = boxes.memory.index + action.kind.peer_offset
     call = boxes.send if action.kind.is_send else boxes.receive
-    return Transfer(action, tensor, call(tensor, peer))
+    return Transfer(action, tensor, _noted(action, tensor, group, lambda: call(tensor, peer)))
+
+
+def _noted(action: Action, tensor: Tensor, group: Group, start: Callable[[], Work]) -> Work:
+    name = "send" if action.kind.is_send else "receive"
+    peer = group.ranks[group.index + action.kind.peer_offset]
+    return noted_message(group, name, tensor, peer, start)
 
 
 def post(
@@ -45,7 +52,7 @@ def post(
     checker proves that both ends list the same messages in the same order; gloo also matches tags.
     """
     if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
-        return [_through(boxes, action, tensor) for action, tensor in messages]
+        return [_through(boxes, action, tensor, group) for action, tensor in messages]
     calls = []
     for action, tensor in messages:
         peer = group.ranks[group.index + action.kind.peer_offset]
@@ -61,4 +68,7 @@ def post(
             works = [works[0]] * len(calls)
     else:
         works = [call(tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
-    return [Transfer(a, t, w) for (a, t), w in zip(messages, works, strict=True)]
+    return [
+        Transfer(a, t, _noted(a, t, group, lambda w=w: w))
+        for (a, t), w in zip(messages, works, strict=True)
+    ]

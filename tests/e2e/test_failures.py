@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.metrics.jsonl import read_metrics
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Shell, wait_for
 from tests.e2e.test_runs import by_hand, free_port
 
@@ -80,14 +81,48 @@ def test_killed_rank_takes_all_down_and_is_named(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_to_the_launcher_takes_all_down(shell: Shell, number: signal.Signals) -> None:
+def test_signal_to_the_launcher_stops_all_at_a_step(shell: Shell, number: signal.Signals) -> None:
     process = start_training(shell)
     started = time.monotonic()
     process.send_signal(number)
     ended = shell.finish(process, started, 30)
     assert ended.wall_s < SECONDS
-    assert ended.code == 128 + number
-    assert ended.errors[-1] == f"parallel3d: stopped by {number.name}; all 2 ranks have ended"
+    assert ended.code == (0 if number == signal.SIGTERM else 130)
+    last = rf"parallel3d: stopped by {number.name} after step (\d+) of 100000.*"
+    step = re.fullmatch(last, ended.errors[-1])
+    assert step
+    run = shell.cwd / "runs" / "mine"
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == int(step[1])
+    assert (run / "requeue").exists() == (number == signal.SIGTERM)
+
+
+def test_second_interrupt_ends_all_at_once(shell: Shell) -> None:
+    shell.environ = shell.failing("hang:0:3")
+    process = start_training(shell)
+    wait_for((shell.cwd / "failed_at").exists, 30, "the hang")
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None  # no step will end, and launch.grace_s is a minute
+    process.send_signal(signal.SIGINT)
+    ended = shell.finish(process, started, 30)
+    assert ended.wall_s < SECONDS
+    assert ended.code == 130
+    assert ended.errors[-1] == "parallel3d: stopped by SIGINT; all 2 ranks have ended"
+
+
+def test_ranks_that_do_not_stop_in_time_are_ended(shell: Shell) -> None:
+    shell.environ = shell.failing("hang:0:3")
+    process = start_training(shell, "launch.grace_s=1")
+    wait_for((shell.cwd / "failed_at").exists, 30, "the hang")
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    ended = shell.finish(process, started, 30)
+    assert ended.wall_s < SECONDS
+    assert ended.code == 128 + signal.SIGTERM
+    assert ended.errors[-1] == (
+        "parallel3d: stopped by SIGTERM (launch.grace_s=1 was over); all 2 ranks have ended"
+    )
 
 
 def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
@@ -103,7 +138,7 @@ def test_interrupt_of_a_single_process_is_no_traceback(shell: Shell) -> None:
     process.send_signal(signal.SIGINT)
     ended = shell.finish(process, started, 30)
     assert ended.code == 130
-    assert ended.errors[-1] == "parallel3d: interrupted"
+    assert ended.errors[-1].startswith("parallel3d: stopped by SIGINT after step ")
     assert "Traceback" not in ended.err
 
 

@@ -1,0 +1,93 @@
+"""Signals that ask a run to stop at the end of a step: preemption, a time limit, Ctrl-C.
+
+A handler only notes the signal. Ranks get it at different moments, or one of them alone, so no rank
+acts on its own: each step's sum over the world carries whether a rank was asked, and all find the
+same answer in it after the same step (`Trainer.train_step`). The loop then saves and ends.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+# What a scheduler sends before it takes the machine away; SIGINT is what a user types.
+PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+STOPPING = (*PREEMPTION, signal.SIGINT)
+
+
+@dataclass
+class StopSignals:
+    """What signals have asked of this process.
+
+    Attributes:
+        number: the signal that came, a preempting one before an interrupt; None: none came.
+        tell: called by the handler, if set; at once if a signal has come already (`listen`).
+        second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
+    """
+
+    number: signal.Signals | None = None
+    tell: Callable[[], None] | None = None
+    second_interrupts: bool = True
+
+    def install(self) -> None:
+        """From here on SIGTERM, SIGUSR1 and SIGINT are noted; main thread only.
+
+        Signals that were blocked until now (by the local launcher, while this process started) are
+        let through.
+        """
+        for number in STOPPING:
+            signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` as soon as a signal comes, or now if one has come."""
+        self.tell = tell
+        if self.number is not None:
+            tell()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.number is not None and self.second_interrupts:
+            raise KeyboardInterrupt
+        if self.number is None or number in PREEMPTION:
+            self.number = signal.Signals(number)
+        if self.tell is not None:
+            self.tell()
+
+    @property
+    def requeues(self) -> bool:
+        """Whether the run, which stops, shall go on: not if a user typed Ctrl-C.
+
+        True on a rank that got no signal itself: schedulers alone signal a single rank.
+        """
+        return self.number != signal.SIGINT
+
+    @property
+    def name(self) -> str:
+        return "a signal to another rank" if self.number is None else self.number.name
+
+
+@contextmanager
+def kept_handlers(numbers: tuple[signal.Signals, ...] = STOPPING) -> Iterator[None]:
+    """Puts the handlers back as they were; a sweep's next job wants them so."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Holds the stopping signals back: a process started meanwhile inherits that.
+
+    One that comes before the new process has its handlers waits for them and is not lost.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
