@@ -48,8 +48,14 @@ def data_parallel_engine(
     Args:
         dtype: the compute type.
         tied: names of tables that another stage holds too.
+
+    Raises:
+        ValueError: `ddp.shard_size` is not that of the groups (`ProcessGroups.of_run` makes them).
     """
     if config.zero > 1 and groups.dp.size > 1:
+        shards = groups.dp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
+        if config.ddp.shard_size not in (None, shards):
+            raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
         # Imported here: FSDP2 and DTensor take a second that no other run needs.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
