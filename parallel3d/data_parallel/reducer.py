@@ -112,8 +112,9 @@ class Reducer:
         unused = [name for waiting in self.missing for name in waiting]
         while len(self.works) < len(self.buckets):
             self._reduce_next()
-        with self.clock.within("dp"):
-            for work in self.works:
-                work.wait()
+        if self.group.size > 1:
+            with self.clock.within("dp"):
+                for work in self.works:
+                    work.wait()
         self.syncing = False
         return unused

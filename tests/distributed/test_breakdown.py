@@ -1,0 +1,124 @@
+"""The breakdown of a step: it adds up to the step, and each delay shows under its own name."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.metrics.breakdown import KINDS, RankTimes
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import STEPS, Case, Problem
+from tests.distributed.harness import make_trainer
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "adamw", tied=True, precision="fp32")
+LATE_S = 0.02  # of every forward of the slow rank
+
+
+def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], list[RankTimes]]:
+    """Share of each step's time, taken from outside, that the breakdown misses; and its means."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    trainer = make_trainer(case, groups)
+    missed = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        trainer.train_step()
+        seconds = time.perf_counter() - start
+        missed.append(1 - sum(trainer.clock.last.values()) / seconds)
+    times = trainer.step_times()
+    groups.close()
+    return missed, times
+
+
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        ((1, 1, 1), Case(GPT)),
+        ((1, 2, 1), Case(GPT)),
+        ((2, 1, 1), Case(GPT, sp=True)),
+        ((1, 2, 2), Case(GPT, keys=(("zero", 1), ("launch.shared_memory", False)))),
+    ],
+    ids=str,
+)
+def test_the_kinds_add_up_to_the_step(sizes: tuple[int, int, int], case: Case, pool: Pool) -> None:
+    tp, pp, dp = sizes
+    here = {"forward", "backward", "optimizer", "data", "model" if tp * pp * dp > 1 else "data"}
+    here |= {k for k, size in (("tp", tp), ("pp", pp), ("dp", dp)) if size > 1}
+    for missed, times in pool.run(tp * pp * dp, timed_steps, sizes, case):
+        assert abs(statistics.median(missed)) < 0.01
+        assert [t.rank for t in times] == list(range(tp * pp * dp))
+        for mine in times:
+            used = {kind for kind, seconds in mine.seconds.items() if seconds > 0}
+            # A stage in the middle reads no data; idle is whatever the schedule leaves.
+            assert used - {"idle"} == here, mine.place
+            assert min(mine.seconds.values()) >= 0.0
+
+
+def with_delay(sizes: tuple[int, int, int], where: str, keys: tuple) -> dict[str, float]:
+    """Median seconds by kind of three steps in which `where` on rank 1, or on all, is slow."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    trainer = make_trainer(Case(GPT, microbatches=2, keys=keys), groups)
+
+    def late(*_: Any) -> None:
+        time.sleep(LATE_S)
+
+    if where == "data":
+        slow_source(trainer)
+    elif dist.get_rank() == int(where == "last stage" or sizes[1] == 1):
+        if where == "backward":
+            trainer.stage.register_full_backward_pre_hook(late)
+        else:
+            trainer.stage.register_forward_pre_hook(late)
+    steps = []
+    for _ in range(3):
+        trainer.train_step()
+        steps.append(dict(trainer.clock.last))
+    groups.close()
+    return {kind: statistics.median(step[kind] for step in steps) for kind in KINDS}
+
+
+def slow_source(trainer: Trainer) -> None:
+    micro_batch = trainer.train_batches.micro_batch
+
+    def slow(first: int, m: int) -> Any:
+        time.sleep(LATE_S)
+        return micro_batch(first, m)
+
+    trainer.train_batches.micro_batch = slow
+
+
+TCP = (("launch.shared_memory", False),)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "keys", "rank", "kind"),
+    [
+        # (layout, what is slow, settings, who waits for it, under what name)
+        ((2, 1, 1), "forward", (), 0, "tp"),
+        ((1, 1, 2), "backward", (), 0, "dp"),
+        ((1, 2, 1), "first stage", (), 1, "idle"),
+        ((1, 2, 1), "first stage", TCP, 1, "idle"),
+        ((1, 2, 1), "last stage", (), 0, "idle"),
+        ((1, 1, 1), "data", (), 0, "data"),
+    ],
+    ids=str,
+)
+def test_who_waits_for_a_slow_rank_says_for_what(
+    sizes: tuple[int, int, int], where: str, keys: tuple, rank: int, kind: str, pool: Pool
+) -> None:
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], with_delay, sizes, where, keys)
+    waiting = by_rank[rank]
+    # Two micro-batches; of a forward the neighbour waits for at least one, of the backward that
+    # fills the buckets for the last alone.
+    others = {k: s for k, s in waiting.items() if k != kind}
+    assert waiting[kind] > 0.8 * LATE_S
+    assert max(others.values()) < 0.5 * waiting[kind], waiting
+    if kind != "data":
+        slow = by_rank[1 - rank]
+        assert slow["backward" if where == "backward" else "forward"] > 2 * LATE_S
