@@ -117,6 +117,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
         global_batch_size=6 * layout.dp, model=ModelConfig(**(sizes | model)),
     )  # fmt: skip
     config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
+    config.recompute, config.compile = changes.get("recompute", "none"), "compile" in changes
+    config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.comm_hook, config.ddp.powersgd_start = changes.get("comm_hook", "none"), 2
     config.ddp.powersgd_rank = 1
@@ -165,6 +167,20 @@ CASES = [
     pytest.param(Layout(tp=4), {"precision": "fp64"}, id="tp4 fp64"),
     pytest.param(Layout(tp=2), {"sp": True}, id="tp2 sp"),
     pytest.param(Layout(tp=2), {"sp": True, **LLAMA, **UNTIED}, id="tp2 sp llama"),
+    pytest.param(Layout(tp=2), {"recompute": "full"}, id="tp2 recompute"),
+    pytest.param(Layout(tp=2), {"recompute": "selective"}, id="tp2 attention recomputed"),
+    pytest.param(Layout(tp=2), {"sp": True, "recompute": "full"}, id="tp2 sp recompute"),
+    pytest.param(Layout(tp=2), {"sp": True, "chunks": 2}, id="tp2 sp in two pieces"),
+    pytest.param(
+        Layout(tp=2, pp=2),
+        {"sp": True, "chunks": 4, "recompute": "full", **LLAMA},
+        id="tp2 pp2 sp in four pieces, recompute",
+    ),
+    pytest.param(
+        Layout(tp=2),
+        {"sp": True, "chunks": 2, "recompute": "full", "compile": True, "model.num_layers": 1},
+        id="tp2 sp in two pieces, recompute, compiled",
+    ),
     pytest.param(Layout(tp=2), REPLICATED, id="tp2 replicated table"),
     pytest.param(Layout(tp=2), {"sp": True, **REPLICATED}, id="tp2 sp replicated table"),
     pytest.param(Layout(tp=2), {"model.parallel_output": False}, id="tp2 gathered logits"),
