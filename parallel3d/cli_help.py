@@ -15,6 +15,9 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d verify [key=value …]   prove that the layout gives what one process gives
   parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
   parallel3d bench comm [key=value …]  time every collective in every group
+  parallel3d generate run=… prompt=…   write text with what a run has learned
+  parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
+                                    and exchange them with Hugging Face
 
   parallel3d train --help           the most used keys and the presets
   parallel3d train --cfg job        the whole configuration, as it would run
@@ -30,8 +33,13 @@ ABOUT = {
     "topology": "map the layout onto a cluster, price its traffic and draw it",
     "bench comm": "time every collective in every group, beside the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
+    "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }
 
+GENERATE_KEYS = (
+    *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
+    *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
+)
 MOST_USED = (
     *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
     *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad"),
@@ -57,6 +65,9 @@ EXAMPLES = {
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
+    "generate": """\
+        parallel3d generate run=my_run prompt="def "
+        parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
 }
 
 
@@ -76,14 +87,18 @@ def register(app: str) -> str:
 def _template(app: str) -> str:
     """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
     keys = all_keys()
-    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in MOST_USED]
+    most_used = GENERATE_KEYS if app == "generate" else MOST_USED
+    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
     examples = "\n".join(f"  {line}" for line in dedent(EXAMPLES[app]).splitlines())
+    presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
+    if app == "generate":
+        presets = ""
     return (
         f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
         f"Examples\n{examples}\n\n"
-        f"Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
+        f"{presets}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
     )
