@@ -285,7 +285,7 @@ class Trainer:
         rows = collectives.all_gather(mine.to(self.device), self.groups.world).tolist()
         layout = self.groups.layout
         return [
-            RankTimes(rank, str(layout.coordinates(rank)), dict(zip(KINDS, row, strict=True)))
+            RankTimes(rank, layout.coordinates(rank), dict(zip(KINDS, row, strict=True)))
             for rank, row in enumerate(rows)
         ]
 

@@ -29,14 +29,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from parallel3d.metrics.records import WARMUP_STEPS
+from parallel3d.topology.layout import Coordinates
 
 KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
 OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
@@ -191,12 +193,35 @@ class Clock:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Mean seconds a step of one rank by kind, with its place in the layout ("tp0 pp1 dp0")."""
+    """Mean seconds a step of one rank by kind, and its place in the layout."""
 
     rank: int
-    place: str
+    place: Coordinates
     seconds: Mapping[str, float]
 
     @property
     def step(self) -> float:
+        """Seconds of the whole step."""
         return sum(self.seconds.values())
+
+
+def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
+    """Pipeline stage → mean seconds by kind over its ranks, in order."""
+    stages: dict[int, list[Mapping[str, float]]] = {}
+    for row in sorted(rows, key=lambda row: row.place.pp):
+        stages.setdefault(row.place.pp, []).append(row.seconds)
+    return {
+        stage: {kind: sum(times[kind] for times in ranks) / len(ranks) for kind in KINDS}
+        for stage, ranks in stages.items()
+    }
+
+
+def summary_of(rows: Sequence[RankTimes]) -> dict[str, Any]:
+    """What summary.json says: mean seconds a step by kind, of every rank."""
+    return {
+        "unit": "seconds a step, mean",
+        "ranks": [
+            {"rank": row.rank, **row.place._asdict(), **row.seconds, "step": row.step}
+            for row in rows
+        ],
+    }
