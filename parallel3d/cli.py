@@ -30,8 +30,8 @@ from parallel3d.devices import HostError, check_precision_of, choose_device
 from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
 from parallel3d.launch import Place, detect, port_is_free
-from parallel3d.run_directory import check_run_is_free, make_run_directory
-from parallel3d.worker import APPS, USER_ERROR, run_alone, run_joined, say
+from parallel3d.run_directory import check_run, make_run_directory, take_run
+from parallel3d.worker import APPS, CAN_GO_ON, USER_ERROR, run_alone, run_joined, say
 
 INTERRUPTED = 130
 # Answered by this process alone, without torch: f(config) -> exit code.
@@ -128,14 +128,17 @@ def _start(app: str, config: Config) -> int:
     """Run `app` with this process as the launcher of as many ranks as the layout has."""
     number = HydraConfig.get().job.get("num") if _is_sweep() else None
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
-    check_run_is_free(config, number)
+    may_go_on = app in CAN_GO_ON
+    check_run(config, number, may_go_on=may_go_on)
     device = choose_device(config.device, world_size)
     check_precision_of(device, config.precision.name)
     _check_data(app, config)
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
         raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
-    config, run_dir = make_run_directory(config, os.environ.get("SLURM_JOB_ID"), number)
+    job_id = os.environ.get("SLURM_JOB_ID")
+    config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
+    take_run(config, run_dir)
     if world_size == 1:
         return run_alone(app, config, run_dir, device)
     from parallel3d.local_workers import run_local_workers  # imports torch

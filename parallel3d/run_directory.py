@@ -1,8 +1,15 @@
-"""The run directory `runs/<run>/`: named once, made once, never written over."""
+"""The run directory `runs/<run>/`: named once, made once, never written over.
+
+A run goes on in its directory: `config.yaml` is that of its first start, and a start with other
+keys writes its own beside it, `config-2.yaml`, `config-3.yaml`, …; the newest is what is running.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
+import os
 import re
 import shutil
 from datetime import datetime
@@ -13,10 +20,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from parallel3d.checkpoint import identity
 from parallel3d.config import Config
 from parallel3d.errors import UserError
 
 CONFIG_FILE = "config.yaml"
+_CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 
@@ -25,13 +35,18 @@ NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
 
 
 def make_run_directory(
-    config: Config, job_id: str | None = None, job_number: int | None = None
+    config: Config,
+    job_id: str | None = None,
+    job_number: int | None = None,
+    *,
+    may_go_on: bool = False,
 ) -> tuple[Config, Path]:
     """Make `runs_dir/<run>`, private to the user, and write config.yaml into it.
 
     A run without a name gets one from the time and the layout. `job_id` (of Slurm) is part of a
     made name; `job_number` (of a sweep) is part of every name. Returns the configuration with its
-    name, and the directory. Raises UserError if the name is taken or the directory cannot be made.
+    name, and the directory. With `may_go_on` the directory of a run that can go on is taken as it
+    is: `take_run` is next. Raises UserError if the name is taken or the directory cannot be made.
     """
     number = "" if job_number is None else f"-{job_number}"
     runs = Path(config.runs_dir)
@@ -49,7 +64,8 @@ def make_run_directory(
         except FileExistsError:
             if config.run is None and directory.exists():
                 continue
-            _refuse_existing(named, directory)
+            _check_existing(named, directory, may_go_on)
+            return named, directory
         except OSError as error:
             raise UserError(
                 f"runs_dir={config.runs_dir}: cannot make {directory}: {error.strerror}"
@@ -59,36 +75,83 @@ def make_run_directory(
     raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
 
 
-def check_run_is_free(config: Config, job_number: int | None = None) -> None:
-    """Raise UserError, before anything starts, if a given `run` is taken; makes nothing."""
+def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
+    """Raise UserError, before anything starts, if a given `run` is taken; makes nothing.
+
+    With `may_go_on` a run that can go on with this configuration is not.
+    """
     if config.run is None:
         return
     number = "" if job_number is None else f"-{job_number}"
     directory = Path(config.runs_dir) / (config.run + number)
     if directory.exists():
-        _refuse_existing(dataclasses.replace(config, run=config.run + number), directory)
+        named = dataclasses.replace(config, run=config.run + number)
+        _check_existing(named, directory, may_go_on)
 
 
-def save_config(config: Config, directory: Path) -> None:
+def take_run(config: Config, directory: Path) -> int | None:
+    """Claim a run for this process until it ends, and write its configuration if it is a new one.
+
+    Two starts of one run would write over each other. Returns the descriptor that holds the lock,
+    None on a file system without locks. Raises UserError if another process has the run.
+    """
+    lock: int | None = os.open(directory / CONFIG_FILE, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in _NO_LOCKS:
+            raise UserError(
+                f"run={config.run} is running already: wait for it, or choose another run="
+            ) from None
+        lock = None
+    _keep_failures(directory)
+    if load_config(directory) != config:
+        newest = _config_files(directory)[-1]
+        number = int(_CONFIGS.fullmatch(newest.name)[1] or 1)
+        save_config(config, directory, f"config-{number + 1}.yaml")
+    return lock
+
+
+def _keep_failures(directory: Path) -> None:
+    """Number what an earlier start left of its failure: this start's cause is not among it."""
+    old, number = directory / FAILURES, 1
+    while (kept := directory / f"{FAILURES}-{number}").exists():
+        number += 1
+    if old.exists():
+        os.rename(old, kept)
+
+
+def save_config(config: Config, directory: Path, name: str = CONFIG_FILE) -> None:
     """Write the whole configuration, nothing left to resolve, as config.yaml."""
     text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
-    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    (directory / name).write_text(text, encoding="utf-8")
 
 
 def load_config(directory: Path) -> Config:
-    """The configuration of a run, typed and checked against the schema."""
-    loaded = OmegaConf.load(directory / CONFIG_FILE)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), loaded))
+    """The configuration of a run's newest start, typed and checked against the schema."""
+    path = _config_files(directory)[-1]
+    config = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    )
     if not isinstance(config, Config):
-        raise TypeError(f"{directory / CONFIG_FILE} holds a {type(config).__name__}")
+        raise TypeError(f"{path} holds a {type(config).__name__}")
     return config
+
+
+def _config_files(directory: Path) -> list[Path]:
+    """The configurations of a run's starts, oldest first; config.yaml also if it is not there."""
+    found = [m for path in directory.iterdir() if (m := _CONFIGS.fullmatch(path.name))]
+    names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
+    return [directory / name for name in names or [CONFIG_FILE]]
 
 
 def discard_unused(directory: Path) -> None:
     """Remove a run directory in which nothing was computed, so that its name is free again."""
-    ours = {CONFIG_FILE, FAILURES, PLACEMENT_FILE}
+    ours = {FAILURES, PLACEMENT_FILE}
     for path in directory.iterdir():
-        if path.name not in ours and not path.name.endswith(".traceback.txt"):
+        is_config = _CONFIGS.fullmatch(path.name) is not None
+        if path.name not in ours and not is_config and not path.name.endswith(".traceback.txt"):
             return
     shutil.rmtree(directory)
 
@@ -101,8 +164,8 @@ def _made_name(config: Config, job_id: str | None) -> str:
     return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{layout}{job}"
 
 
-def _refuse_existing(config: Config, directory: Path) -> None:
-    """Say why `directory` cannot be used. Always raises UserError."""
+def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
+    """Raise UserError, saying why, unless the run that is in `directory` can go on."""
     if not (directory / CONFIG_FILE).is_file():
         if directory.parent.is_dir():
             raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
@@ -115,22 +178,28 @@ def _refuse_existing(config: Config, directory: Path) -> None:
             f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
             "choose another run="
         ) from None
+    if may_go_on and config.checkpoint.load:
+        found = identity.changes(dataclasses.asdict(there), config)
+        if refusal := identity.refusal(config.run, found):
+            raise UserError(refusal)
+        return
+    why = " and checkpoint.load=false" if may_go_on else ""
     differing = differences(there, config)
     if not differing:
         raise UserError(
-            f"run={config.run} exists already in {directory}: choose another run= or remove it"
+            f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
         )
     shown = ", ".join(f"{key} is {old!r} there, now {new!r}" for key, old, new in differing[:3])
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise UserError(
-        f"run={config.run} exists already with another configuration: {shown}{more}; "
+        f"run={config.run} exists already{why}, with another configuration: {shown}{more}; "
         "choose another run="
     )
 
 
 def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
     """Keys that make two runs different, with both values (key, there, here)."""
-    old, new = _flat(dataclasses.asdict(there)), _flat(dataclasses.asdict(here))
+    old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
@@ -140,13 +209,3 @@ def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
 
 def _is_outside_identity(key: str) -> bool:
     return any(key.startswith(n) if n.endswith(".") else key == n for n in NOT_IDENTITY)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.bench.preflight import preflight
+from parallel3d.checkpoint.checkpoints import CheckpointFailure, Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.launch import Worker
@@ -18,8 +20,10 @@ from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.operation_log import with_log
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
+from parallel3d.watchdog import start_watchdog
 from parallel3d.worker import say
 
 # The file in the run directory that asks a batch script to queue the job again.
@@ -29,12 +33,13 @@ REQUEUE = "requeue"
 def train(config: Config, worker: Worker) -> None:
     """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
 
-    Rank 0 writes `metrics.jsonl`, `summary.json` and, with `train.save_weights`,
+    A run that has checkpoints goes on from its newest good one. Rank 0 writes `metrics.jsonl`,
+    `summary.json` and, with `train.save_weights`,
     `weights-initial.safetensors` and `weights-final.safetensors` into the run directory.
     """
     worker.phase = "making process groups"
     device = torch.device(worker.device)
-    groups = ProcessGroups.of_run(config, worker)
+    groups = with_log(ProcessGroups.of_run(config, worker), worker.log)
     if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
         say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.preflight:
@@ -43,21 +48,47 @@ def train(config: Config, worker: Worker) -> None:
     corpus = open_corpus(config.data, config.model.seq_length)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
-    save_weights(trainer, worker, "weights-initial.safetensors")
+    worker.phase = "looking for a checkpoint"
+    checkpoints = Checkpoints(config, worker.run_dir, groups, say)
+    first_step = checkpoints.restore(trainer)
+    if is_finished(worker.run_dir, first_step, config.train.steps):
+        if worker.rank == 0:
+            done = f"run={config.run} is finished: {first_step - 1} steps are done"
+            say(f"{done}; a larger train.steps goes on")
+        groups.close()
+        return
+    if first_step == 1:
+        save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
     with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
+        worker.watchdog = start_watchdog(config, worker)
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
-        run_steps(trainer, worker, recorder)
+        run_steps(trainer, worker, recorder, checkpoints)
+        worker.watchdog.stop()
+        worker.phase = "waiting for the checkpoint"
+        is_saved = checkpoints.close()
         if worker.stopped:
             leave_marker(trainer, worker, recorder)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
     groups.close()
+    if not is_saved and not worker.stopped:
+        raise CheckpointFailure("the steps are done, but the last checkpoint was not written")
 
 
-def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
+def is_finished(run_dir: Path, first_step: int, steps: int) -> bool:
+    """Whether a run has done all its steps and all that follows them, which the summary says."""
+    summary = run_dir / "summary.json"
+    if first_step <= steps or not summary.is_file():
+        return False
+    return json.loads(summary.read_text(encoding="utf-8"))["status"] == "finished"
+
+
+def run_steps(
+    trainer: Trainer, worker: Worker, recorder: Recorder | None, checkpoints: Checkpoints
+) -> None:
     """Steps and evaluations to the end, or until a signal stops the run (`worker.stopped`).
 
     `recorder` is on rank 0 alone.
@@ -66,6 +97,7 @@ def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> No
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     for step in range(trainer.steps_done + 1, settings.steps + 1):
         worker.phase = f"train step {step}"
+        worker.log.boundary("train step")
         start = time.perf_counter()
         result = trainer.train_step()
         if recorder is not None:
@@ -74,11 +106,15 @@ def run_steps(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> No
         due = settings.eval_every and step % settings.eval_every == 0
         if settings.eval_batches and (due or step == settings.steps):
             worker.phase = f"evaluation after step {step}"
+            worker.log.boundary("evaluation")
             eval_loss = trainer.evaluate()
             if recorder is not None:
                 recorder.evaluation(step, eval_loss)
+        worker.phase = f"checkpoint after step {step}"
+        checkpoints.after_step(trainer)
         if result.stop and step < settings.steps:
             worker.stopped = True
+            checkpoints.save(trainer)
             return
 
 
@@ -106,7 +142,8 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
         override_tflops=config.launch.peak_tflops,
     )
     flops = flops_per_token(config.model, config.model.seq_length)
-    return Recorder(config, worker.run_dir, worker.world_size, flops, peak)
+    first_step = trainer.steps_done + 1
+    return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
 
 
 def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[str, str]:

@@ -22,7 +22,7 @@ from parallel3d.errors import UserError
 from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.rank_exchange import take_rank, wait_for_readers
-from parallel3d.run_directory import discard_unused, load_config, make_run_directory
+from parallel3d.run_directory import discard_unused, load_config, make_run_directory, take_run
 from parallel3d.stop_signals import kept_handlers
 from parallel3d.topology.placed_ranks import layout_of
 
@@ -37,6 +37,8 @@ APPS = {
 }
 # Those that a signal stops at the end of a step; the others it ends at once.
 STOPPABLE = ("train",)
+# Those that take up a run that exists.
+CAN_GO_ON = ("train",)
 
 # Rank 0's word to the others, once the store is up.
 RUN_KEY = "parallel3d/run"
@@ -115,7 +117,7 @@ def run_joined(app: str, config: Config, place: Place) -> int:
         worker.stop.install()
     try:
         store = _meet(config, place)
-        config = _agree_on_run(config, place, worker, store)
+        config = _agree_on_run(app, config, place, worker, store)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
         _report(config, worker, error, store)
@@ -228,8 +230,8 @@ def _meet(config: Config, place: Place) -> Store:
         raise
 
 
-def _agree_on_run(config: Config, place: Place, worker: Worker, store: Store) -> Config:
-    """Make the run directory on rank 0 and make it known; the others learn run and device.
+def _agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: Store) -> Config:
+    """Make or take the run directory on rank 0 and make it known; the others learn run and device.
 
     Sets `worker.run_dir` and `worker.device`. A UserError of rank 0 is raised on every rank.
     """
@@ -237,7 +239,10 @@ def _agree_on_run(config: Config, place: Place, worker: Worker, store: Store) ->
     if place.rank == 0:
         try:
             kind = _device(config, place).split(":")[0]
-            config, worker.run_dir = make_run_directory(config, job_id=place.job_id)
+            config, worker.run_dir = make_run_directory(
+                config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+            )
+            take_run(config, worker.run_dir)
             word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
         except UserError as refused:
             error, word = refused, {"error": str(refused)}

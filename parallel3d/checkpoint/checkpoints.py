@@ -37,7 +37,7 @@ _RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG = range(4)
 
 
 class CheckpointFailure(RuntimeError):
-    """A checkpoint that the run cannot do without was not written; raised on all ranks alike."""
+    """A checkpoint was not written, and that cannot be passed over; raised on all ranks alike."""
 
 
 class Checkpoints:
@@ -60,6 +60,7 @@ class Checkpoints:
         self.saver: Saver | None = None
         self.under_way: int | None = None  # its step
         self.saved_step = 0  # the newest that is written or under way
+        self.last_failed = False
         self.number = 0
 
     @property
@@ -134,10 +135,10 @@ class Checkpoints:
         self.saver.start(save, background=not wait)
         return self._settle(wait=True) if wait else True
 
-    def close(self) -> None:
-        """Wait for the save under way. Raises CheckpointFailure if the last one was not written."""
-        if not self._settle(wait=True):
-            raise CheckpointFailure("the last checkpoint could not be written")
+    def close(self) -> bool:
+        """Wait for the save under way. Returns False if the last one was not written."""
+        self._settle(wait=True)
+        return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
         """Learn, on all ranks alike, how the save under way has ended, if it has.
@@ -154,6 +155,7 @@ class Checkpoints:
         code = int(code)
         if code == _RUNNING:
             return True
+        self.last_failed = code != _WRITTEN
         self.saver.join()
         step, self.under_way = self.under_way, None
         if code == _WRITTEN:
@@ -184,7 +186,7 @@ class Checkpoints:
         if not problems and refusal is not None:
             raise UserError(refusal)
         if not problems:
-            if self.is_first_rank:
+            if self.is_first_rank and manifest.step < self.config.train.steps:
                 self._say_what_changed(manifest)
             return manifest
         if self.is_first_rank:

@@ -30,6 +30,7 @@ TINY = (
     "train.steps=3",
     "train.eval_every=0",
     "train.eval_batches=1",
+    "checkpoint.every=0",
     "launch.peak_tflops=0.1",  # else the start measures it
     "launch.timeout_s=60",
     "device=cpu",

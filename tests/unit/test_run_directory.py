@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import stat
 from pathlib import Path
 
 import pytest
 
-from parallel3d.config import Config, DataConfig, LoggerConfig, ModelConfig
+from parallel3d.config import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.run_directory import (
-    check_run_is_free,
+    check_run,
     differences,
     discard_unused,
     load_config,
     make_run_directory,
+    take_run,
 )
 
 
@@ -45,10 +47,10 @@ def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
 
 def test_taken_name_is_refused_early_and_late(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
-    check_run_is_free(mine)
+    check_run(mine)
     _, directory = make_run_directory(mine)
     before = (directory / "config.yaml").read_bytes()
-    for attempt in (check_run_is_free, make_run_directory):
+    for attempt in (check_run, make_run_directory):
         with pytest.raises(UserError, match="run=mine exists already in"):
             attempt(mine)
         with pytest.raises(UserError, match="seed is 1234 there, now 5; choose another run="):
@@ -59,10 +61,10 @@ def test_taken_name_is_refused_early_and_late(tmp_path: Path) -> None:
 def test_taken_name_of_a_sweep_is_the_numbered_one(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     make_run_directory(mine, job_number=0)
-    check_run_is_free(mine)
-    check_run_is_free(mine, job_number=1)
+    check_run(mine)
+    check_run(mine, job_number=1)
     with pytest.raises(UserError, match="run=mine-0 exists"):
-        check_run_is_free(mine, job_number=0)
+        check_run(mine, job_number=0)
 
 
 def test_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for broken in ("tp: [", "tp: two", "unknown: 1", "- list"):
         (directory / "config.yaml").write_text(broken)
         with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
-            check_run_is_free(mine)
+            check_run(mine)
 
 
 def test_runs_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     make_run_directory(mine)
     changed = dataclasses.replace(mine, tp=1, pp=2, seed=5, zero=1, vpp=2)
     with pytest.raises(UserError, match="and 2 more"):
-        check_run_is_free(changed)
+        check_run(changed)
 
 
 def test_what_is_watched_is_no_difference(tmp_path: Path) -> None:
@@ -94,6 +96,56 @@ def test_what_is_watched_is_no_difference(tmp_path: Path) -> None:
     assert differences(here, there) == []
     data = dataclasses.replace(here.data, path="p")
     assert differences(here, dataclasses.replace(there, data=data)) == [("data.path", None, "p")]
+
+
+def test_run_goes_on_with_another_layout_and_keeps_every_configuration(tmp_path: Path) -> None:
+    mine = config(tmp_path, run="mine")
+    _, directory = make_run_directory(mine)
+    first = (directory / "config.yaml").read_bytes()
+    starts = [mine, dataclasses.replace(mine, tp=1), mine, mine]
+    for start in starts:
+        check_run(start, may_go_on=True)
+        named, again = make_run_directory(start, may_go_on=True)
+        assert (named, again) == (start, directory)
+        os.close(take_run(named, again))
+        assert load_config(directory) == start
+    assert (directory / "config.yaml").read_bytes() == first
+    names = {path.name for path in directory.iterdir()}
+    assert names == {"config.yaml", "config-2.yaml", "config-3.yaml"}
+
+
+def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
+    mine = config(tmp_path, run="mine")
+    make_run_directory(mine)
+    model = dataclasses.replace(mine.model, hidden_size=96)
+    other = dataclasses.replace(mine, seed=5, model=model, tp=1)
+    keys = "model.hidden_size is 128 there, now 96, seed is 1234 there, now 5; choose another run="
+    for attempt in (check_run, make_run_directory):
+        with pytest.raises(UserError, match=keys):
+            attempt(other, may_go_on=True)
+    fresh = dataclasses.replace(mine, checkpoint=CheckpointConfig(load=False))
+    with pytest.raises(UserError, match=r"exists already and checkpoint\.load=false"):
+        check_run(fresh, may_go_on=True)
+
+
+def test_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    lock = take_run(mine, directory)
+    with pytest.raises(UserError, match="run=mine is running already"):
+        take_run(dataclasses.replace(mine, tp=1), directory)
+    assert load_config(directory) == mine
+    os.close(lock)
+    os.close(take_run(mine, directory))
+
+
+def test_failures_of_an_earlier_start_are_kept_apart(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    for number in (1, 2):
+        (directory / "failures").mkdir()
+        (directory / "failures" / "rank-0.json").write_text("{}")
+        os.close(take_run(mine, directory))
+        assert not (directory / "failures").exists()
+        assert (directory / f"failures-{number}" / "rank-0.json").exists()
 
 
 def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
