@@ -68,6 +68,9 @@ class LoggerConfig:
         "auto: online if a key is at hand, else offline",
         choices=("auto", "online", "offline"),
     )
+    system_metrics: bool = key(
+        False, "W&B also samples CPU, memory and GPUs of rank 0's host, every 15 s"
+    )
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,8 @@ from rich.console import Console
 
 from parallel3d.config import Config
 from parallel3d.metrics import report
+from parallel3d.metrics.breakdown import RankTimes, summary_of
+from parallel3d.metrics.breakdown_picture import breakdown_svg
 from parallel3d.metrics.flops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.metrics.jsonl import MetricsFile, finite, value, write_json
 from parallel3d.metrics.peak import Peak
@@ -63,6 +65,8 @@ class Recorder:
         self._throughput = Throughput()
         self._evaluations: list[Evaluation] = []
         self._last: StepRecord | None = None
+        self._skipped = 0
+        self._ranks: Sequence[RankTimes] = ()
         self._started_at: str | None = None
         self._error: str | None = None
         self._summary: dict[str, Any] | None = None
@@ -79,7 +83,9 @@ class Recorder:
         self._metrics = self._resources.enter_context(MetricsFile(path, self._first_step))
         self._recall(self._metrics.earlier)
         if self._config.logger.name == "wandb":
-            self._wandb = WandbLogger(self._config, self._run_dir, self._provenance, self._say)
+            self._wandb = WandbLogger(
+                self._config, self._run_dir, self._provenance, self._say, self._metrics.earlier
+            )
         rows = report.header_facts(self._config, self._world_size, self._peak) | dict(facts)
         if self._wandb is not None:
             rows["W&B"] = (
@@ -111,22 +117,28 @@ class Recorder:
         lr: float,
         tokens: int,
         step_time_s: float,
+        *,
+        skipped: bool = False,
+        loss_scale: float | None = None,
+        times: Mapping[str, float] | None = None,
     ) -> None:
         """Record optimizer step `step` (counts from 1).
 
         `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
         the step computed (global batch × sequence length), masked ones too: throughput and MFU are
-        about work. metrics.jsonl's `tokens` is their sum over the run. Raises OSError if
-        metrics.jsonl cannot be written.
+        about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale` and
+        `times`: see `StepRecord`. Raises OSError if metrics.jsonl cannot be written.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         mfu = self._mfu(rate)
         record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, mfu, step_time_s)
+        record = record._replace(skipped=skipped, loss_scale=loss_scale, times=times)
+        self._skipped += skipped
         self._last = record
         self._throughput.add(tokens, step_time_s)
         self._curve.add(loss)
-        self._metrics.write(record._asdict())
+        self._metrics.write(record.row())
         self._progress.update(record)
         if self._wandb is not None:
             self._wandb.step(record)
@@ -144,6 +156,10 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens)
 
+    def breakdown(self, ranks: Sequence[RankTimes]) -> None:
+        """What the steps went into, of every rank: for the summary, its panel and breakdown.svg."""
+        self._ranks = ranks
+
     def finish(self, status: str = "finished") -> dict[str, Any]:
         """Close everything, write summary.json, print the closing panel; return the summary.
 
@@ -160,6 +176,8 @@ class Recorder:
                 exit_code = 0 if status in ("finished", "stopped") else 1
                 closing.callback(self._wandb.finish, summary, exit_code)
             closing.callback(write_json, self._run_dir / "summary.json", summary)
+            if self._ranks:
+                closing.callback(self._draw)
             closing.push(self._resources.pop_all())
         report.print_summary(self._console, summary, self._curve.values())
         return summary
@@ -193,6 +211,11 @@ class Recorder:
                 self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
             else:
                 self._curve.add(value(row, "loss"))
+                self._skipped += row.get("skipped", False)
+
+    def _draw(self) -> None:
+        picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
+        (self._run_dir / "breakdown.svg").write_text(picture, encoding="utf-8")
 
     def _mfu(self, tokens_per_s: float) -> float:
         return tokens_per_s * self._flops_per_token / (self._world_size * self._peak.flops)
@@ -217,6 +240,7 @@ class Recorder:
             "tokens": self._tokens,
             "loss": last.loss if last else None,
             "grad_norm": last.grad_norm if last else None,
+            "skipped_steps": self._skipped,
             "eval_loss": eval_loss,
             "eval_step": evaluation.step if evaluation else None,
             "best_eval_loss": best.loss if best else None,
@@ -224,6 +248,7 @@ class Recorder:
             "bits_per_byte": report.bits_per_byte(eval_loss, config.data.tokenizer),
             "tokens_per_s": self._rates(),
             "mfu": self._mfu_with_terms(),
+            "breakdown": summary_of(self._ranks) if self._ranks else None,
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
             "layout": self._layout(),

@@ -1,5 +1,10 @@
 """Weights & Biases beside metrics.jsonl (`logger=wandb`); its failure is never the run's.
 
+All sessions of a run are one W&B run, and no step is in it twice: a resumed run trains steps again
+that W&B has already (those after the checkpoint), and lacks some that were logged and lost when the
+run was killed. So a session first adds the rows of metrics.jsonl that W&B has not got, then logs
+what is new. metrics.jsonl is what counts.
+
 Secrets stay where they are: this module asks whether a key exists and never reads it on.
 """
 
@@ -11,15 +16,17 @@ import netrc
 import os
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from parallel3d.config import Config, LoggerConfig
 from parallel3d.errors import UserError
+from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.records import StepRecord
+from parallel3d.metrics.wandb_file import Row, last_row
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -108,8 +115,11 @@ class WandbLogger:
         run_dir: Path,
         provenance: Provenance,
         say: Callable[[str], None],
+        earlier: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """`earlier`: the rows that metrics.jsonl keeps of the sessions before this one."""
         self._say = say
+        self._last: Row | None = None  # the last row that W&B has
         self.mode = resolve_mode(config.logger.mode)
         self._run: Run | None = None
         if self.mode == "online":  # this may take a while, and nothing else is on the screen yet
@@ -119,17 +129,18 @@ class WandbLogger:
             self.mode = "offline"
             self._guard(_forget)  # W&B still holds the id that it could not open
             self._guard(lambda: self._open(config, run_dir, provenance))
+        self._guard(lambda: self._catch_up(earlier))
         self.folder = None if self._run is None else Path(self._run.dir).parent
         self.url = None if self._run is None or self.mode == "offline" else self._run.url
 
     def step(self, record: StepRecord) -> None:
-        """Log a training step."""
-        row = {_NAMES.get(key, key): value for key, value in record._asdict().items()}
-        self._log(row)
+        """Log a training step, unless W&B has it from an earlier session."""
+        self._step(record._asdict())
 
     def evaluation(self, step: int, eval_loss: float, tokens: int) -> None:
-        """Log a held-out loss."""
-        self._log({"step": step, "tokens": tokens, "eval/loss": eval_loss})
+        """Log a held-out loss, unless W&B has it from an earlier session."""
+        row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
+        self._log(Row(step, evaluation=True), row)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Attach the run's summary, but no path of this machine, and close the run.
@@ -149,6 +160,8 @@ class WandbLogger:
     def _open(self, config: Config, run_dir: Path, provenance: Provenance) -> None:
         import wandb
 
+        # Read before a file of this session's own is there.
+        self._last = last_row(run_dir)
         content = dataclasses.asdict(config) | {"code": provenance._asdict()}
         run = wandb.init(
             project=config.logger.project,
@@ -167,9 +180,9 @@ class WandbLogger:
                 disable_code=True,
                 disable_git=True,  # provenance is in the config, without the remote's address
                 init_timeout=ONLINE_TIMEOUT_S,
-                x_disable_machine_info=True,
+                x_disable_machine_info=not config.logger.system_metrics,  # true disables both
                 x_disable_meta=True,
-                x_disable_stats=True,
+                x_disable_stats=not config.logger.system_metrics,
             ),
         )
         for axis in ("step", "tokens"):
@@ -177,9 +190,30 @@ class WandbLogger:
         run.define_metric("*", step_metric="step")
         self._run = run
 
-    def _log(self, row: dict[str, float]) -> None:
+    def _catch_up(self, earlier: Sequence[Mapping[str, Any]]) -> None:
+        """Add the rows of earlier sessions that were logged and lost on the way."""
         run = self._run
-        if run is not None:
+        if run is None or not earlier:
+            return
+        if run.resumed and (step := run.summary.get("step")) is not None:
+            # Online the server tells its last step, not whether the evaluation after it came.
+            there = Row(int(step), evaluation=True)
+            self._last = max(there, self._last or there)
+        for line in earlier:
+            if "eval_loss" in line:
+                self.evaluation(line["step"], value(line, "eval_loss"), line["tokens"])
+            else:
+                restored = {key: value(line, key) for key in line.get("nonfinite", ())}
+                self._step({key: line[key] for key in line if key != "nonfinite"} | restored)
+
+    def _step(self, figures: Mapping[str, Any]) -> None:
+        row = {_NAMES.get(key, key): figure for key, figure in figures.items()}
+        self._log(Row(figures["step"], evaluation=False), row)
+
+    def _log(self, place: Row, row: dict[str, float]) -> None:
+        run = self._run
+        if run is not None and (self._last is None or place > self._last):
+            self._last = place
             self._guard(lambda: run.log(row))
 
     def _guard(self, action: Callable[[], None]) -> None:

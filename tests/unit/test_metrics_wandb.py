@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,11 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
 def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     """Records of the run directory's only W&B file by type, read by W&B's own tool."""
     (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    return inspect_file(path)
+
+
+def inspect_file(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records of one session by type; of a session that was killed, those that reached the file."""
     tool = str(Path(sys.executable).with_name("wandb"))
     done = subprocess.run(
         [tool, "leet", "inspect", "--json", str(path)], capture_output=True, text=True, check=True
@@ -208,3 +215,117 @@ def test_the_id_of_a_run_is_its_name_made_safe() -> None:
     assert run_id("a/b") == run_id("a/b")
     assert len(run_id("x" * 200)) <= MAX_ID_LENGTH
     assert run_id("x" * 200) != run_id("x" * 201)
+
+
+# A session in a process of its own: it trains `first` … `last` and evaluates every 10 steps. With
+# `kill` it dies as on SIGKILL, rows in W&B's buffers and all.
+SESSION = """
+import os, sys
+from pathlib import Path
+from parallel3d.config import Config, LoggerConfig, ModelConfig
+from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.recorder import Recorder
+
+run_dir, first, last, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+config = Config()
+config.model = ModelConfig(name="gpt_tiny")
+config.train.steps = 400
+config.logger = LoggerConfig(name="wandb")
+with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first_step=first) as recorder:
+    recorder.start({})
+    for step in range(first, last + 1):
+        loss = float("nan") if step == 7 else 4.0 / step
+        recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1)
+        if step % 10 == 0:
+            recorder.evaluation(step, 5.0 / step)
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
+    tmp_path: Path,
+) -> None:
+    """Sessions resume before, at and after the last row that reached the file."""
+    run_dir = tmp_path / "my-run"
+    run_dir.mkdir()
+
+    def session(first: int, last: int, how: str) -> None:
+        words = (str(run_dir), str(first), str(last), how)
+        done = subprocess.run([sys.executable, "-c", SESSION, *words], capture_output=True)
+        assert done.returncode == (-signal.SIGKILL if how == "kill" else 0), done.stderr.decode()
+        assert b"W&B offline failed" not in done.stdout, done.stdout.decode()
+
+    session(1, 300, "kill")  # many blocks reach the file, the last rows do not
+    session(300, 310, "kill")  # a checkpoint after the file's last row; nothing reaches a file
+    session(305, 320, "end")  # all that is missing is filled in
+    session(311, 325, "end")  # a checkpoint before the last row: some steps are trained twice
+
+    files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    records = [inspect_file(path) for path in files]
+    assert {run["run_id"] for record in records for run in record.get("run", [])} == {"my-run"}
+    reached = [len(record.get("history", [])) for record in records]
+    assert 0 < reached[0] < 330  # the premise: the killed session lost its last rows
+    rows = [history["item"] for record in records for history in record.get("history", [])]
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == list(range(1, 326))
+    assert [row["step"] for row in rows if "eval/loss" in row] == list(range(10, 330, 10))
+    assert all(row["tokens"] == row["step"] * 4096 for row in rows)
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
+
+
+def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    logged: list[dict[str, Any]] = []
+    real = wandb.init
+
+    def resumed(**options: Any) -> Any:
+        assert (options["id"], options["resume"]) == ("run", "allow")
+        run = real(**options | {"mode": "offline", "resume": None})
+        monkeypatch.setattr(type(run), "resumed", True)
+        monkeypatch.setattr(run, "log", logged.append)
+        run.summary.update({"step": 2})
+        return run
+
+    monkeypatch.setattr(wandb, "init", resumed)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    earlier = {"step": 1, "loss": 3.0, "grad_norm": 0.5, "lr": 1e-3, "tokens": 4096}
+    more = {"tokens_per_s": 1.0, "mfu": 0.1, "step_time_s": 0.1}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(earlier | more) + "\n")
+    with Recorder(make_config(), run_dir, 1, 1e6, Peak(1e9, "test"), first_step=2) as recorder:
+        recorder.start({})
+        recorder.step(2, 2.0, 0.5, 1e-3, 4096, 0.1)
+        recorder.step(3, 1.0, 0.5, 1e-3, 4096, 0.1)
+    assert [row["step"] for row in logged] == [3]
+
+
+def test_a_wandb_file_that_cannot_be_read_turns_wandb_off_rather_than_log_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    folder = run_dir / "wandb" / "offline-run-20260101_000000-run"
+    folder.mkdir(parents=True)
+    (folder / "run-run.wandb").write_bytes(b"another format")
+    summary = train(make_config(), run_dir)
+    assert (summary["status"], summary["wandb"]["folder"]) == ("finished", None)
+    assert "no W&B file of a known version" in capfd.readouterr().out.replace("\n", " ")
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_system_metrics_are_sampled_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
+    config = make_config()
+    config.logger.system_metrics = asked
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+        recorder.start({})
+        time.sleep(1)
+    assert ("stats" in inspect(run_dir)) == asked
