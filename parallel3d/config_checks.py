@@ -171,7 +171,6 @@ def _tp_dividends(config: Config) -> dict[str, int]:
     model = config.model
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.kv_heads,
         "model.hidden_size": model.hidden_size,
         "model.ffn_hidden_size": model.ffn_size,
         "the padded vocabulary": model.padded_vocab_size,
@@ -181,27 +180,32 @@ def _tp_dividends(config: Config) -> dict[str, int]:
     return sizes
 
 
+def _splits(config: Config) -> Callable[[int], bool]:
+    """Whether a tensor-parallel size splits this model."""
+    divides = _divides_all(_tp_dividends(config))
+    return lambda tp: divides(tp) and _splits_key_value_heads(config.model, tp)
+
+
+def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
+    """Each rank has whole key-value heads, or each head is on equally many ranks."""
+    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
 def _nearest_tp(config: Config) -> int:
     """The tensor-parallel size closest to the one asked for that this model can be split by."""
-    sizes = _tp_dividends(config)
-    close = _closest(config.tp, _divides_all(sizes), min(sizes.values()))
-    assert close is not None  # 1 divides everything
+    close = _closest(config.tp, _splits(config), min(_tp_dividends(config).values()))
+    assert close is not None  # 1 splits everything
     return close
 
 
 def _check_tensor_parallel(config: Config) -> None:
     tp, model = config.tp, config.model
-    heads, kv_heads = model.num_attention_heads, model.kv_heads
-    if heads % tp == 0 and kv_heads < tp and kv_heads < heads:
-        raise UserError(
-            f"tp={tp} is more than model.num_query_groups={kv_heads}: key/value heads are split "
-            f"over tp, and copies of them come with a later version; the nearest is "
-            f"tp={_nearest_tp(config)}."
-        )
     sizes = _tp_dividends(config)
     vocabulary = sizes.pop("the padded vocabulary")
     sizes.pop("model.seq_length", None)  # has a sentence of its own, which names sp
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if not _splits_key_value_heads(model, tp):
+        wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
     if wrong:
         raise UserError(
             f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
@@ -279,7 +283,7 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
 def _fitting_sizes(config: Config, world_size: int) -> list[str]:
     """The changes of one size alone, of dp, tp or pp, that make the product `world_size`."""
     tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
-    splits = _divides_all(_tp_dividends(config))
+    splits = _splits(config)
 
     def fits(product: int) -> bool:
         return world_size % product == 0 and dp in (None, world_size // product)

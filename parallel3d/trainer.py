@@ -25,7 +25,12 @@ from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
-from parallel3d.optim.optimizer import Optimizer, sum_partial_gradients, sum_tied_gradients
+from parallel3d.optim.optimizer import (
+    Optimizer,
+    sum_partial_gradients,
+    sum_shared_gradients,
+    sum_tied_gradients,
+)
 from parallel3d.optim.state import ParameterSlice, parameter_slices
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.mailbox import Mailboxes
@@ -176,6 +181,7 @@ class Trainer:
             log.warning("no gradient reached %s", ", ".join(unused))
         if self.config.sp:
             sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
+        sum_shared_gradients(self.data_parallel.segments, self.groups.tp)
         if self.tied_name is not None:
             table = self.data_parallel.tied_gradient(self.tied_name)
             met = torch.zeros(1, dtype=torch.float64, device=self.device)

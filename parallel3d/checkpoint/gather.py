@@ -17,23 +17,26 @@ def owned_boxes(
 ) -> list[tuple[Piece, Tensor]]:
     """The boxes that this rank speaks for: each box of the model is owned by exactly one rank.
 
-    Of data-parallel replicas the first, of values replicated over tp the first tp rank, of a tied
-    table the first stage. Collective over dp where parameters are sharded over it.
+    Of data-parallel replicas the first, of values that several tp ranks hold the first of them, of
+    a tied table the first stage. Collective over dp where parameters are sharded over it.
     """
     boxes = []
     for parameter in parameters:
         spec, local = parameter.spec, local_parameter(parameter)
         if groups.dp.index > 0 or spec.tied_copy or (spec.replicated and groups.tp.index > 0):
             continue
-        boxes += [(piece, piece.of_local(local)) for piece in spec.pieces]
+        own = [piece for piece in spec.pieces if groups.tp.index % piece.copies == 0]
+        boxes += [(piece, piece.of_local(local)) for piece in own]
     return boxes
 
 
 def local_parameter(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the model in a parameter; gathers what FSDP2 shards over dp, where
-    it is collective."""
+    """What this rank holds of the model in a parameter, in the type that the model reads.
+
+    Gathers what FSDP2 shards over dp, and is collective there.
+    """
     local = parameter.detach()
-    return local.full_tensor() if hasattr(local, "full_tensor") else local
+    return local.full_tensor().to(parameter.read_as) if hasattr(local, "full_tensor") else local
 
 
 def gather_boxes(

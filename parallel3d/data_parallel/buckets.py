@@ -52,6 +52,20 @@ class Segment:
     tied_copy: bool
     parts: list[Part] = field(default_factory=list)
 
+    def runs(self) -> list[tuple[slice, int]]:
+        """All elements in order, cut where the number of tp ranks in a row that share them changes
+        (`Piece.copies`)."""
+        found: list[tuple[slice, int]] = []
+        offset = 0
+        for part in self.parts:
+            for first, end, copies in part.spec.runs(part.start, part.numel):
+                begin = offset + first
+                if found and found[-1][1] == copies:
+                    begin = found.pop()[0].start
+                found.append((slice(begin, offset + end), copies))
+            offset += part.numel
+        return found
+
 
 @dataclass
 class Bucket:

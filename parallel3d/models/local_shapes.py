@@ -53,7 +53,9 @@ def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
 
 def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
     queries = model.num_attention_heads * model.head_dim
-    qkv = queries + 2 * model.kv_heads * model.head_dim
+    # Fewer key-value heads than ranks: each is on several.
+    kv_rows = max(model.kv_heads, tp) * model.head_dim
+    qkv = queries + 2 * kv_rows
     up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     yield from _norm(model, f"{name}.input_norm")
     yield from _column(model, tp, f"{name}.attention.qkv", qkv)

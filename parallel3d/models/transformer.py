@@ -23,11 +23,7 @@ from parallel3d.models.layers import Norm, rotary_tables
 from parallel3d.models.ops import swiglu
 from parallel3d.models.recompute import recomputed
 from parallel3d.tensor_parallel.cross_entropy import Objective
-from parallel3d.tensor_parallel.embedding import (
-    WORD_TABLE,
-    VocabParallelEmbedding,
-    word_table,
-)
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, word_table
 from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -36,7 +32,12 @@ from parallel3d.tensor_parallel.layers import (
 )
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
-from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.tensor_parallel.parameters import (
+    WORD_TABLE,
+    Initializer,
+    ParameterSpec,
+    Piece,
+)
 from parallel3d.topology.process_groups import Group
 
 # Blocks of one compiled graph: enough that what a graph costs to enter (0.4 ms measured) does not
@@ -73,7 +74,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         self.heads = model.num_attention_heads // ctx.tp.size
-        self.kv_heads = model.kv_heads // ctx.tp.size
+        # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
+        copies = max(1, ctx.tp.size // model.kv_heads)
+        self.kv_heads = model.kv_heads * copies // ctx.tp.size
         self.recompute = ctx.recompute == "selective"
         prefix = f"layers.{layer}.attention"
         kv_rows = model.kv_heads * model.head_dim
@@ -84,6 +87,7 @@ class Attention(nn.Module):
             {"q": q_rows, "k": kv_rows, "v": kv_rows},
             model.hidden_size,
             std=model.init_std,
+            copies={"k": copies, "v": copies},
             **split,
         )
         self.out = RowParallelLinear(

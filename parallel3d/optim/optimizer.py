@@ -75,12 +75,13 @@ class Optimizer:
 
         Not finite if any gradient here is not, also of a parameter that another rank counts.
         """
-        counts = [counts_in_norm(s, self.tp) for s in self.segments]
-        counted = _sum_of_squares([s.grad for s, c in zip(self.segments, counts, strict=True) if c])
-        rest = _sum_of_squares(
-            [s.grad for s, c in zip(self.segments, counts, strict=True) if not c]
-        )
-        return counted + 0.0 * rest  # 0 · inf and 0 · NaN are NaN
+        counted, rest = [], []
+        for segment in self.segments:
+            counts = counts_in_norm(segment, self.tp)
+            for run, copies in segment.runs():
+                first = self.tp.index % copies == 0  # of the ranks that share the run
+                (counted if counts and first else rest).append(segment.grad[run])
+        return _sum_of_squares(counted) + 0.0 * _sum_of_squares(rest)  # 0 · inf and 0 · NaN are NaN
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -170,6 +171,26 @@ def sum_partial_gradients(segments: list[Segment], tp: Group) -> None:
         return
     flat = collectives.all_reduce(torch.cat(partial), tp)
     for grad, total in zip(partial, flat.split([g.numel() for g in partial]), strict=True):
+        grad.copy_(total)
+
+
+@torch.no_grad()
+def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
+    """Adds the gradients of key-value heads that several tp ranks hold, over those ranks.
+
+    One all-reduce over tp of a buffer with a place for each head: what the other heads' ranks add
+    there is zero, so that no group is needed for each head, and all copies get the same bits.
+    """
+    shared = [(s.grad[run], copies) for s in segments for run, copies in s.runs() if copies > 1]
+    if not shared:
+        return
+    copies = shared[0][1]  # the same for all: tp / key-value heads
+    sizes = [grad.numel() for grad, _ in shared]
+    places = shared[0][0].new_zeros(tp.size // copies, sum(sizes))
+    mine = places[tp.index // copies]
+    torch.cat([grad for grad, _ in shared], out=mine)
+    collectives.all_reduce(places, tp)
+    for (grad, _), total in zip(shared, mine.split(sizes), strict=True):
         grad.copy_(total)
 
 

@@ -47,10 +47,12 @@ def parameter_slices(
         state = zip(*group.state.values(), strict=True) if group.state else [()] * len(group.steps)
         for segment, moments in zip(group.segments, state, strict=True):
             values = dict(zip(("parameter", *group.state), (segment.master, *moments), strict=True))
-            for part, first in _with_offsets(segment.parts):
-                views = {k: v[first : first + part.numel] for k, v in values.items()}
-                replica = _replica(part.spec, groups, replicas, tied)
-                found.append(ParameterSlice(part.name, part.spec, part.start, views, replica))
+            for part, offset in _with_offsets(segment.parts):
+                for first, end, copies in part.spec.runs(part.start, part.numel):
+                    views = {k: v[offset + first : offset + end] for k, v in values.items()}
+                    replica = _replica(part.spec, copies, groups, replicas, tied)
+                    start = part.start + first
+                    found.append(ParameterSlice(part.name, part.spec, start, views, replica))
     return found
 
 
@@ -62,11 +64,12 @@ def _with_offsets(parts: list[Part]) -> Iterator[tuple[Part, int]]:
 
 
 def _replica(
-    spec: ParameterSpec, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
+    spec: ParameterSpec, copies: int, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
 ) -> tuple[int, int]:
     number, count = replicas
     if spec.replicated:
-        number, count = number * groups.tp.size + groups.tp.index, count * groups.tp.size
+        copies = groups.tp.size
+    number, count = number * copies + groups.tp.index % copies, count * copies
     if tied and spec.is_word_table:
         number, count = number * 2 + int(spec.tied_copy), count * 2
     return number, count

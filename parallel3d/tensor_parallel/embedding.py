@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 from parallel3d.tensor_parallel.parameters import (
-    WORD_TABLE,
     Initializer,
     ParameterSpec,
     Piece,

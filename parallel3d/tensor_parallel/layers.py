@@ -7,6 +7,9 @@ and all-gathers of the same total volume, and the activations between blocks are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +57,7 @@ class ColumnParallelLinear(nn.Module):
         prefix: logical name up to the matrix names, `layers.0.attention`.
         outputs: matrix name → its full number of rows; each must divide by the group's size.
         inputs: columns.
+        copies: matrix name → ranks in a row that share one part of its rows (see `Piece.copies`).
         std: of the initial weights; biases start at zero.
         sp, overlap: the sequence is split over the group, and how it is gathered.
 
@@ -72,17 +76,19 @@ class ColumnParallelLinear(nn.Module):
         sp: bool,
         init: Initializer,
         overlap: Overlap = IN_ONE,
+        copies: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.group, self.sp = group, _communication(sp, group, overlap)
         weights, biases, row = [], [], 0
         for name, rows in outputs.items():
-            local, start = rows // group.size, rows // group.size * group.index
+            shared = copies.get(name, 1)
+            local = rows * shared // group.size
+            start = group.index // shared * local
             full = f"{prefix}.{name}"
-            weights.append(
-                Piece(f"{full}.weight", (rows, inputs), (start, 0), (local, inputs), row, std)
-            )
-            biases.append(Piece(f"{full}.bias", (rows,), (start,), (local,), row))
+            box = ((rows, inputs), (start, 0), (local, inputs))
+            weights.append(Piece(f"{full}.weight", *box, row, std, copies=shared))
+            biases.append(Piece(f"{full}.bias", (rows,), (start,), (local,), row, copies=shared))
             row += local
         self.sizes = [piece.shape[0] for piece in weights]
         split = group.size == 1

@@ -9,6 +9,8 @@ numbers sit.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,8 @@ class Piece:
         row: first row of the local parameter that the box occupies.
         std: standard deviation of the initial values around 0; 0 for a constant.
         fill: the constant.
+        copies: tp ranks in a row that hold this very box: key-value heads of which there are fewer
+            than ranks. Each has the gradient of its own query heads alone, to be added.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Piece:
     row: int = 0
     std: float = 0.0
     fill: float = 0.0
+    copies: int = 1
 
     def of_full(self, full: Tensor) -> Tensor:
         """The box as a view of the full tensor."""
@@ -75,6 +80,23 @@ class ParameterSpec:
     def is_word_table(self) -> bool:
         """Whether this is the word embedding or a tied head's copy of it."""
         return any(piece.name == WORD_TABLE for piece in self.pieces)
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [start, start + numel) of the flattened local parameter, cut where the number
+        of their `copies` changes: (first, end, copies), counted from `start`."""
+        width = math.prod(self.shape[1:])
+        cuts: list[tuple[int, int, int]] = []
+        for piece in self.pieces or (Piece("", (), (), self.shape),):
+            end = (piece.row + piece.shape[0]) * width
+            first = cuts[-1][1] if cuts else 0  # padding in between goes with what follows
+            if cuts and cuts[-1][2] == piece.copies:
+                first = cuts.pop()[0]
+            cuts.append((first, end, piece.copies))
+        cuts[-1] = (cuts[-1][0], math.prod(self.shape), cuts[-1][2])
+        for first, end, copies in cuts:
+            first, end = max(first - start, 0), min(end - start, numel)
+            if first < end:
+                yield first, end, copies
 
     @property
     def decays(self) -> bool:

@@ -182,6 +182,11 @@ def _tensor(stage: _Stage) -> Iterator[Transfer]:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
     if stage.last:
         yield from _head(stage)
+    model, tp = stage.config.model, stage.layout.tp
+    if tp > model.kv_heads:  # each head on several ranks, and a place for each head in the sum
+        rows = 2 * model.kv_heads * model.head_dim * len(stage.layers)
+        shared = rows * (model.hidden_size + int(model.bias)) * stage.grad_item
+        yield Transfer("tp", "all_reduce", shared, 1, "gradients of shared key-value heads")
     if stage.sp:
         partial = sum(p.numel for p in stage.parameters if p.replicated) * stage.grad_item
         yield Transfer("tp", "all_reduce", partial, 1, "gradients of replicated parameters")

@@ -14,6 +14,11 @@ GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
 CHUNKS = (("loss.chunk_tokens", 7),)
+# Key-value heads on two or all of the ranks.
+PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
+ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
+BIASED = replace(ONE_HEAD, model=(*ONE_HEAD.model, ("bias", True)))
+ZERO1 = (("zero", 1),)
 
 CASES = [
     ((1, 1, 1), [Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS)]),
@@ -25,12 +30,28 @@ CASES = [
             Case(GPT, parallel_output=False, embedding="replicated", keys=CHUNKS),
         ],
     ),
-    ((4, 1, 1), [Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS)]),
+    (
+        (4, 1, 1),
+        [
+            Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS),
+            Case(PAIRS, sp=True),
+            Case(replace(PAIRS, optimizer="sgd"), bucket_cap_mb=0.02),
+            Case(BIASED, sp=True),
+        ],
+    ),
     (
         (2, 2, 1),
         [
             Case(replace(GPT, loss=SMOOTHED), sp=True, keys=CHUNKS),
             Case(replace(LLAMA, loss=SMOOTHED[1:]), schedule="gpipe", parallel_output=False),
+            Case(ONE_HEAD),
+        ],
+    ),
+    (
+        (2, 1, 2),
+        [
+            Case(BIASED, bucket_cap_mb=0.02, keys=ZERO1),
+            Case(replace(PAIRS, model=ONE_HEAD.model), sp=True, keys=ZERO1),
         ],
     ),
     ((1, 2, 2), [Case(replace(LLAMA, loss=SMOOTHED[:1]), keys=(*CHUNKS, ("zero", 1)))]),

@@ -47,7 +47,12 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
     ("words", "parts"),
     [
         pytest.param("tp=3", ["tp=3", "heads", "hidden", "ffn", "tp=2"], id="tp"),
-        pytest.param("model=llama_tiny tp=8", ["tp=8", "num_query_groups=4"], id="kv heads"),
+        pytest.param(
+            "model=llama_tiny model.num_attention_heads=12 model.hidden_size=192 tp=6 "
+            "model.ffn_hidden_size=384",
+            ["tp=6", "num_query_groups=4 (or be a multiple of it)", "tp=4"],
+            id="kv heads",
+        ),
         pytest.param("pp=5", ["pp=5", "num_layers=4"], id="layers"),
         pytest.param("global_batch_size=6", ["global_batch_size=6"], id="batch"),
         pytest.param("tp=2 sp=true model.seq_length=255", ["seq_length=255", "tp=2"], id="sp"),

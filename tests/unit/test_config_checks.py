@@ -121,7 +121,6 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"tp": 16}, None, ["tp=16", "model.num_attention_heads=8", "tp=8"]),
     ({"tp": 4, "model.ffn_hidden_size": 342}, None, ["tp=4", "model.ffn_hidden_size=342", "tp=2"]),
-    ({"tp": 4} | GQA, None, ["tp=4", "model.num_query_groups=2", "later version", "tp=2"]),
     (
         {"tp": 2, "model.num_attention_heads": 6, "model.hidden_size": 96}
         | {"model.num_query_groups": 3},
@@ -377,13 +376,13 @@ def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invarian
         assert checked.num_microbatches * checked.micro_batch_size * dp == checked.global_batch_size
         for size in (
             model.num_attention_heads,
-            model.kv_heads,
             model.hidden_size,
             model.ffn_size,
             model.padded_vocab_size,
             model.seq_length if checked.sp else tp,
         ):
             assert size % tp == 0
+        assert model.kv_heads % tp == 0 or tp % model.kv_heads == 0
         assert model.num_attention_heads % model.kv_heads == 0
         assert model.head_dim * model.num_attention_heads == model.hidden_size
         assert model.padded_vocab_size >= model.vocab_size >= 257
