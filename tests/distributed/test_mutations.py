@@ -19,10 +19,12 @@ from torch import Tensor
 import parallel3d.optim.optimizer
 import parallel3d.trainer
 from parallel3d.collectives import Done
+from parallel3d.data_parallel.buckets import Segment
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
 from parallel3d.tensor_parallel.parameters import Initializer, Piece
+from parallel3d.topology.process_groups import Group
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
@@ -159,9 +161,40 @@ def smoothing_by_local_vocabulary() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shared_heads_apart() -> Iterator[None]:
+    """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
+    with patch.object(parallel3d.trainer, "sum_shared_gradients", lambda *_: None):
+        yield
+
+
+@contextmanager
+def shared_heads_counted_twice() -> Iterator[None]:
+    """Every copy of a key-value head enters the gradient norm."""
+    sound = Segment.runs
+    with (
+        patch.object(Segment, "runs", lambda self: [(run, 1) for run, _ in sound(self)]),
+        patch.object(parallel3d.trainer, "sum_shared_gradients", summed(sound)),
+    ):
+        yield
+
+
+def summed(runs: Callable[[Segment], list[tuple[slice, int]]]) -> Callable[..., None]:
+    """The sum over copies as it should be, whatever `Segment.runs` says by now."""
+
+    def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
+        with patch.object(Segment, "runs", runs):
+            parallel3d.optim.optimizer.sum_shared_gradients(segments, tp)
+
+    return sum_shared_gradients
+
+
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED)
 ADAMW = Problem("gpt_tiny", "adamw", tied=True)
+ONE_HEAD = Problem(
+    "llama_tiny", "sgd", tied=False, model=(("num_query_groups", 1),), optim=UNCLIPPED
+)
 PLANTED = [
     pytest.param(
         loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
@@ -218,6 +251,20 @@ PLANTED = [
         Case(dataclasses.replace(SGD, loss=(("label_smoothing", 0.1),))),
         ALL_NUMBERS,
         id="local-smoothing",
+    ),
+    pytest.param(
+        shared_heads_apart,
+        (2, 1, 1),
+        Case(ONE_HEAD),
+        ALL_NUMBERS | {"replicas"},
+        id="shared-heads-apart",
+    ),
+    pytest.param(
+        shared_heads_counted_twice,
+        (2, 1, 1),
+        Case(ONE_HEAD),
+        {"grad norm"},
+        id="shared-heads-twice",
     ),
     pytest.param(
         mean_of_means_over_dp, (1, 1, 2), Case(SGD), ALL_NUMBERS, id="mean-of-means-over-dp"

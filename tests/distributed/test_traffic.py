@@ -190,6 +190,9 @@ CASES = [
         {"chunk_tokens": 5, "model.parallel_output": False},
         id="tp2 gathered logits in four chunks",
     ),
+    pytest.param(
+        Layout(tp=4), {"sp": True, **LLAMA, "model.bias": True}, id="tp4 sp shared key-value heads"
+    ),
     pytest.param(Layout(pp=2), {}, id="pp2"),
     pytest.param(Layout(pp=2), UNTIED, id="pp2 untied"),
     pytest.param(Layout(pp=3), {"layers_per_stage": [1, 1, 1]}, id="pp3"),
