@@ -1,0 +1,216 @@
+"""What runs while what travels: the order of calls of the split linear layers, without any rank.
+
+A group of two is made up and its collectives only take notes, so that a test reads the notes. The
+values are the business of tests/distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d import collectives
+from parallel3d.config import Config, ModelConfig
+from parallel3d.config_checks import check_config
+from parallel3d.errors import UserError
+from parallel3d.tensor_parallel import linear_nodes, overlap, symmetric
+from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
+from parallel3d.tensor_parallel.parameters import Initializer
+from parallel3d.tensor_parallel.symmetric import Member, may_share
+from parallel3d.topology.process_groups import SINGLE, Group
+
+PAIR = Group("tp", (0, 1), 0, None)
+CPU = torch.device("cpu")
+TOKENS = torch.ones(1, 4, 6)
+LINEAR, MATMUL = F.linear, Tensor.__matmul__
+ADD_WEIGHT_GRADIENT = linear_nodes.add_weight_gradient
+
+
+class Notes:
+    """Stands in for the collectives and the GEMMs; `lines` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.calls = 0
+        self.in_flight = 0
+
+    def start(self, what: str, out: Tensor) -> tuple[Tensor, Travelling]:
+        self.calls += 1
+        self.in_flight += 1
+        self.lines.append(f"start {what} {self.calls}")
+        return out, Travelling(self, f"wait {what} {self.calls}")
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Travelling:
+        return self.start("all-reduce", tensor)[1]
+
+    def all_gather(self, tensor: Tensor, group: Group) -> tuple[Tensor, Travelling]:
+        return self.start("gather", torch.cat([tensor] * group.size))
+
+    def reduce_scatter(self, tensor: Tensor, group: Group) -> tuple[Tensor, Travelling]:
+        return self.start("scatter", tensor.chunk(group.size)[group.index].clone())
+
+    def linear(self, *args: Tensor | None) -> Tensor:
+        self.lines.append("GEMM")
+        return LINEAR(*args)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        self.lines.append("GEMM")
+        return MATMUL(a, b)
+
+    def weight_gradient(self, *args: Tensor) -> Tensor | None:
+        self.lines.append("weight gradient")
+        before = len(self.lines)
+        found = ADD_WEIGHT_GRADIENT(*args)
+        del self.lines[before:]  # its GEMM
+        return found
+
+
+class Travelling:
+    def __init__(self, notes: Notes, line: str) -> None:
+        self.notes, self.line = notes, line
+
+    def wait(self) -> None:
+        self.notes.in_flight -= 1
+        self.notes.lines.append(self.line)
+
+
+@pytest.fixture
+def notes() -> Iterator[Notes]:
+    taken = Notes()
+    with (
+        patch.object(collectives, "all_reduce_async", taken.all_reduce),
+        patch.object(collectives, "all_gather_async", taken.all_gather),
+        patch.object(collectives, "reduce_scatter_async", taken.reduce_scatter),
+        patch.object(F, "linear", taken.linear),
+        patch.object(Tensor, "__matmul__", lambda a, b: taken.matmul(a, b)),
+        patch.object(linear_nodes, "add_weight_gradient", taken.weight_gradient),
+    ):
+        yield taken
+    assert taken.in_flight == 0, "a collective that nobody waits for"
+
+
+def layer(kind: type, sp: bool, chunks: int = 1) -> ColumnParallelLinear | RowParallelLinear:
+    sizes = ("up", {"up": 8}, 6) if kind is ColumnParallelLinear else ("down", 12, 6)
+    init = Initializer(1, torch.float32, CPU)
+    rest = {"bias": False, "std": 0.1, "group": PAIR, "sp": sp, "init": init}
+    return kind(*sizes, **rest, overlap=Overlap(chunks))
+
+
+def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
+    if compiled:
+        # One graph, traced without code generation: what runs are the operators that TorchInductor
+        # would call, in the order of the graph.
+        made = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)
+    made(x.requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("sp", [False, True], ids=["no sp", "sp"])
+def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
+    notes: Notes, sp: bool, compiled: bool
+) -> None:
+    made = layer(ColumnParallelLinear, sp)
+    run(made, TOKENS.clone(), compiled)
+    number = 3 if sp else 1  # sp gathers the input, and once more in the backward
+    what = f"{'scatter' if sp else 'all-reduce'} {number}"
+    assert notes.lines[-3:] == [f"start {what}", "weight gradient", f"wait {what}"]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_kept_shard_is_gathered_while_the_input_gradient_is_computed(
+    notes: Notes, compiled: bool
+) -> None:
+    run(layer(ColumnParallelLinear, sp=True), TOKENS.clone(), compiled)
+    assert notes.lines[3:6] == ["start gather 2", "GEMM", "wait gather 2"]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
+    notes: Notes, compiled: bool
+) -> None:
+    run(layer(ColumnParallelLinear, sp=True, chunks=3), torch.ones(2, 6, 6), compiled)
+    assert notes.lines[:9] == [
+        *("start gather 1", "wait gather 1", "start gather 2"),
+        *("GEMM", "wait gather 2", "start gather 3"),
+        *("GEMM", "wait gather 3", "GEMM"),
+    ]
+    # The backward has two GEMMs for its two collectives: no pieces.
+    assert notes.lines[9:] == [
+        *("start gather 4", "GEMM", "wait gather 4"),
+        *("start scatter 5", "weight gradient", "wait scatter 5"),
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_piece_is_summed_while_the_gemm_of_the_next_one_runs(
+    notes: Notes, compiled: bool
+) -> None:
+    run(layer(RowParallelLinear, sp=True, chunks=3), torch.ones(2, 12, 6), compiled)
+    assert notes.lines[:9] == [
+        *("GEMM", "start scatter 1"),
+        *("GEMM", "wait scatter 1", "start scatter 2"),
+        *("GEMM", "wait scatter 2", "start scatter 3", "wait scatter 3"),
+    ]
+    assert notes.lines[9:] == [
+        *("start gather 4", "wait gather 4", "start gather 5"),
+        *("GEMM", "wait gather 5", "start gather 6"),
+        *("GEMM", "wait gather 6", "GEMM", "weight gradient"),
+    ]
+
+
+def test_pieces_hold_a_run_of_every_rank() -> None:
+    whole = torch.arange(8).view(1, 2, 2, 2, 1)  # two ranks, two pieces, runs of two tokens
+    assert overlap._take(whole, 1).flatten().tolist() == [2, 3, 6, 7]
+    back = torch.zeros_like(whole)
+    for i in (0, 1):
+        overlap._put(overlap._take(whole, i), back, i)
+    assert torch.equal(back, whole)
+
+
+ALIKE = (Member(7, 0, True), Member(7, 1, True))
+
+
+@pytest.mark.parametrize(
+    ("members", "may"),
+    [
+        (ALIKE, True),
+        (ALIKE[:1], False),
+        ((ALIKE[0], Member(8, 1, True)), False),  # another host
+        ((ALIKE[0], Member(7, 0, True)), False),  # one device for two ranks
+        ((ALIKE[0], Member(7, 1, False)), False),  # a PyTorch without the operators
+        ((ALIKE[0], Member(7, -1, True)), False),  # a rank on a CPU
+    ],
+)
+def test_symmetric_memory_takes_devices_of_one_host(members: tuple[Member, ...], may: bool) -> None:
+    assert may_share(members) is may
+
+
+def config(**changes: object) -> Config:
+    made = Config(tp=2, sp=True, model=ModelConfig(seq_length=24))
+    for name, value in changes.items():
+        setattr(made if hasattr(made, name) else made.tensor_parallel, name, value)
+    return made
+
+
+def test_the_way_of_overlap_follows_group_and_device() -> None:
+    asked = config(chunks=3, symmetric_memory=True)
+    assert overlap_of(asked, PAIR, CPU) == Overlap(3, symmetric=False)
+    assert overlap_of(asked, SINGLE, CPU) == IN_ONE
+    assert overlap_of(config(sp=False, chunks=3), PAIR, CPU) == IN_ONE
+    with patch.object(symmetric, "is_usable", lambda group, device: True):
+        assert overlap_of(asked, PAIR, CPU) == Overlap(3, symmetric=True)
+        assert overlap_of(config(chunks=3), PAIR, CPU) == Overlap(3, symmetric=False)
+
+
+def test_pieces_come_out_even() -> None:
+    check_config(config(chunks=4), 2)
+    with pytest.raises(UserError, match=r"chunks=5 must divide .* = 12; .*chunks=4\.$"):
+        check_config(config(chunks=5), 2)
+    with pytest.raises(UserError, match=r"chunks=4 needs sp=true.*chunks=1\.$"):
+        check_config(config(chunks=4, sp=False), 2)
