@@ -13,13 +13,13 @@ LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars
 
 # Compute in greys, communication in its dimension's colour, waiting hollow.
 COLOURS = {
-    "forward": "#ced4da",
-    "backward": "#adb5bd",
+    "forward": "#d0d6dc",
+    "backward": "#98a2ac",
     "tp": GROUP_COLOURS["tp"],
     "pp": GROUP_COLOURS["pp"],
     "dp": GROUP_COLOURS["dp"],
     "model": RAILS[6][0],
-    "optimizer": GREY,
+    "optimizer": RAILS[7][0],
     "data": RAILS[5][0],
     "idle": "#ffffff",
 }

@@ -1,7 +1,9 @@
 """`metrics.jsonl`: one JSON object a line, each flushed, so that a killed run keeps every line.
 
 A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens` counts
-all tokens of the run so far (an x axis that survives a change of batch size). An evaluation's line:
+all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
+seconds by kind (`metrics.breakdown`; with CUDA those of the step before); `skipped: true` where
+gradients were not finite; `loss_scale` with fp16. An evaluation's line:
 `step eval_loss tokens`. JSON has no NaN: a value that is not finite is null, and the line
 then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
 """

@@ -76,6 +76,7 @@ class Bar:
         self._curve = curve
         self._clock = Clock(last_step)
         self._record: StepRecord | None = None
+        self._skipped = 0
         self._live = Live(
             console=console,
             get_renderable=self.render,
@@ -98,6 +99,7 @@ class Bar:
     def update(self, record: StepRecord) -> None:
         """A step has ended."""
         self._record = record
+        self._skipped += record.skipped
         self._clock.tick(record.step)
 
     def note(self, text: str, style: str = "") -> None:
@@ -143,6 +145,10 @@ class Bar:
             ("", f"{si(record.tokens_per_s)} tok/s".replace("  ", " "), ""),
             ("MFU", percent(record.mfu), ""),
         ]
+        if record.loss_scale is not None:
+            parts.append(("scale", f"{record.loss_scale:g}", ""))
+        if self._skipped:
+            parts.append(("skipped", f"{self._skipped:,}", "bold red" if record.skipped else ""))
         line = Text(no_wrap=True, overflow="ellipsis")
         for i, (name, value, style) in enumerate(parts):
             line.append(" · " if i else "", style="dim")
@@ -157,7 +163,10 @@ class Bar:
 
 
 class Lines:
-    """A plain line for the first step, the last one and every `every`-th between."""
+    """A plain line for the first step, the last one and every `every`-th between.
+
+    A skipped step always has its line.
+    """
 
     def __init__(self, console: Console, first_step: int, last_step: int, every: int) -> None:
         self._console = console
@@ -180,7 +189,8 @@ class Lines:
     def update(self, record: StepRecord) -> None:
         """A step has ended."""
         self._clock.tick(record.step)
-        if record.step % self._every and record.step not in (self._first_step, self._last_step):
+        due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
+        if not (due or record.skipped):
             return
         width = len(str(self._last_step))
         left = duration(self._clock.left)
@@ -188,6 +198,8 @@ class Lines:
             f"step {record.step:{width}d}/{self._last_step}  loss {record.loss:8.4f}  "
             f"grad {record.grad_norm:#8.3g}  lr {record.lr:.2e}  "
             f"{si(record.tokens_per_s):>6} tok/s  MFU {percent(record.mfu):>6}  left {left:>7}"
+            + (f"  scale {record.loss_scale:g}" if record.loss_scale is not None else "")
+            + ("  SKIPPED: gradients not finite" if record.skipped else "")
         )
 
     def note(self, text: str, style: str = "") -> None:

@@ -290,7 +290,9 @@ class Recorder:
 
     def _paths(self) -> dict[str, str]:
         """The run directory and the files in it that a reader will want."""
-        files = ("metrics.jsonl", "config.yaml", "summary.json")
+        files = ["metrics.jsonl", "config.yaml", "summary.json"]
+        if self._ranks:
+            files.append("breakdown.svg")
         paths = {name.split(".")[0]: str(self._run_dir / name) for name in files}
         return {"run_dir": str(self._run_dir)} | paths
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 WARMUP_STEPS = 3  # slow for reasons of their own: allocators, caches, lazy connections
 
@@ -21,6 +22,16 @@ class StepRecord(NamedTuple):
     tokens_per_s: float
     mfu: float  # fraction
     step_time_s: float
+    skipped: bool = False  # gradients were not finite, the parameters stay as they were
+    loss_scale: float | None = None  # of fp16, after the step
+    times: Mapping[str, float] | None = None  # seconds by kind, see `metrics.breakdown`
+
+    def row(self) -> dict[str, Any]:
+        """As a line of metrics.jsonl: what a step has not, is not there."""
+        row = self._asdict()
+        if not self.skipped:
+            del row["skipped"]
+        return {key: value for key, value in row.items() if value is not None}
 
 
 class Throughput:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.config import Config
+from parallel3d.metrics.breakdown import KINDS
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, say
@@ -20,6 +21,7 @@ from parallel3d.metrics.text import chart, duration, encodable, percent, resampl
 
 CHART_HEIGHT = 5
 LABEL_WIDTH = 14
+MAX_TABLE_RANKS = 8
 
 
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
@@ -66,6 +68,8 @@ def print_summary(console: Console, summary: Mapping[str, Any], losses: list[flo
         outer.add_row(Text(encodable(line, console.encoding), style="green", no_wrap=True))
     outer.add_row(table)
     steps = f"{summary['steps']:,} step{'' if summary['steps'] == 1 else 's'}"
+    for line in _breakdown(summary, width):
+        outer.add_row(Text(encodable(line, console.encoding), no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if finished else "yellow")
     for label, text in _places(summary).items():  # outside of the frame: to be copied
@@ -84,6 +88,8 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
         rows["held-out loss"] = " · ".join(parts)
     rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
+    if summary["skipped_steps"]:
+        rows["skipped"] = f"{summary['skipped_steps']:,} steps, whose gradients were not finite"
     if rates["mean"] is not None:
         excluded = rates["warmup_steps_excluded"]
         without = f" (first {excluded} steps left out)" if excluded else ""
@@ -129,6 +135,33 @@ def _chart(losses: list[float], summary: Mapping[str, Any], width: int) -> list[
     gap = max(1, drawn - len(first) - len(last))
     below = " " * scale + first + " " * gap + last
     return [label + row for label, row in zip(labels, rows, strict=True)] + [axis, below, ""]
+
+
+def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
+    """A small table: milliseconds of a step by kind, a row a rank, or least, mean and most."""
+    if summary["breakdown"] is None:
+        return []
+    ranks = summary["breakdown"]["ranks"]
+    used = [kind for kind in KINDS if any(rank[kind] for rank in ranks)] + ["step"]
+    if len(ranks) > MAX_TABLE_RANKS:
+        least, most = ({k: pick(r[k] for r in ranks) for k in used} for pick in (min, max))
+        mean = {k: sum(r[k] for r in ranks) / len(ranks) for k in used}
+        lines = [("least", least), ("mean", mean), ("most", most)]
+    else:
+        lines = [(f"rank {rank['rank']}", rank) for rank in ranks]
+    label = max(len("ms a step"), *(len(name) for name, _ in lines))
+    widths = [max(len(kind), 6) + 1 for kind in used]
+    head = "ms a step".ljust(label) + "".join(
+        f"{k:>{w}}" for k, w in zip(used, widths, strict=True)
+    )
+    if len(head) > width:
+        return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
+    rows = [
+        name.ljust(label)
+        + "".join(f"{1e3 * times[k]:{w}.1f}" for k, w in zip(used, widths, strict=True))
+        for name, times in lines
+    ]
+    return ["", head, *rows]
 
 
 def _number(value: float | None, form: str) -> str:

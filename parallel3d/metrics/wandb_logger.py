@@ -39,6 +39,8 @@ _NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
+    "skipped": "train/skipped",
+    "loss_scale": "train/loss_scale",
     "tokens_per_s": "speed/tokens_per_s",
     "mfu": "speed/mfu",
     "step_time_s": "speed/step_time_s",
@@ -135,7 +137,7 @@ class WandbLogger:
 
     def step(self, record: StepRecord) -> None:
         """Log a training step, unless W&B has it from an earlier session."""
-        self._step(record._asdict())
+        self._step(record.row())
 
     def evaluation(self, step: int, eval_loss: float, tokens: int) -> None:
         """Log a held-out loss, unless W&B has it from an earlier session."""
@@ -152,7 +154,8 @@ class WandbLogger:
             return
 
         def close() -> None:
-            run.summary.update({k: v for k, v in summary.items() if k not in ("paths", "wandb")})
+            local = ("paths", "wandb", "breakdown")  # places, and a table as long as the world
+            run.summary.update({k: v for k, v in summary.items() if k not in local})
             run.finish(exit_code=exit_code)
 
         self._guard(close)
@@ -207,7 +210,8 @@ class WandbLogger:
                 self._step({key: line[key] for key in line if key != "nonfinite"} | restored)
 
     def _step(self, figures: Mapping[str, Any]) -> None:
-        row = {_NAMES.get(key, key): figure for key, figure in figures.items()}
+        row = {_NAMES.get(key, key): figure for key, figure in figures.items() if key != "times"}
+        row |= {f"time/{kind}": seconds for kind, seconds in figures.get("times", {}).items()}
         self._log(Row(figures["step"], evaluation=False), row)
 
     def _log(self, place: Row, row: dict[str, float]) -> None:
