@@ -63,3 +63,15 @@ def test_padding_rows_stay_zero_and_constants_are_constant() -> None:
     piece = Piece("w", (3, 4), (0, 0), (3, 4), row=0, fill=1.0)
     made = Initializer(0, torch.float32, CPU).parameter(ParameterSpec((5, 4), (piece,), False))
     assert made[:3].eq(1).all() and made[3:].eq(0).all()
+
+
+def test_runs_cut_a_parameter_where_its_copies_change() -> None:
+    q, k, v = (Piece(name, (8, 4), (0, 0), (rows, 4), row, copies=copies) for name, rows, row, copies
+               in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2)))  # fmt: skip
+    spec = ParameterSpec((8, 4), (q, k, v), replicated=False)
+    assert list(spec.runs(0, 32)) == [(0, 16, 1), (16, 32, 2)]
+    assert list(spec.runs(10, 10)) == [(0, 6, 1), (6, 10, 2)]
+    assert list(spec.runs(20, 7)) == [(0, 7, 2)]
+    assert list(ParameterSpec((8, 4), (), replicated=False).runs(3, 5)) == [(0, 5, 1)]
+    padded = ParameterSpec((9, 4), (q,), replicated=False)
+    assert list(padded.runs(0, 36)) == [(0, 36, 1)]
