@@ -22,7 +22,7 @@ from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
 from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.trainer import Trainer
+from parallel3d.trainer import StepResult, Trainer
 from parallel3d.watchdog import start_watchdog
 from parallel3d.worker import say
 
@@ -66,6 +66,9 @@ def train(config: Config, worker: Worker) -> None:
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder, checkpoints)
+        times = trainer.step_times()
+        if recorder is not None:
+            recorder.breakdown(times)
         worker.watchdog.stop()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
@@ -102,7 +105,7 @@ def run_steps(
         result = trainer.train_step()
         if recorder is not None:
             seconds = time.perf_counter() - start
-            recorder.step(*result[:5], step_time_s=seconds)
+            record_step(trainer, recorder, result, seconds)
         due = settings.eval_every and step % settings.eval_every == 0
         if settings.eval_batches and (due or step == settings.steps):
             worker.phase = f"evaluation after step {step}"
@@ -116,6 +119,17 @@ def run_steps(
             worker.stopped = True
             checkpoints.save(trainer)
             return
+
+
+def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, seconds: float) -> None:
+    is_fp16 = trainer.config.precision.name == "fp16"
+    recorder.step(
+        *result[:5],
+        step_time_s=seconds,
+        skipped=result.skipped,
+        loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
+        times=trainer.clock.last,
+    )
 
 
 def leave_marker(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
