@@ -34,7 +34,7 @@ class FullyShardedDataParallel:
         zero: 2 or 3.
 
     Attributes:
-        parameters: local name → sharded parameter, with its `spec`.
+        parameters: local name → sharded parameter with `spec`, and `read_as`, the compute type.
         segments: what this rank steps, one parameter's shard each.
         replicas: (this rank's number, how many) among the dp ranks that step the same elements.
     """
@@ -68,7 +68,7 @@ class FullyShardedDataParallel:
         self.gradient_of: dict[str, Tensor] = {}
         offset = 0
         for name, parameter in self.parameters.items():
-            parameter.spec = specs[name]
+            parameter.spec, parameter.read_as = specs[name], dtype
             flat = _local(parameter).view(-1)
             grad = self.gradients[offset : offset + flat.numel()]
             offset += flat.numel()
