@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel3d.checkpoint import identity
+from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.config import Config
 from parallel3d.errors import UserError
 
@@ -146,6 +148,14 @@ def _config_files(directory: Path) -> list[Path]:
     return [directory / name for name in names or [CONFIG_FILE]]
 
 
+def status(directory: Path) -> str | None:
+    """How a run's last start ended, by its summary: "finished", "stopped", …; None without one."""
+    summary = directory / "summary.json"
+    if not summary.is_file():
+        return None
+    return json.loads(summary.read_text(encoding="utf-8")).get("status")
+
+
 def discard_unused(directory: Path) -> None:
     """Remove a run directory in which nothing was computed, so that its name is free again."""
     ours = {FAILURES, PLACEMENT_FILE}
@@ -178,12 +188,18 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
             f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
             "choose another run="
         ) from None
-    if may_go_on and config.checkpoint.load:
+    if may_go_on and not config.checkpoint.load:
+        raise UserError(
+            f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
+            "choose another run= or remove it"
+        )
+    is_over = not list_checkpoints(directory) and status(directory) == "finished"
+    if may_go_on and not is_over:
         found = identity.changes(dataclasses.asdict(there), config)
         if refusal := identity.refusal(config.run, found):
             raise UserError(refusal)
         return
-    why = " and checkpoint.load=false" if may_go_on else ""
+    why = ", with no checkpoint to go on from" if may_go_on else ""
     differing = differences(there, config)
     if not differing:
         raise UserError(
@@ -192,7 +208,7 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
     shown = ", ".join(f"{key} is {old!r} there, now {new!r}" for key, old, new in differing[:3])
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise UserError(
-        f"run={config.run} exists already{why}, with another configuration: {shown}{more}; "
+        f"run={config.run} exists already with another configuration: {shown}{more}; "
         "choose another run="
     )
 

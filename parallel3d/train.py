@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
+from parallel3d.run_directory import status
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import StepResult, Trainer
 from parallel3d.watchdog import start_watchdog
@@ -51,7 +51,7 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, say)
     first_step = checkpoints.restore(trainer)
-    if is_finished(worker.run_dir, first_step, config.train.steps):
+    if first_step > config.train.steps and status(worker.run_dir) == "finished":
         if worker.rank == 0:
             done = f"run={config.run} is finished: {first_step - 1} steps are done"
             say(f"{done}; a larger train.steps goes on")
@@ -79,14 +79,6 @@ def train(config: Config, worker: Worker) -> None:
     groups.close()
     if not is_saved and not worker.stopped:
         raise CheckpointFailure("the steps are done, but the last checkpoint was not written")
-
-
-def is_finished(run_dir: Path, first_step: int, steps: int) -> bool:
-    """Whether a run has done all its steps and all that follows them, which the summary says."""
-    summary = run_dir / "summary.json"
-    if first_step <= steps or not summary.is_file():
-        return False
-    return json.loads(summary.read_text(encoding="utf-8"))["status"] == "finished"
 
 
 def run_steps(

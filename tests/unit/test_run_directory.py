@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import stat
@@ -124,8 +125,20 @@ def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path
         with pytest.raises(UserError, match=keys):
             attempt(other, may_go_on=True)
     fresh = dataclasses.replace(mine, checkpoint=CheckpointConfig(load=False))
-    with pytest.raises(UserError, match=r"exists already and checkpoint\.load=false"):
+    with pytest.raises(UserError, match=r"exists already in .* checkpoint\.load=false"):
         check_run(fresh, may_go_on=True)
+
+
+def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    for ending in ("failed", "stopped"):
+        (directory / "summary.json").write_text(json.dumps({"status": ending}))
+        check_run(mine, may_go_on=True)
+    (directory / "summary.json").write_text(json.dumps({"status": "finished"}))
+    with pytest.raises(UserError, match="with no checkpoint to go on from: choose another run="):
+        check_run(mine, may_go_on=True)
+    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
+    check_run(mine, may_go_on=True)
 
 
 def test_run_that_is_running_is_not_started_again(tmp_path: Path) -> None:

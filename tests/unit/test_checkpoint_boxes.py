@@ -1,0 +1,106 @@
+"""Boxes of flat ranges: every element of a logical tensor is in exactly one, wherever it is cut."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.checkpoint.boxes import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
+from parallel3d.tensor_parallel.parameters import ParameterSpec, Piece
+
+
+@dataclass
+class Part:
+    """A slice of a local parameter."""
+
+    name: str
+    spec: ParameterSpec
+    start: int
+    values: dict[str, Tensor]
+    replica: tuple[int, int] = (0, 1)
+
+
+def fused(rows: int, width: int, padding: int) -> tuple[ParameterSpec, dict[str, Tensor], Tensor]:
+    """A local parameter that holds rows 2 … of `a` and columns 1 … of `b`, and padding; the full
+    tensors; the local values."""
+    full = {
+        "a": torch.arange(1.0, 1 + (rows + 4) * width).view(rows + 4, width),
+        "b": -torch.arange(1.0, 1 + rows * (width + 3)).view(rows, width + 3),
+    }
+    pieces = (
+        Piece("a", (rows + 4, width), (2, 0), (rows, width), row=0),
+        Piece("b", (rows, width + 3), (0, 1), (rows, width), row=rows),
+    )
+    padded = torch.zeros(padding, width)
+    local = torch.cat((full["a"][2 : 2 + rows], full["b"][:, 1 : 1 + width], padded))
+    return ParameterSpec(tuple(local.shape), pieces, replicated=False), full, local
+
+
+def test_any_cut_of_a_fused_matrix_is_at_most_three_boxes_a_piece() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        rows, width = draw.randint(1, 6), draw.randint(1, 6)
+        spec, full, local = fused(rows, width, padding=draw.randint(0, 2))
+        cuts = sorted(draw.randint(0, local.numel()) for _ in range(draw.randint(0, 4)))
+        seen = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
+        for start, end in zip([0, *cuts], [*cuts, local.numel()], strict=True):
+            values = local.flatten()[start:end]
+            by_piece = {"a": 0, "b": 0}
+            for piece, box, at in boxes_of_range(spec, start, end - start):
+                by_piece[piece.name] += 1
+                (r, c), (h, w) = box.offsets, box.sizes
+                theirs = full[piece.name][r : r + h, c : c + w]
+                assert torch.equal(values[at : at + box.elements].view(h, w), theirs)
+                seen[piece.name][r : r + h, c : c + w] += 1
+            assert max(by_piece.values()) <= 3
+        assert bool((seen["a"][2 : 2 + rows] == 1).all()) and seen["a"].sum() == rows * width
+        assert bool((seen["b"][:, 1 : 1 + width] == 1).all()) and seen["b"].sum() == rows * width
+
+
+def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
+    vector = ParameterSpec((6,), (Piece("v", (12,), (6,), (6,)),), replicated=False)
+    ((_, box, at),) = boxes_of_range(vector, 2, 3)
+    assert (box.offsets, box.sizes, at) == ((8,), (3,), 0)
+    cube = ParameterSpec((2, 2, 2), (Piece("c", (2, 2, 2), (0, 0, 0), (2, 2, 2)),), False)
+    with pytest.raises(ValueError, match="c: "):
+        list(boxes_of_range(cube, 0, 8))
+
+
+@pytest.mark.parametrize("rows", [3, 4 * SHARED_ELEMENTS // 8])
+def test_holders_write_each_element_once_however_each_has_cut_it(rows: int) -> None:
+    """A slice of few elements is one holder's, a large one is shared about evenly."""
+    width, holders = 8, 4
+    spec = ParameterSpec((rows, width), (Piece("w", (rows, width), (0, 0), (rows, width)),), False)
+    draw = random.Random(5)
+    written = torch.zeros(rows * width)
+    shares = []
+    for holder in range(holders):
+        cuts = sorted(draw.sample(range(1, rows * width), holder))  # none, one, two, three
+        mine = 0
+        for start, end in zip([0, *cuts], [*cuts, rows * width], strict=True):
+            values = {"parameter": torch.empty(end - start)}
+            first, count = share(Part(f"local-{holder}", spec, start, values, (holder, holders)))
+            written[start + first : start + first + count] += 1
+            mine += count
+        shares.append(mine)
+    assert bool((written == 1).all())
+    if rows > 3:
+        assert max(shares) - min(shares) <= width
+    else:
+        assert sorted(shares) == [0, 0, 0, rows * width]
+
+
+def test_a_state_holds_live_views_of_every_kind() -> None:
+    spec, _, local = fused(2, 3, padding=1)
+    flat = local.flatten().clone()
+    part = Part("x", spec, 4, {"parameter": flat[4:], "exp_avg": flat[4:] * 2})
+    state = logical_tensors([part], shared=False)
+    assert set(state) == {"parameter/a", "exp_avg/a", "parameter/b", "exp_avg/b"}
+    for _, view in state["parameter/a"].boxes:
+        view.fill_(7)
+    assert flat.tolist()[4:6] == [7, 7] and flat[3] != 7
+    assert state["parameter/b"].full_shape == (2, 6)

@@ -1,0 +1,66 @@
+"""What a run may change when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from parallel3d.checkpoint.identity import changes, layout, refusal, refused, said
+from parallel3d.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
+
+
+def there(config: Config) -> dict:
+    """As a checkpoint has it: through JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def test_layout_and_launcher_are_free() -> None:
+    old = Config(tp=2, zero=1, schedule=ScheduleConfig(layers_per_stage=[1, 3]))
+    assert changes(there(old), old) == []
+    new = Config(pp=2, run="x", device="cpu", micro_batch_size=2, data=DataConfig(path="moved"))
+    found = changes(there(old), new)
+    assert refused(found) == [] and said(found) == []
+    assert refusal("x", found) is None
+    assert {c.key for c in layout(found)} == {"tp", "pp", "zero", "micro_batch_size"}
+
+
+def test_what_the_next_steps_do_is_said() -> None:
+    new = Config(global_batch_size=32, optim=OptimConfig(lr=5e-4, clip_grad=0.5))
+    new.train.steps = 900
+    new.precision.name = "bf16"
+    found = changes(there(Config()), new)
+    assert refused(found) == []
+    assert {c.key for c in said(found)} == {
+        *("global_batch_size", "optim.lr", "optim.clip_grad", "train.steps", "precision.name")
+    }
+
+
+def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
+    old = Config()
+    for key, new in {
+        "seed": Config(seed=7),
+        "model.seq_length": Config(model=ModelConfig(seq_length=64)),
+        "model.norm_eps": Config(model=ModelConfig(norm_eps=1e-6)),
+        "model.vocab_size": Config(model=ModelConfig(vocab_size=300)),
+        "data.valid_fraction": Config(data=DataConfig(valid_fraction=0.1)),
+        "optim.name": Config(optim=OptimConfig(name="sgd")),
+        "optim.momentum": Config(optim=OptimConfig(momentum=0.9)),
+    }.items():
+        found = changes(there(old), new)
+        assert [c.key for c in refused(found)] == [key]
+        assert f"{key} is " in (refusal("mine", found) or "")
+        assert said(found) == []
+
+
+def test_momentum_may_change_but_not_come_or_go() -> None:
+    found = changes(
+        there(Config(optim=OptimConfig(momentum=0.8))), Config(optim=OptimConfig(momentum=0.9))
+    )
+    assert refused(found) == []
+    assert [c.key for c in said(found)] == ["optim.momentum"]
+
+
+def test_keys_that_a_checkpoint_does_not_know_are_no_difference() -> None:
+    old = there(Config())
+    del old["model"]["bias"], old["recovery"]
+    assert changes(old, Config(model=ModelConfig(bias=False))) == []
