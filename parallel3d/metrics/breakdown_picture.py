@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel3d.metrics.breakdown import KINDS, RankTimes, by_stage
+from parallel3d.metrics.text import three_digits
 from parallel3d.topology.canvas import Canvas
 from parallel3d.topology.palette import GREY, GROUP_COLOURS, NVLINK, RAILS
 
@@ -73,14 +74,16 @@ def _bar(canvas: Canvas, times: dict[str, float], x: float, y: float, scale: flo
         width = seconds * scale
         if width < 0.05:
             continue
-        words = _ms(seconds)
+        words = three_digits(1e3 * seconds)
         _box(canvas, kind, x, y, width, HEIGHT, f"{WORDS.get(kind, kind)}: {words} ms")
         if Canvas.measure(words, 11) + 6 < width:
             ink = "#ffffff" if kind in DARK else "#212529"
             middle = x + width / 2
             canvas.text(middle, y + 0.66 * HEIGHT, words, size=11, anchor="middle", fill=ink)
         x += width
-    canvas.text(x + 8, y + 0.7 * HEIGHT, _ms(sum(times.values())), size=13, weight=600)
+    canvas.text(
+        x + 8, y + 0.7 * HEIGHT, three_digits(1e3 * sum(times.values())), size=13, weight=600
+    )
 
 
 def _box(
@@ -114,8 +117,3 @@ def _round_tick(about: float) -> float:
         return 0.0
     power = 10.0 ** (len(str(int(about * 1e6))) - 1) * 1e-6
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= about * 0.7)
-
-
-def _ms(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"

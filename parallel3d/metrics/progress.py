@@ -146,9 +146,9 @@ class Bar:
             ("MFU", percent(record.mfu), ""),
         ]
         if record.loss_scale is not None:
-            parts.append(("scale", f"{record.loss_scale:g}", ""))
+            parts.insert(1, ("scale", f"{record.loss_scale:g}", ""))
         if self._skipped:
-            parts.append(("skipped", f"{self._skipped:,}", "bold red" if record.skipped else ""))
+            parts.insert(1, ("skipped", f"{self._skipped:,}", "bold red" if record.skipped else ""))
         line = Text(no_wrap=True, overflow="ellipsis")
         for i, (name, value, style) in enumerate(parts):
             line.append(" · " if i else "", style="dim")

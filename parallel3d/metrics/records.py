@@ -31,6 +31,8 @@ class StepRecord(NamedTuple):
         row = self._asdict()
         if not self.skipped:
             del row["skipped"]
+        if self.times is not None:
+            row["times"] = {kind: round(seconds, 6) for kind, seconds in self.times.items()}
         return {key: value for key, value in row.items() if value is not None}
 
 

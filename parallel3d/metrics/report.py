@@ -17,11 +17,12 @@ from parallel3d.metrics.breakdown import KINDS
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, say
-from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si
+from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si, three_digits
 
 CHART_HEIGHT = 5
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
+SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 
 
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
@@ -149,19 +150,16 @@ def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
         lines = [("least", least), ("mean", mean), ("most", most)]
     else:
         lines = [(f"rank {rank['rank']}", rank) for rank in ranks]
-    label = max(len("ms a step"), *(len(name) for name, _ in lines))
-    widths = [max(len(kind), 6) + 1 for kind in used]
-    head = "ms a step".ljust(label) + "".join(
-        f"{k:>{w}}" for k, w in zip(used, widths, strict=True)
-    )
-    if len(head) > width:
-        return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
+    table = [["ms a step", *(SHORT.get(kind, kind) for kind in used)]]
+    table += [[name, *(three_digits(1e3 * times[k]) for k in used)] for name, times in lines]
+    label, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
     rows = [
-        name.ljust(label)
-        + "".join(f"{1e3 * times[k]:{w}.1f}" for k, w in zip(used, widths, strict=True))
-        for name, times in lines
+        name.ljust(label) + "".join(f"  {x:>{w}}" for x, w in zip(cells, widths, strict=True))
+        for name, *cells in table
     ]
-    return ["", head, *rows]
+    if len(rows[0]) > width:
+        return ["time by rank is in summary.json and breakdown.svg: this screen is too narrow"]
+    return ["", *rows]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -20,8 +20,8 @@ def si(value: float) -> str:
         return f"{value} "
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= 0.9995 * factor:  # 999.6 is 1.00 k, never 1e+03
-            return f"{_three_digits(value / factor)} {prefix}"
-    return f"{_three_digits(value)} "
+            return f"{three_digits(value / factor)} {prefix}"
+    return f"{three_digits(value)} "
 
 
 def duration(seconds: float) -> str:
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 def percent(fraction: float) -> str:
     """34.1 %, with three digits also for small values."""
-    return f"{_three_digits(100 * fraction)} %"
+    return f"{three_digits(100 * fraction)} %"
 
 
 def encodable(text: str, encoding: str) -> str:
@@ -117,6 +117,7 @@ def resample(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """0.12, 1.23, 12.3, 123, 1234."""
     size = abs(value)
     return f"{value:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from parallel3d.config import Config, ModelConfig
+from parallel3d.metrics.breakdown import KINDS, RankTimes
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.topology.layout import Layout
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")
@@ -255,3 +258,81 @@ def test_a_step_costs_less_than_a_millisecond(tmp_path: Path, terminal: bool) ->
             times.append(time.perf_counter() - begin)
     print(f"median {statistics.median(times) * 1e6:.0f} µs")
     assert statistics.median(times) < 1e-3
+
+
+def rank_times(count: int) -> list[RankTimes]:
+    layout = Layout(dp=count)
+    share = dict.fromkeys(KINDS, 0.0) | {"forward": 0.1, "backward": 0.2, "idle": 0.05}
+    return [
+        RankTimes(rank, layout.coordinates(rank), share | {"dp": rank / 1000})
+        for rank in range(count)
+    ]
+
+
+def test_time_by_rank_is_in_the_panel_the_summary_and_a_picture(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(1))
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 5.0, 0.5, 1e-3, 4096, 0.5, times={"forward": 0.1234567, "idle": 0.25})
+        recorder.breakdown(rank_times(3))
+        summary = recorder.finish()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["times"] == {
+        "forward": 0.123457,
+        "idle": 0.25,
+    }
+    ranks = summary["breakdown"]["ranks"]
+    assert [(r["rank"], r["dp"], round(r["step"], 6)) for r in ranks][2] == (2, 0.002, 0.352)
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    assert ["│", "ms", "a", "step", "fwd", "bwd", "dp", "idle", "step", "│"] in lines
+    assert ["│", "rank", "2", "100", "200", "2.00", "50.0", "352", "│"] in lines
+    picture = (tmp_path / "breakdown.svg").read_text()
+    # Bars of three ranks; the first has no dp.
+    assert picture.count("class='backward'") - 1 == 3
+    assert picture.count("class='dp'") - 1 == 2
+    assert "tp, exposed" not in picture
+
+
+def test_more_ranks_than_rows_are_least_mean_and_most(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(1))
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 5.0, 0.5, 1e-3, 4096, 0.5)
+        recorder.breakdown(rank_times(21))
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    for name, dp, step in (
+        ("least", "0.00", "350"),
+        ("mean", "10.0", "360"),
+        ("most", "20.0", "370"),
+    ):
+        assert ["│", name, "100", "200", dp, "50.0", step, "│"] in lines
+    # More bars than fit: one for each stage.
+    assert "stage 0, mean" in (tmp_path / "breakdown.svg").read_text()
+
+
+def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(40))
+    with recorder:
+        recorder.start({})
+        for step in range(1, 5):
+            skipped = step in (2, 3)
+            recorder.step(
+                step, math.inf if skipped else 2.0, 1.0, 1e-3, 4096, 0.5,
+                skipped=skipped, loss_scale=2.0 ** (16 - step),
+            )  # fmt: skip
+        assert recorder.finish("stopped")["skipped_steps"] == 2
+    lines = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
+    # The first, and those that were skipped, though every tenth alone is due.
+    assert [line.split()[1] for line in lines] == ["1/40", "2/40", "3/40"]
+    assert lines[1].endswith("scale 16384  SKIPPED: gradients not finite")
+    assert "SKIPPED" not in lines[0]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row.get("skipped") for row in rows] == [None, True, True, None]
+    assert [row["loss_scale"] for row in rows] == [32768, 16384, 8192, 4096]
+    again, screen = make_recorder(tmp_path, make_config(5), terminal=True, first_step=5)
+    with again:
+        again.start({})
+        again.step(5, 2.0, 1.0, 1e-3, 4096, 0.5, skipped=True, loss_scale=2048.0)
+        time.sleep(0.4)  # the bar is drawn four times a second
+        assert again.finish()["skipped_steps"] == 3
+    assert "skipped 1 · scale 2048 · grad" in Text.from_ansi(screen.getvalue()).plain
+    assert "3 steps, whose gradients were not finite" in screen.getvalue()
