@@ -107,8 +107,8 @@ class RecoveryConfig:
     )
     watchdog_s: float | None = key(
         None,
-        "seconds without progress after which a hang is reported and the job ended; null: "
-        "launch.timeout_s",
+        "seconds without progress after which a hang is reported and the job ended; null: nine "
+        "tenths of launch.timeout_s, before a collective's own time-out",
         above=0,
     )
     spike_factor: float = key(

@@ -40,8 +40,10 @@ TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 class Failure:
     """One rank's end: who (rank, coordinates, host), doing what, where in the code, and why.
 
-    `kind` "user" is a UserError and `error` its sentence; "killed" is a death by signal or a bare
-    exit, of which nobody but the launcher can tell. `time` is seconds since the epoch.
+    `kind` "user" is a UserError and `error` its sentence; "hang" is a watchdog's verdict, all of it
+    in `error`; "killed" is a death by signal or a bare exit, of which nobody but the launcher can
+    tell. `departed`: the rank had left the way of its last step (`operation_log.Departure`). `time`
+    is seconds since the epoch.
     """
 
     rank: int
@@ -51,13 +53,16 @@ class Failure:
     where: str
     error: str
     time: float
-    kind: Literal["error", "user", "killed"] = "error"
+    kind: Literal["error", "user", "hang", "killed"] = "error"
     traceback_file: str | None = None
+    departed: bool = False
 
     def sentence(self) -> str:
         """The failure as one line; for a user error only what the user needs."""
         if self.kind == "user":
             return full_stop(self.error)
+        if self.kind == "hang":
+            return self.error
         who = f"rank {self.rank} ({self.coordinates}) on {self.host}"
         if self.kind == "killed":
             return f"{who} {self.error}"
@@ -68,7 +73,15 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether this rank only noticed that another had gone."""
-        return self.kind == "error" and PEER_GONE.search(self.error) is not None
+        gone = PEER_GONE.search(self.error) is not None
+        return self.kind == "error" and gone and not self.departed
+
+    @property
+    def did_as_always(self) -> bool:
+        """Whether it failed for another rank's call: gloo aborts on a tensor of the wrong size."""
+        if self.kind == "killed":
+            return "SIGABRT" in self.error
+        return self.kind == "error" and not self.departed
 
 
 def full_stop(sentence: str) -> str:
@@ -82,10 +95,20 @@ def coordinates_of(config: Config, rank: int) -> str:
     return str(layout.coordinates(rank)) if rank < layout.world_size else "outside the layout"
 
 
+def who(config: Config, rank: int, host: str | None = None) -> str:
+    """ "rank 3 (pp 1, dp 0, tp 1) on host", this host if none is given."""
+    return f"rank {rank} ({coordinates_of(config, rank)}) on {host or socket.gethostname()}"
+
+
 def from_exception(config: Config, worker: Worker, error: BaseException) -> Failure:
     """Describe an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
+    awaited, departure = worker.log.awaited(), worker.log.departure()
+    if awaited is not None:
+        text = f"in {awaited}: {text}"
+    if departure is not None:
+        text = f"{departure}; {text}"
     return Failure(
         rank=worker.rank,
         coordinates=coordinates_of(config, worker.rank),
@@ -95,6 +118,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
         error=str(error) if isinstance(error, UserError) else text,
         time=time.time(),
         kind="user" if isinstance(error, UserError) else "error",
+        departed=departure is not None,
     )
 
 
@@ -124,11 +148,16 @@ def from_exit(config: Config, rank: int, exitcode: int) -> Failure:
 
 def innermost_place(trace: TracebackType | None) -> str:
     """ " at parallel3d/trainer.py:123": the deepest frame of this package; "" without one."""
+    return place_in([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)])
+
+
+def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
+    """The same for frames (file, line, function), outermost first."""
     place = ""
-    for frame in traceback.extract_tb(trace):
-        path = Path(frame.filename).resolve()
+    for file, line, _ in stack:
+        path = Path(file).resolve()
         if path.is_relative_to(PACKAGE):
-            place = f" at {path.relative_to(PACKAGE.parent)}:{frame.lineno}"
+            place = f" at {path.relative_to(PACKAGE.parent)}:{line}"
     return place
 
 
@@ -143,12 +172,17 @@ def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(details, encoding="utf-8")
         failure = dataclasses.replace(failure, traceback_file=str(file))
+    write_record(failure, details, run_dir)
+    return failure
+
+
+def write_record(failure: Failure, details: str, run_dir: Path) -> None:
+    """Leave the record alone: in the run directory, and where torchrun looks for it."""
     folder = run_dir / FAILURES
     folder.mkdir(parents=True, exist_ok=True)
     record = json.dumps(dataclasses.asdict(failure))
     (folder / f"rank-{failure.rank}.json").write_text(record, encoding="utf-8")
     write_elastic_file(failure, details, os.environ)
-    return failure
 
 
 def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str]) -> None:
@@ -171,10 +205,17 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
     Ties in kind keep the given order. `failures` must not be empty.
     """
-    return min(failures, key=_rank_of_cause)
+    found = list(failures)
+    # A rank that departed met calls that were not its own; unless all did, as at a skipped step.
+    departed = [f for f in found if f.departed]
+    if any(f.did_as_always for f in found) and departed:
+        found = [*departed, *(f for f in found if f.kind == "hang")]
+    return min(found, key=_rank_of_cause)
 
 
 def _rank_of_cause(failure: Failure) -> tuple[int, float]:
+    if failure.kind == "hang":  # found over all ranks; what they died of then is its doing
+        return -1, failure.time
     if failure.kind == "killed":
         # Its time is only when the launcher saw it: an error of the same moment came first.
         # SIGTERM and SIGHUP are what launchers send to the survivors.

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from parallel3d.errors import UserError
+from parallel3d.operation_log import OperationLog
 from parallel3d.stop_signals import StopSignals
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from parallel3d.topology.placement import Placement
+    from parallel3d.watchdog import Watchdog
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
@@ -34,6 +38,8 @@ class Worker:
     `rank` is the place in the layout; the launcher may have numbered this process otherwise.
     `placement` is where all ranks sit, None where the run did not need to know. `stop` holds the
     signals that came; `stopped` says that the run ended early because of one, on some rank.
+    `store` is what the ranks met at; `log` is what this rank communicates, and `watchdog` looks
+    whether that gets on, if anything does.
     """
 
     rank: int
@@ -47,6 +53,9 @@ class Worker:
     placement: Placement | None = None
     stop: StopSignals = field(default_factory=StopSignals)
     stopped: bool = False
+    store: Store | None = None
+    watchdog: Watchdog | None = None
+    log: OperationLog = field(default_factory=OperationLog)
 
 
 @dataclass(frozen=True)

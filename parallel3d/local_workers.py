@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -31,6 +31,7 @@ from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_o
 LOCALHOST = "127.0.0.1"
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3
+LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
 POLL_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -54,13 +55,20 @@ class Agent(LocalElasticAgent):
             context = self._pcontext
             assert context is not None  # set by the call above
             close = context.close
-            context.close = lambda death_sig=None, timeout=GRACE_S: close(END_SIGNAL, GRACE_S)
+            context.close = lambda death_sig=None, timeout=GRACE_S: self._close(close)
             if hangup == signal.SIG_IGN:  # nohup
                 signal.signal(signal.SIGHUP, hangup)
             if self.grace_s is not None:
                 for number in STOPPING:
                     signal.signal(number, self._ask_to_stop)
         return pids
+
+    def _close(self, close: Callable[[signal.Signals, int], None]) -> None:
+        """Ends the ranks. Where one aborted, its peers have a moment first: they may know why."""
+        exits = [failed.exitcode for failed in self._pcontext._failures.values()]
+        if -signal.SIGABRT in exits:
+            time.sleep(LAST_WORDS_S)
+        close(END_SIGNAL, GRACE_S)
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on; the second Ctrl-C ends everything at once."""

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from parallel3d.topology.process_groups import ProcessGroups
 
 
@@ -43,18 +43,45 @@ class Operation(NamedTuple):
         """Whether both are the same call, wherever they stand in the group's count."""
         return self._replace(number=0) == other._replace(number=0)
 
+    @property
+    def tensor(self) -> str:
+        """ "float32[2,32]"."""
+        return f"{self.dtype.removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
     def __str__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        tensor = f"{self.dtype.removeprefix('torch.')}[{shape}]"
         if self.peer is not None:
-            return (
-                f"{self.name} {'to' if self.name == 'send' else 'from'} rank {self.peer} of "
-                f"{self.group} ({tensor})"
-            )
-        return f"{self.name} {self.number} of {self.group} ({tensor})"
+            way = "to" if self.name == "send" else "from"
+            return f"{self.name} {way} rank {self.peer} of {self.group} ({self.tensor})"
+        return f"{self.name} {self.number} of {self.group} ({self.tensor})"
 
 
-Note = tuple[str, int, str, torch.Size, torch.dtype, int | None]
+class Departure(NamedTuple):
+    """An operation that was not done as the time before, and how it was done then.
+
+    `now` is None where the piece of work ended without it. `after` is what followed it then.
+    """
+
+    now: Operation | None
+    was: Operation
+    after: Operation | None
+
+    @property
+    def is_other_tensor(self) -> bool:
+        """The same call with another tensor (unless it is the next call, one left out)."""
+        now, was = self.now, self.was
+        if now is None or (self.after is not None and now.alike(self.after)):
+            return False
+        return (now.group, now.name, now.peer) == (was.group, was.name, was.peer)
+
+    def __str__(self) -> str:
+        if self.is_other_tensor:
+            return f"called {self.now}, where a step before it was {self.was.tensor}"
+        if self.now is None or (self.after is not None and self.now.alike(self.after)):
+            return f"left out {self.was.name} of {self.was.group} ({self.was.tensor})"
+        return f"went to {self.now}, where a step before it was {self.was}"
+
+
+Note = tuple[str, int, str, "torch.Size", "torch.dtype", int | None]
 
 
 def _operation(note: Note) -> Operation:
@@ -81,9 +108,11 @@ class OperationLog:
         self._notes: list[Note] = []
         self._kind = ""
         self._habits: dict[str, list[Note]] = {}
+        self._last: tuple[list[Note], list[Note]] = ([], [])  # the piece before, and its habit
 
     def boundary(self, kind: str) -> None:
         """A piece of work begins ("train step", "evaluation") that is alike every time."""
+        self._last = (self._notes, self._habits.get(self._kind, []))
         self._habits[self._kind] = self._notes
         self._notes, self._kind = [], kind
         self.progress += 1
@@ -115,23 +144,25 @@ class OperationLog:
         note = self.waiting
         return None if note is None else _operation(note)
 
-    def departure(self) -> tuple[Operation | None, Operation, Operation | None] | None:
+    def departure(self) -> Departure | None:
         """Where this piece of work left the way of the last one of its kind; None if it did not.
 
-        Returns: the operation of this time (None: it came to no further one), the one that was in
-        its place last time, and the one that followed that.
+        Or where the piece before this one did: its operations may not have been missed at once.
         """
-        before = self._habits.get(self._kind)
-        if not before:
-            return None
-        now = list(self._notes)
-        for i, was in enumerate(before):
-            if i >= len(now):
-                return None  # on its way
-            if _call(now[i]) != _call(was):
-                after = _operation(before[i + 1]) if i + 1 < len(before) else None
-                return _operation(now[i]), _operation(was), after
-        return None
+        habit = self._habits.get(self._kind, [])
+        return _first_difference(list(self._notes), habit, is_over=False) or _first_difference(
+            *self._last, is_over=True
+        )
+
+
+def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Departure | None:
+    for i, was in enumerate(before):
+        after = _operation(before[i + 1]) if i + 1 < len(before) else None
+        if i >= len(now):
+            return Departure(None, _operation(was), after) if is_over else None
+        if _call(now[i]) != _call(was):
+            return Departure(_operation(now[i]), _operation(was), after)
+    return None
 
 
 def _call(note: Note) -> tuple:

@@ -34,6 +34,7 @@ APPS = {
     "train": ("parallel3d.train", "train"),
     "verify": ("parallel3d.verify", "verify"),
     "bench comm": ("parallel3d.bench.comm", "bench_comm"),
+    "generate": ("parallel3d.generate", "generate"),
 }
 # Those that a signal stops at the end of a step; the others it ends at once.
 STOPPABLE = ("train",)
@@ -120,6 +121,7 @@ def run_joined(app: str, config: Config, place: Place) -> int:
         config = _agree_on_run(app, config, place, worker, store)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
+        _tell_hang(worker, error)
         _report(config, worker, error, store)
         _leave(USER_ERROR if isinstance(error, UserError) else 1)
 
@@ -152,6 +154,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
         code = _work(app, config, worker, _meet(config, place))
         return ANSWER + code if code else 0
     except Exception as error:
+        _tell_hang(worker, error)
         failure.write(failure.from_exception(config, worker, error), error, directory)
         _leave(USER_ERROR if isinstance(error, UserError) else 1)
 
@@ -161,6 +164,7 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     import torch
     import torch.distributed as dist
 
+    worker.store = store if worker.world_size > 1 else None
     worker.phase = "placing the ranks"
     take_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
@@ -274,6 +278,12 @@ def _device(config: Config, place: Place) -> str:
     import torch
 
     return f"cuda:{place.local_rank % torch.cuda.device_count()}"
+
+
+def _tell_hang(worker: Worker, error: Exception) -> None:
+    """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
+    if worker.watchdog is not None and failure.TIMED_OUT.search(str(error)):
+        worker.watchdog.timed_out()
 
 
 def _report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:

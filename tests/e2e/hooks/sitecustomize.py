@@ -1,8 +1,9 @@
 """Put on PYTHONPATH by a test: makes one rank of a run fail in the way that FAIL names.
 
 FAIL=how:rank:step, with how one of raise, user (a UserError), stop (SIGSTOP to itself), hang, and
-`*` for every rank; several are joined by commas. The moment is written to FAILED_AT. parallel3d
-itself knows nothing of this: its trainer is patched as it is imported.
+`*` for every rank; several are joined by commas. Two more spoil the step's sum over the world: skip
+(the rank goes on without it) and shape (it brings a longer tensor). The moment is written to
+FAILED_AT. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def _patch(module: ModuleType) -> None:
         for fault in os.environ["FAIL"].split(","):
             how, rank, step = fault.split(":")
             if rank in ("*", str(self.groups.rank)) and self.steps_done + 1 == int(step):
-                _fail(how)
+                _fail(how, module)
         return train_step(self)
 
     module.Trainer.train_step = failing
 
 
-def _fail(how: str) -> None:
+def _fail(how: str, module: ModuleType) -> None:
     with open(os.environ["FAILED_AT"], "w", encoding="utf-8") as file:
         file.write(str(time.time()))
     if how == "raise":
@@ -53,9 +54,26 @@ def _fail(how: str) -> None:
         from parallel3d.errors import UserError
 
         raise UserError("tp=0 is what the test planted.")
+    if how in ("skip", "shape"):
+        _spoil(how, module.collectives)
+        return
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(3600)
+
+
+def _spoil(how: str, collectives: ModuleType) -> None:
+    """The next sum over the world, or its tensor, is not what the other ranks have."""
+    name = "all_reduce_few" if hasattr(collectives, "all_reduce_few") else "all_reduce"
+    right = getattr(collectives, name)
+
+    def wrong(tensor, group):
+        if group.name != "world":
+            return right(tensor, group)
+        setattr(collectives, name, right)
+        return tensor if how == "skip" else right(tensor.repeat(3), group)[: len(tensor)]
+
+    setattr(collectives, name, wrong)
 
 
 if "FAIL" in os.environ:

@@ -1,0 +1,298 @@
+"""Notices that nothing moves any more, says which rank is at fault, and ends the run.
+
+A thread of each rank looks once in a while whether the rank's operation log has grown. While it
+does, that is all: nothing is written or sent. Where nothing has moved for `timeout_s`, the ranks
+tell each other through the store what they were doing, dump their stacks into the run directory,
+and the first of them says who is at fault (`hang.diagnose`). Whoever does not answer is at fault
+himself: a stopped process cannot run its own thread, so its neighbours look at it in /proc.
+
+The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it is
+rank 0's: if it does not answer either, rank 0 is the one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d import failure, hang
+from parallel3d.config import Config
+from parallel3d.launch import Worker
+from parallel3d.operation_log import OperationLog
+from parallel3d.worker import say
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+KEY = "parallel3d/hang"
+LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
+ANSWER_S = 2.5  # ranks that have not answered after this are silent
+STORE_S = 3.0  # a store that takes longer is out of reach
+VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
+
+
+@dataclass
+class Watchdog:
+    """Watches one rank, in a thread, from `start` to `stop`.
+
+    Args:
+        store: of all ranks; None for a world of one.
+        timeout_s: seconds without progress after which the run is ended.
+    """
+
+    config: Config
+    worker: Worker
+    store: Store | None
+    timeout_s: float
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+    _idle_s: float = 0.0
+
+    @property
+    def log(self) -> OperationLog:
+        return self.worker.log
+
+    def start(self) -> None:
+        """Tells the other ranks where this process is, and begins to watch."""
+        if self.store is not None:
+            self.store = self.store.clone()  # calls of the main thread may block on its own
+            self.store.set_timeout(timedelta(seconds=STORE_S))
+            me = {"pid": os.getpid(), "born": _born(os.getpid()), "host": socket.gethostname()}
+            self.store.set(f"{KEY}/process/{self.worker.rank}", json.dumps(me))
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No longer watches: what follows may take its time."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def timed_out(self) -> None:
+        """The main thread's own wait has timed out: that is a hang as well. Does not return."""
+        self._idle_s = max(self._idle_s, self.timeout_s)
+        self._report()
+
+    def _watch(self) -> None:
+        interval = min(LOOK_S, self.timeout_s / 4)
+        seen: tuple[int, str] | None = None
+        moved = looked = time.monotonic()
+        while not self._stopped.wait(interval):
+            now = time.monotonic()
+            state = (self.log.progress, self.worker.phase)
+            # A gap means that this process itself was stopped meanwhile: that is no hang of others.
+            if state != seen or now - looked > 5 * interval + 1:
+                seen, moved = state, now
+            looked, self._idle_s = now, now - moved
+            late = self._idle_s >= self.timeout_s
+            if late or (self._idle_s >= self.timeout_s / 2 and self._is_asked()):
+                self._report()
+
+    def _is_asked(self) -> bool:
+        """Whether another rank, which has waited longer, wants to know."""
+        if self.store is None:
+            return False
+        try:
+            return self.store.check([f"{KEY}/asked"])
+        except RuntimeError:
+            return False  # this rank's own time-out will come, and say so
+
+    def _report(self) -> None:
+        """State told, stacks dumped, verdict found or awaited; then the process ends."""
+        with self._reporting:
+            dump_stacks(self.worker)
+            state = self._state()
+            try:
+                verdict, pids = self._agree(state)
+            except RuntimeError:  # the store is gone, or its host does not answer
+                verdict, pids = self._without_store(state), []
+            for pid, born in pids:
+                _kill(pid, born)
+            if verdict is not None:
+                self._speak(self._failure(verdict))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _speak(self, failed: failure.Failure) -> None:
+        """The record, and the line unless a launcher of ours will say it last."""
+        failure.write_record(failed, "", self.worker.run_dir)
+        if self.worker.launcher != "local" or self.worker.world_size == 1:
+            say(failed.sentence())
+
+    def _state(self) -> hang.RankState:
+        stack = _main_stack()
+        who = failure.who(self.config, self.worker.rank)
+        return hang.RankState(
+            rank=self.worker.rank,
+            who=who,
+            phase=self.worker.phase,
+            place=failure.place_in(stack),
+            blocked=_in_torch_distributed(stack),
+            waiting=self.log.awaited(),
+            waited_s=self._idle_s,
+            ranks=dict(self.log.ranks),
+            counts=dict(self.log.counts),
+            recent=tuple(self.log.recent(20)),
+            departure=self.log.departure(),
+        )
+
+    def _agree(self, state: hang.RankState) -> tuple[hang.Verdict | None, list[tuple[int, int]]]:
+        """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
+        if self.store is None:
+            return hang.diagnose({state.rank: state}, {}), []
+        store, world = self.store, range(self.worker.world_size)
+        store.set(f"{KEY}/state/{state.rank}", json.dumps(hang.to_json(state)))
+        store.set(f"{KEY}/asked", "1")
+        first = store.add(f"{KEY}/first", 1) == 1
+        if not first:
+            verdict_key = f"{KEY}/verdict"
+            _until(lambda: store.check([verdict_key]), VERDICT_S)
+            silent = json.loads(store.get(verdict_key)) if store.check([verdict_key]) else []
+            return None, self._mine_to_kill(silent)
+        answers = [f"{KEY}/state/{rank}" for rank in world]
+        _until(lambda: store.check(answers), ANSWER_S)
+        there = {rank for rank in world if store.check([answers[rank]])}
+        texts = store.multi_get([answers[rank] for rank in sorted(there)])
+        found = (hang.from_json(json.loads(text)) for text in texts)
+        states = {answer.rank: answer for answer in found}
+        silent = {rank: self._look_at(rank) for rank in world if rank not in there}
+        verdict = hang.diagnose(states, silent)
+        store.set(f"{KEY}/verdict", json.dumps(sorted(silent)))
+        return verdict, self._mine_to_kill(sorted(silent))
+
+    def _process(self, rank: int) -> dict[str, Any] | None:
+        key = f"{KEY}/process/{rank}"
+        assert self.store is not None
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def _look_at(self, rank: int) -> tuple[str, str]:
+        """Who a silent rank is, and why it gives no answer."""
+        process = self._process(rank)
+        if process is None:
+            return failure.who(self.config, rank), "has not started to train"
+        who = failure.who(self.config, rank, process["host"])
+        if process["host"] != socket.gethostname():
+            return who, "gives no answer: its process or its host is stopped or gone"
+        letter = _state_letter(process["pid"], process["born"])
+        if letter in ("T", "t"):
+            return who, "is stopped (SIGSTOP)"
+        if letter == "":
+            return who, "is gone"
+        return who, f"gives no answer (its process is in state {letter})"
+
+    def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
+        """Silent processes of this host: a stopped one would outlive the job."""
+        processes = [p for rank in silent if (p := self._process(rank)) is not None]
+        here = socket.gethostname()
+        return [(p["pid"], p["born"]) for p in processes if p["host"] == here]
+
+    def _without_store(self, state: hang.RankState) -> hang.Verdict | None:
+        """What one rank can tell alone; the first to make the file speaks."""
+        try:
+            (self.worker.run_dir / "hang").touch(exist_ok=False)
+        except FileExistsError:
+            return None
+        who = failure.who(self.config, 0, "its host")
+        return hang.diagnose(
+            {state.rank: state},
+            {0: (who, "gives no answer, nor does the store that it keeps: stopped or gone")},
+        )
+
+    def _failure(self, verdict: hang.Verdict) -> failure.Failure:
+        stacks = self.worker.run_dir / "rank-*.stacks.txt"
+        return failure.Failure(
+            rank=verdict.ranks[0],
+            coordinates=failure.coordinates_of(self.config, verdict.ranks[0]),
+            host=socket.gethostname(),
+            phase=self.worker.phase,
+            where="",
+            error=f"hang: {verdict.sentence} (stacks: {stacks})",
+            time=time.time(),
+            kind="hang",
+        )
+
+
+def start_watchdog(config: Config, worker: Worker) -> Watchdog:
+    """A watchdog of this rank, watching; sooner than a collective's own time-out by default."""
+    timeout_s = config.recovery.watchdog_s or 0.9 * config.launch.timeout_s
+    watchdog = Watchdog(config, worker, worker.store, timeout_s)
+    watchdog.start()
+    return watchdog
+
+
+def dump_stacks(worker: Worker) -> None:
+    """All Python threads of this process, and on CUDA NCCL's flight recorder, into the run."""
+    path = worker.run_dir / f"rank-{worker.rank}.stacks.txt"
+    with path.open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    if worker.device.startswith("cuda"):
+        from torch._C import _distributed_c10d
+
+        trace = _distributed_c10d._dump_nccl_trace_json()
+        text = trace.decode() if isinstance(trace, bytes) else trace
+        Path(worker.run_dir / f"rank-{worker.rank}.nccl.json").write_text(text, encoding="utf-8")
+
+
+def _main_stack() -> list[tuple[str, int, str]]:
+    """(file, line, function) of the main thread's frames, outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _in_torch_distributed(stack: list[tuple[str, int, str]]) -> str:
+    """The call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
+    name = ""
+    for file, _, function in reversed(stack):
+        if "/torch/distributed/" not in Path(file).as_posix():
+            break
+        name = function if function != "wrapper" else name
+    return name
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _born(pid: int) -> int:
+    """When a process started, in ticks since boot: pid and this name it for good. 0: unknown."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _state_letter(pid: int, born: int) -> str:
+    """R, S, D, T, Z … as in ps; "" if that process is gone."""
+    fields = _stat(pid)
+    return fields[0] if fields and int(fields[19]) == born else ""
+
+
+def _kill(pid: int, born: int) -> None:
+    if _state_letter(pid, born):
+        os.kill(pid, signal.SIGKILL)
