@@ -63,7 +63,7 @@ def check_config(
         check_samples(config)
     check_learning_rate(config)
     check_precision(config)
-    check_data_parallel(config)
+    check_data_parallel(config, dp)
     check_run_name(config)
     check_groups(config)
     model = dataclasses.replace(

@@ -6,8 +6,42 @@ from parallel3d.config import Config
 from parallel3d.errors import UserError
 
 
-def check_data_parallel(config: Config) -> None:
-    """Hooks fit the ways in which gradients are summed; raises UserError."""
+def check_data_parallel(config: Config, dp: int) -> None:
+    """Hooks, bucket order and shards fit the engine of `zero`; raises UserError."""
+    _check_hook(config)
+    _check_fully_sharded(config, dp)
+
+
+def _check_fully_sharded(config: Config, dp: int) -> None:
+    """What FSDP2 (zero=2 and 3) works with."""
+    size = config.ddp.shard_size
+    if config.zero > 1 and config.compile:
+        raise UserError(
+            f"compile=true compiles blocks whose parameters stay where they are, and zero="
+            f"{config.zero} gathers and frees them; the nearest is zero=1, or compile=false."
+        )
+    if config.zero > 1 and config.ddp.bucket_order == "measured":
+        raise UserError(
+            f"ddp.bucket_order=measured orders gradient buckets, and zero={config.zero} has none; "
+            "the nearest is ddp.bucket_order=model."
+        )
+    if size is None:
+        return
+    if config.zero < 2:
+        raise UserError(
+            f"ddp.shard_size={size} is read by zero=2 and zero=3 alone, but zero={config.zero}; "
+            "the nearest is ddp.shard_size=null."
+        )
+    fits = [n for n in range(2, dp + 1) if dp % n == 0]
+    if dp > 1 and size not in fits:
+        near = min(fits, key=lambda n: (abs(n - size), n))
+        raise UserError(
+            f"ddp.shard_size={size} must divide dp={dp} and be at least 2; the nearest is "
+            f"ddp.shard_size={near}."
+        )
+
+
+def _check_hook(config: Config) -> None:
     ddp = config.ddp
     hook = f"ddp.comm_hook={ddp.comm_hook}"
     if ddp.comm_hook == "none":

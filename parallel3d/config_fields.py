@@ -56,15 +56,8 @@ def _is(value: Any) -> Callable[[Any], bool]:
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
-    "zero > 1": NotYet("zero", lambda v: v > 1, "zero=1 works"),
     "tensor_parallel.attention=gather_qk": NotYet(
         "tensor_parallel.attention", _is("gather_qk"), "tensor_parallel.attention=heads works"
-    ),
-    "ddp.bucket_order=measured": NotYet(
-        "ddp.bucket_order", _is("measured"), "ddp.bucket_order=model works"
-    ),
-    "ddp.shard_size": NotYet(
-        "ddp.shard_size", lambda v: v is not None, "ddp.shard_size=null works"
     ),
     "schedule=interleaved": NotYet(
         "schedule.name", _is("interleaved"), "schedule=1f1b works, and schedule=gpipe"
@@ -73,7 +66,6 @@ NOT_YET: dict[str, NotYet] = {
     "precision.lm_cross_entropy=fp16": NotYet(
         "precision.lm_cross_entropy", _is("fp16"), "precision.lm_cross_entropy=fp32 works"
     ),
-    "model.dropout > 0": NotYet("model.dropout", lambda v: v > 0, "model.dropout=0 works"),
 }
 
 

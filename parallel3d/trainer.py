@@ -22,6 +22,7 @@ from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.engine import data_parallel_engine
+from parallel3d.data_parallel.measured_order import in_measured_order
 from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
@@ -118,6 +119,7 @@ class Trainer:
         if config.compile:
             self.stage.compile_blocks()
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
+        self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
@@ -193,6 +195,11 @@ class Trainer:
         if finite:
             self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.publish()
+        if self.measures_order:  # in the first step alone
+            self.optimizer = in_measured_order(
+                self.data_parallel, self.optimizer, self.config.optim, self.groups
+            )
+            self.measures_order = False
         self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
         self.consumed_samples += self.config.global_batch_size

@@ -47,18 +47,39 @@ class BucketedDataParallel:
         make_hook: Callable[[list[Bucket]], CommHook] | None = None,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
-        sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
+        self.sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
-        self.parameters, named = parameters, list(parameters.items())
-        cap = config.bucket_cap_mb
-        self.buckets = build_buckets(named, cap, dtype, sharding, list(tied))
-        self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
-        whole, part = collectives.all_reduce_bucket, collectives.reduce_scatter_bucket
-        plain = part if self.sharded else whole
-        hook = plain if make_hook is None else make_hook(self.buckets)
-        self.reducer = Reducer(self.buckets, dp, config.overlap, hook)
-        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        self.parameters, self.cap, self.dtype = parameters, config.bucket_cap_mb, dtype
+        self.tied, self.make_hook = list(tied), make_hook or self._plain_hook
         self.gathering: dict[int, Work] = {}
+        self._fill_buckets(list(parameters))
+        self.reducer = Reducer(self.buckets, dp, config.overlap, self.make_hook(self.buckets))
+
+    def _plain_hook(self, _: list[Bucket]) -> CommHook:
+        if self.sharded:
+            return collectives.reduce_scatter_bucket
+        return collectives.all_reduce_bucket
+
+    def _fill_buckets(self, forward_order: list[str]) -> None:
+        """Moves the parameters, whose values become the masters, into buckets."""
+        named = [(name, self.parameters[name]) for name in forward_order]
+        self.buckets = build_buckets(named, self.cap, self.dtype, self.sharding, self.tied)
+        self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+
+    def reorder(self, ready: list[str], masters: dict[str, Tensor]) -> None:
+        """Fills new buckets, in the order in which gradients are `ready` (Li et al. 2020 §3.2.3).
+
+        Between steps; `segments` are new ones, and whoever steps them must be made anew.
+
+        Args:
+            ready: names of all parameters, the same on all ranks of dp and tp.
+            masters: name → all of the local parameter, in fp32 or better, any shape.
+        """
+        for name, parameter in self.parameters.items():
+            parameter.data = masters[name].view(parameter.shape)
+        self._fill_buckets(ready[::-1])
+        self.reducer.use(self.buckets, self.make_hook(self.buckets))
 
     def start_step(self) -> None:
         """Clears the gradients of the step before."""

@@ -36,6 +36,9 @@ class Reducer:
         group: the data-parallel group; of one: nothing is sent.
         overlap: start a bucket as soon as it is full; else all at the end.
         comm_hook: see `CommHook`.
+
+    Attributes:
+        arrivals: names in the order in which the last step's gradients were complete.
     """
 
     def __init__(
@@ -45,20 +48,27 @@ class Reducer:
         overlap: bool = True,
         comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
-        self.buckets, self.group = buckets, group
+        self.group = group
         self.clock = group.clock or Clock()
-        self.overlap, self.comm_hook = overlap, comm_hook
+        self.overlap = overlap
         self.syncing = False
         self.missing: list[dict[str, int]] = []
         self.works: list[Work] = []
+        self.arrivals: list[str] = []
+        self.use(buckets, comm_hook)
         for bucket in buckets:
             for name, parameter in bucket.params.items():
-                self._watch(bucket.index, name, parameter)
+                self._watch(name, parameter)
 
-    def _watch(self, index: int, name: str, parameter: nn.Parameter) -> None:
+    def use(self, buckets: list[Bucket], comm_hook: CommHook) -> None:
+        """From here on the same parameters are in these buckets; between steps alone."""
+        self.buckets, self.comm_hook = buckets, comm_hook
+        self.index_of = {name: b.index for b in buckets for name in b.params}
+
+    def _watch(self, name: str, parameter: nn.Parameter) -> None:
         def gradient_added() -> None:
             if self.syncing:
-                self._arrived(index, name)
+                self._arrived(name)
 
         def accumulate(p: nn.Parameter) -> None:
             if p.grad is None:  # the layer added it to the bucket itself and has said so
@@ -80,13 +90,15 @@ class Reducer:
     def start_last_microbatch(self) -> None:
         """From here on every arriving gradient is final."""
         self.missing = [{n: p.spec.uses for n, p in b.params.items()} for b in self.buckets]
+        self.arrivals = []
         self.syncing = True
 
-    def _arrived(self, index: int, name: str) -> None:
-        waiting = self.missing[index]
+    def _arrived(self, name: str) -> None:
+        waiting = self.missing[self.index_of[name]]
         waiting[name] -= 1
         if waiting[name] == 0:
             del waiting[name]
+            self.arrivals.append(name)
         while self.overlap and self._next_is_full():
             self._reduce_next()
 

@@ -61,7 +61,8 @@ class ProcessGroups:
     embedding    first and last stage of a pipeline (tied embeddings)
     world        all ranks (loss and gradient norm)
     dp_inner     members of dp in one NVLink domain, and
-    dp_outer     one of each domain: where gradients are reduced in two levels, else of one
+    dp_outer     one of each domain: where gradients are reduced in two levels, else of one.
+                 With ddp.shard_size: members that share one copy of the model, and its replicas
     """
 
     layout: Layout
@@ -97,6 +98,8 @@ class ProcessGroups:
         levels = None
         if config.ddp.hierarchical and worker.placement is not None:
             levels = two_levels(worker.placement, "dp")
+        if config.zero > 1 and config.ddp.shard_size is not None:
+            levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
         layout, timeout_s = layout_of(config), config.launch.timeout_s
         return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
@@ -162,6 +165,23 @@ class ProcessGroups:
         made = {g.handle for g in (*kinds, self.dp_inner, self.dp_outer)}
         for handle in made - {None, dist.group.WORLD}:
             dist.destroy_process_group(handle)
+
+
+def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
+    """Inner and outer groups of dp where a copy of the model is sharded over `shard_size` members
+    and repeated over the rest (HSDP; Zhao et al. 2023 §3.2.2); None where one copy takes all.
+
+    Members that follow each other share a copy: in the default order they are the closest.
+    """
+    if shard_size == layout.dp:
+        return None
+    inner = [
+        ranks[i : i + shard_size]
+        for ranks in layout.groups("dp")
+        for i in range(0, layout.dp, shard_size)
+    ]
+    outer = [ranks[i::shard_size] for ranks in layout.groups("dp") for i in range(shard_size)]
+    return inner, outer
 
 
 def _with_shared_memory(group: Group, timeout_s: float) -> Group:

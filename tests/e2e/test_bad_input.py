@@ -59,7 +59,7 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
         pytest.param("tpp=2", ["tpp", "tp"], id="unknown key"),
         pytest.param("model=gpt_tinny", ["gpt_tinny", "gpt_tiny"], id="unknown option"),
         pytest.param("tp=two", ["tp=two", "whole number"], id="type"),
-        pytest.param("zero=1", ["zero=1", "later"], id="later engine"),
+        pytest.param("vpp=2", ["vpp=2", "later"], id="later engine"),
         pytest.param("--tpp=2", ["--tpp=2", "tp"], id="flag"),
         pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
         pytest.param("data=text", ["data.path"], id="no path"),

@@ -37,6 +37,29 @@ def config(**changes: Any) -> Config:
             "ddp.comm_hook=powersgd carries gradients over from step to step, and precision=fp16 "
             "changes their scale in between; the nearest is precision=bf16.",
         ),
+        (
+            {"zero": 3, "compile": True},
+            "compile=true compiles blocks whose parameters stay where they are, and zero=3 gathers "
+            "and frees them; the nearest is zero=1, or compile=false.",
+        ),
+        (
+            {"zero": 2, "ddp__bucket_order": "measured"},
+            "ddp.bucket_order=measured orders gradient buckets, and zero=2 has none; the nearest "
+            "is ddp.bucket_order=model.",
+        ),
+        (
+            {"zero": 1, "ddp__shard_size": 2},
+            "ddp.shard_size=2 is read by zero=2 and zero=3 alone, but zero=1; the nearest is "
+            "ddp.shard_size=null.",
+        ),
+        (
+            {"zero": 3, "ddp__shard_size": 3},
+            "ddp.shard_size=3 must divide dp=4 and be at least 2; the nearest is ddp.shard_size=2.",
+        ),
+        (
+            {"zero": 2, "ddp__shard_size": 1},
+            "ddp.shard_size=1 must divide dp=4 and be at least 2; the nearest is ddp.shard_size=2.",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -52,6 +75,10 @@ def test_refused(changes: dict[str, Any], says: str) -> None:
         {"ddp__comm_hook": "bf16"},
         {"ddp__comm_hook": "bf16", "precision__name": "fp16"},
         {"ddp__comm_hook": "powersgd", "precision__name": "bf16"},
+        {"zero": 1, "ddp__bucket_order": "measured"},
+        {"zero": 2, "ddp__shard_size": 2},
+        {"zero": 3, "ddp__shard_size": 4},
+        {"zero": 3, "compile": False, "precision__name": "bf16"},
     ],
     ids=str,
 )

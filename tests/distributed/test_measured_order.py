@@ -1,0 +1,141 @@
+"""Buckets follow the order in which gradients become ready, and nothing else changes by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.config import DataParallelConfig, OptimConfig
+from parallel3d.data_parallel.bucket_sizes import MIB
+from parallel3d.data_parallel.bucketed import BucketedDataParallel
+from parallel3d.data_parallel.measured_order import agreed_order, in_measured_order
+from parallel3d.optim.optimizer import Optimizer
+from parallel3d.tensor_parallel.parameters import ParameterSpec
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import (
+    References,
+    differences,
+    make_trainer,
+    plain_groups,
+    run_cases,
+)
+from tests.distributed.pool import Pool
+
+MEASURED = ("ddp.bucket_order", "measured")
+NAMES = ["a", "b", "c", "d", "e"]
+EXECUTED = ["c", "a", "e", "b"]  # in forward order; d is not used at all
+ONE_EACH = 40 * 4 / MIB
+
+
+def chain(parameters: dict[str, nn.Parameter], order: list[str], scale: float) -> torch.Tensor:
+    """A forward whose backward reaches the parameters in the reverse of `order`, one by one."""
+    x = torch.ones(40)
+    for name in order:
+        x = torch.sin(x * parameters[name].float() * scale)
+    return x.sum()
+
+
+def artificial(zero: int, dtype: torch.dtype, measured: bool) -> dict[str, Any]:
+    """Three steps of a chain on two ranks; the second rank runs it in another order at first."""
+    groups = plain_groups(Layout(dp=2))
+    generator = torch.Generator().manual_seed(5)
+    parameters = {}
+    for name in NAMES:
+        parameters[name] = nn.Parameter(torch.randn(40, generator=generator))
+        parameters[name].spec = ParameterSpec((40,), (), replicated=True)
+    config = DataParallelConfig(bucket_cap_mb=ONE_EACH)
+    engine = BucketedDataParallel(parameters, config, dtype, groups.dp, zero)
+    optim = OptimConfig(name="adamw", lr=0.1)
+    optimizer = Optimizer(optim, engine.segments, groups.tp)
+    result: dict[str, Any] = {}
+    for step in range(3):
+        engine.wait_for_all()
+        engine.start_step()
+        engine.start_last_microbatch()
+        order = EXECUTED if groups.rank == 0 or step else EXECUTED[::-1]
+        chain(parameters, order, 1.0 + groups.rank).backward()
+        result["unused"] = engine.finish_step()
+        optimizer.step(0.1, 1.0)
+        engine.publish()
+        if measured and step == 0:
+            result["arrivals"] = list(engine.reducer.arrivals)
+            optimizer = in_measured_order(engine, optimizer, optim, groups)
+        result[f"buckets {step}"] = [list(b.params) for b in engine.buckets]
+    engine.wait_for_all()
+    result["values"] = {n: p.detach().float().numpy().tobytes() for n, p in parameters.items()}
+    result["updates"] = optimizer.updates
+    groups.close()
+    return result
+
+
+@pytest.mark.parametrize(("zero", "dtype"), [(0, torch.float32), (1, torch.bfloat16)], ids=str)
+def test_order_of_a_model_that_runs_against_its_registration(
+    zero: int, dtype: torch.dtype, pool: Pool
+) -> None:
+    measured = pool.run(2, artificial, zero, dtype, True)
+    plain = pool.run(2, artificial, zero, dtype, False)
+    assert measured[0]["arrivals"] == ["b", "e", "a", "c"]
+    assert measured[1]["arrivals"] == ["c", "a", "e", "b"]
+    for ours, theirs in zip(measured, plain, strict=True):
+        # The second rank takes the first one's word; what never arrived is last.
+        assert ours["buckets 0"] == ours["buckets 2"] == [["b"], ["e"], ["a"], ["c"], ["d"]]
+        assert theirs["buckets 2"] == [["e"], ["d"], ["c"], ["b"], ["a"]]
+        assert ours["unused"] == theirs["unused"] == ["d"]
+        assert ours["values"] == theirs["values"], "bits: the order moves numbers, no more"
+        assert ours["updates"] == theirs["updates"] == 3
+
+
+def orders(sizes: tuple[int, int, int]) -> list[str]:
+    groups = plain_groups(Layout(*sizes))
+    mine = ["x", "y", "z"][groups.rank :] + ["x", "y", "z"][: groups.rank]
+    found = agreed_order(mine[:2], ["x", "y", "z"], groups)
+    groups.close()
+    return found
+
+
+def test_all_ranks_of_a_stage_take_the_order_of_its_first(pool: Pool) -> None:
+    assert pool.run(4, orders, (2, 1, 2)) == [["x", "y", "z"]] * 4
+    assert pool.run(4, orders, (1, 2, 2)) == [["x", "y", "z"]] * 2 + [["z", "x", "y"]] * 2
+
+
+def model_order(sizes: tuple[int, int, int]) -> tuple[list[str], list[str]]:
+    """The order of the buckets' parameters before and after the first step of a real model."""
+    groups = plain_groups(Layout(*sizes))
+    case = Case(Problem("gpt_tiny", "sgd", tied=True), bucket_cap_mb=1e-6, keys=(MEASURED,))
+    trainer = make_trainer(case, groups)
+    before = [name for b in trainer.data_parallel.buckets for name in b.params]
+    trainer.train_step()
+    after = [name for b in trainer.data_parallel.buckets for name in b.params]
+    trainer.train_step()
+    arrived = trainer.data_parallel.reducer.arrivals
+    groups.close()
+    assert after == arrived != before
+    return before, after
+
+
+def test_buckets_of_the_model_are_in_its_order(pool: Pool) -> None:
+    for before, after in pool.run(2, model_order, (1, 1, 2)):
+        assert sorted(before) == sorted(after)
+        assert after[-1] == "embedding.word.weight", "a tied table is ready last"
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
+def test_training_in_measured_order_is_the_reference(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    gpt, llama = Problem("gpt_tiny", "adamw", True), Problem("llama_tiny", "sgd", False)
+    momentum = Problem("gpt_tiny", "sgd", True, optim=(("momentum", 0.9), ("lr", 0.05)))
+    way = {"sp": sizes[0] > 1, "bucket_cap_mb": 0.01}
+    cases = [
+        Case(gpt, keys=(MEASURED, ("zero", 1)), **way),
+        Case(momentum, keys=(MEASURED,), **way),
+        Case(llama, keys=(MEASURED, ("zero", 1)), **way),
+    ]
+    by_rank = pool.run(4, run_cases, sizes, cases)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(case.problem), case.problem)
+        assert not found, f"{case}: {found}"
