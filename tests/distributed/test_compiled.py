@@ -7,6 +7,9 @@ parameter (biases, LayerNorm, learned positions), the second rotary pairs, SwiGL
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import pytest
 import torch
 
@@ -38,9 +41,9 @@ def test_compiled_blocks_are_the_reference(
         assert not found, f"{case}: {found}"
 
 
-def graphs_by_step() -> tuple[list[int], int]:
-    """How many graphs there are after each of three steps and an evaluation, and the buckets
-    that the last backward reduced before it ended."""
+def graphs_by_step() -> tuple[list[int], int, list[float]]:
+    """How many graphs there are after each of three steps, the buckets that the last backward
+    reduced before it ended, and the share of each step that its breakdown leaves out."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -48,7 +51,7 @@ def graphs_by_step() -> tuple[list[int], int]:
     groups = ProcessGroups.create(Layout(1, 1, 2), "cpu", timeout_s=60)
     case = Case(Problem("llama_tiny", "sgd", False, layers=10), compile=True, bucket_cap_mb=0.02)
     trainer = make_trainer(case, groups)
-    seen, early = [], 0
+    seen, early, left_out = [], 0, []
     finish = trainer.data_parallel.reducer.finish_step
 
     def finish_step() -> list[str]:
@@ -58,13 +61,17 @@ def graphs_by_step() -> tuple[list[int], int]:
 
     trainer.data_parallel.reducer.finish_step = finish_step
     for _ in range(3):
+        start = time.perf_counter()
         trainer.train_step()
+        seconds = time.perf_counter() - start
         seen.append(counters["stats"]["unique_graphs"])
+        left_out.append(1 - sum(trainer.clock.last.values()) / seconds)
     groups.close()
-    return seen, early
+    return seen, early, left_out
 
 
 def test_nothing_compiles_after_the_first_step_and_buckets_leave_early(pool: Pool) -> None:
-    for seen, early in pool.run(2, graphs_by_step):
+    for seen, early, left_out in pool.run(2, graphs_by_step):
         assert seen == [2, 2, 2]  # ten blocks: groups of eight and of two
         assert early > 1
+        assert abs(statistics.median(left_out)) < 0.01  # the breakdown adds up, as without compiler
