@@ -171,6 +171,7 @@ class Saver:
                 raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
             self._commit(save, unfinished, [p.file for p in parts if p.file is not None])
         finally:
+            self._pointer().unlink(missing_ok=True)
             if unfinished.exists():
                 shutil.rmtree(unfinished)
         return Outcome(save.step)
@@ -200,8 +201,7 @@ class Saver:
             unfinished, dataclasses.replace(save.facts, saved_at=now, files=tuple(files))
         )
         flush_folder(unfinished)
-        pointer = self.folder / f".{LATEST}-{self.session}"
-        pointer.unlink(missing_ok=True)
+        pointer = self._pointer()
         final = self.folder / step_folder(save.step)
         write_durably(pointer, f"{final.name}\n".encode())  # before: the disk may be full
         if final.exists():  # of a future that was given up
@@ -214,6 +214,9 @@ class Saver:
 
     def _unfinished(self, save: Save) -> Path:
         return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}"
+
+    def _pointer(self) -> Path:
+        return self.folder / f".{LATEST}-{self.session}"
 
     def _key(self, save: Save, rank: int) -> str:
         return f"parallel3d/checkpoint/{self.session}/{save.number}/{rank}"

@@ -1,0 +1,104 @@
+"""A run goes on: the same bits under the same layout, the same curve under another."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+
+STEPS = 6
+EVERY = 2
+# Saved every two steps; the schedule does not depend on where a start ends.
+SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
+SECRET = "d41d8cd98f00b204e9800998ecf8427e"
+
+
+def train(shell: Shell, *words: str) -> Ended:
+    # The last of two equal keys wins: those of TINY come first.
+    given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *SAVING, *words)}
+    return shell.run(*PARALLEL3D, "train", *given.values(), WANDB_API_KEY=SECRET)
+
+
+def curve(run: Path) -> list[tuple[int, float, float, int]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"], r["grad_norm"], r["tokens"]) for r in rows if "loss" in r]
+
+
+def final_weights(run: Path) -> dict[str, bytes]:
+    with safe_open(run / "weights-final.safetensors", framework="numpy") as file:
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def test_run_goes_on(shell: Shell) -> None:
+    """Stopped half-way and started again: bit for bit the undisturbed run. Then longer, under
+    another layout, with its newest checkpoint damaged."""
+    runs = shell.cwd / "runs"
+    layout = ("tp=1", "dp=2", "zero=1")
+    whole = train(shell, "run=whole", *layout, f"train.steps={STEPS}")
+    assert whole.code == 0, whole
+    half = train(shell, "run=mine", *layout, "train.steps=3")
+    assert half.code == 0, half
+    rest = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
+    assert rest.code == 0, rest
+    assert rest.errors == ["parallel3d: run=mine goes on at step 4; changed: train.steps 3 → 6"]
+    assert curve(runs / "mine") == curve(runs / "whole")
+    assert final_weights(runs / "mine") == final_weights(runs / "whole")
+    summary = json.loads((runs / "mine" / "summary.json").read_text())
+    assert (summary["first_step"], summary["steps"], summary["status"]) == (4, STEPS, "finished")
+
+    again = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
+    assert (again.code, again.errors) == (
+        0,
+        ["parallel3d: run=mine is finished: 6 steps are done; a larger train.steps goes on"],
+    )
+    other = train(shell, "run=mine", "seed=7", "model.hidden_size=64")
+    assert other.code == 2
+    assert "model.hidden_size is 32 there, now 64, seed is 1234 there, now 7" in other.err
+
+    folder = runs / "mine" / "checkpoints"
+    flip(folder / "step-00000006" / "rank-00001.safetensors")
+    moved = train(shell, "run=mine", "tp=2", "zero=0", "train.steps=7", "micro_batch_size=1")
+    assert moved.code == 0, moved
+    damaged, goes_on = moved.errors
+    assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
+    assert goes_on.startswith("parallel3d: run=mine goes on at step 5; layout: ")
+    assert "tp 1 → 2" in goes_on and "zero 1 → 0" in goes_on
+    for ours, theirs in zip(curve(runs / "mine"), curve(runs / "whole"), strict=False):
+        assert ours[0] == theirs[0] and ours[3] == theirs[3]
+        assert abs(ours[1] / theirs[1] - 1) < 1e-5 and abs(ours[2] / theirs[2] - 1) < 1e-5
+    assert len(curve(runs / "mine")) == 7
+
+    for path in (runs / "mine").rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+        elif folder in (path, *path.parents):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    kept = {"config.yaml", "config-2.yaml", "config-3.yaml"}
+    assert {path.name for path in (runs / "mine").glob("config*")} == kept
+
+
+def test_disk_that_takes_no_more_is_said_and_training_goes_on(shell: Shell) -> None:
+    """No file may grow beyond 100 KiB, which a checkpoint does: steps go on, the end says so."""
+    words = (*TINY, *shell.text(), "run=full", "checkpoint.every=1", "checkpoint.async_save=false")
+    assert shell.run(*PARALLEL3D, "train", *TINY, *shell.text(), "run=cache").code == 0
+    limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", *PARALLEL3D, "train")
+    given = {word.split("=")[0]: word for word in words}
+    ended = shell.run(*limited, *given.values())
+    assert ended.code == 1
+    for step in (1, 2, 3):
+        said = f"step-0000000{step} could not be written: File too large (rank 0); there is none"
+        assert any(said in line for line in ended.errors), ended.err
+    assert "the last checkpoint was not written" in ended.errors[-1]
+    run = shell.cwd / "runs" / "full"
+    assert len(curve(run)) == 3
+    assert list((run / "checkpoints").iterdir()) == []
