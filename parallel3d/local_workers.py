@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import cores
+from parallel3d.restarts import Restarts
 from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.stop_signals import STOPPING, blocked_signals, kept_handlers
 from parallel3d.topology.placed_ranks import rank_of_launch
@@ -41,10 +42,12 @@ class Agent(LocalElasticAgent):
 
     It ends workers by END_SIGNAL and gives them GRACE_S for it, not half a minute: its own time-out
     reaches only the way out by a signal, not the one by a failed rank. And where the workers can
-    stop at the end of a step (`grace_s` is given), a first signal is handed on to them.
+    stop at the end of a step (`grace_s` is given), a first signal is handed on to them. Whether
+    failed workers are started again is asked of `starts_again`, given their exit codes by rank.
     """
 
     grace_s: float | None = None
+    starts_again: Callable[[dict[int, int]], bool] | None = None
     asked: signal.Signals | None = None
     asked_at: float = 0.0
 
@@ -86,6 +89,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            exits = {rank: ended.exitcode for rank, ended in result.failures.items()}
+            again = self.asked is None and self.starts_again is not None
+            if not (again and self.starts_again(exits)):
+                self._remaining_restarts = 0
         if self.is_late():
             raise SignalException("the ranks did not stop in time", self.asked)
         return result
@@ -126,23 +134,33 @@ def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, 
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     """Say the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
-    answers = [code - ANSWER for code in exits.values() if ANSWER <= code < 2 * ANSWER]
+    answers = [code - ANSWER for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
-    records = failure.read_all(run_dir)
-    known = {record.rank for record in records}
-    placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): code for n, code in exits.items()}
-    silent = [
-        failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
-    ]
-    cause = failure.root_cause(records + silent)
+    cause = _cause(config, run_dir, exits)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its progress bar could not show the cursor again.
         sys.stderr.write("\x1b[?25h\n")
     return close_books(cause, run_dir)
 
 
+def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Failure:
+    """The failure that brought the others about, of those that ranks recorded or died of."""
+    records = failure.read_all(run_dir)
+    known = {record.rank for record in records}
+    placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): code for n, code in exits.items()}
+    silent = [
+        failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
+    ]
+    return failure.root_cause(records + silent)
+
+
+def _is_answer(code: int) -> bool:
+    return ANSWER <= code < 2 * ANSWER
+
+
 def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path) -> Agent:
+    max_restarts = config.recovery.max_restarts if app in STOPPABLE else 0
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{LOCALHOST}:{config.launch.master_port}",
@@ -161,13 +179,20 @@ def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path)
             *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid())),
         ),
         rdzv_handler=get_rendezvous_handler(parameters),
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=POLL_S,
         local_addr=LOCALHOST,
     )
     agent = Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=GRACE_S)
     if app in STOPPABLE:
-        agent.grace_s = config.launch.grace_s
+        restarts = Restarts(run_dir, max_restarts, say)
+
+        def starts_again(exits: dict[int, int]) -> bool:
+            if any(_is_answer(code) for code in exits.values()):
+                return False
+            return restarts.decide(_cause(config, run_dir, exits))
+
+        agent.grace_s, agent.starts_again = config.launch.grace_s, starts_again
     return agent
 
 

@@ -107,7 +107,7 @@ def take_run(config: Config, directory: Path) -> int | None:
                 f"run={config.run} is running already: wait for it, or choose another run="
             ) from None
         lock = None
-    _keep_failures(directory)
+    keep_failures(directory)
     if load_config(directory) != config:
         newest = _config_files(directory)[-1]
         number = int(_CONFIGS.fullmatch(newest.name)[1] or 1)
@@ -115,7 +115,7 @@ def take_run(config: Config, directory: Path) -> int | None:
     return lock
 
 
-def _keep_failures(directory: Path) -> None:
+def keep_failures(directory: Path) -> None:
     """Number what an earlier start left of its failure: this start's cause is not among it."""
     old, number = directory / FAILURES, 1
     while (kept := directory / f"{FAILURES}-{number}").exists():

@@ -217,7 +217,7 @@ def _meet(config: Config, place: Place) -> Store:
     timeout = timedelta(seconds=config.launch.timeout_s)
     agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             place.master_addr,
             place.master_port,
             place.world_size,
@@ -232,6 +232,13 @@ def _meet(config: Config, place: Place) -> Store:
                 f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
             ) from None
         raise
+    # The agent's store outlives the ranks: what those before a restart said is not for these.
+    return dist.PrefixStore(f"attempt{_attempt() if agent_listens else 0}", store)
+
+
+def _attempt() -> int:
+    """How many times torchrun's agent has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: Store) -> Config:
@@ -243,10 +250,13 @@ def _agree_on_run(app: str, config: Config, place: Place, worker: Worker, store:
     if place.rank == 0:
         try:
             kind = _device(config, place).split(":")[0]
+            if _attempt() and (made := _name_before(store)):
+                config = dataclasses.replace(config, run=made)
             config, worker.run_dir = make_run_directory(
                 config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
             )
             take_run(config, worker.run_dir)
+            store.underlying_store.set(RUN_KEY, config.run)
             word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
         except UserError as refused:
             error, word = refused, {"error": str(refused)}
@@ -267,6 +277,12 @@ def _agree_on_run(app: str, config: Config, place: Place, worker: Worker, store:
             f"on {worker.device}; give device=cpu or device=cuda"
         )
     return dataclasses.replace(config, run=word["run"])
+
+
+def _name_before(store: Store) -> str | None:
+    """The run's name before torchrun's agent started the ranks again: one without is made once."""
+    before = store.underlying_store
+    return before.get(RUN_KEY).decode() if before.check([RUN_KEY]) else None
 
 
 def _device(config: Config, place: Place) -> str:

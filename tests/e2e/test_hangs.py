@@ -1,0 +1,44 @@
+"""Nothing moves any more: the rank at fault is said, with its operation, and the job is gone."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, Shell
+from tests.e2e.test_failures import LONG, words
+
+WATCHDOG_S = 2.0
+HOST = re.escape(socket.gethostname())
+WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
+WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
+HANGS = {
+    # A stopped process cannot say anything itself.
+    "stop:1:3": rf"hang: {WHO} is stopped \(SIGSTOP\): "
+    r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
+    "hang:1:3": rf"hang: {WHO} is in train step 3 at parallel3d/train\.py:\d+, in no operation: "
+    r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
+    "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
+    r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "
+    rf"rank 0 waits in {WORLD} in train step 3, for \d+ s",
+    # gloo aborts the process that is sent more than it asked for; its peer knows why.
+    "shape:1:3": rf"{WHO} failed in train step 4 at \S+: called all_reduce \d+ of world "
+    r"\(float64\[12\]\), where a step before it was float64\[4\]; .*",
+}
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_hang_names_the_rank_at_fault(shell: Shell, fault: str) -> None:
+    watchdog = f"recovery.watchdog_s={WATCHDOG_S}"
+    ended = shell.run(
+        *PARALLEL3D, *words(shell, "dp=2", LONG, watchdog), **shell.failing(fault), timeout_s=90
+    )
+    assert shell.seconds_since_failure() < WATCHDOG_S + 10
+    assert ended.code == 1
+    assert re.fullmatch(rf"parallel3d: {HANGS[fault]}( \(\w+: \S+\))?", ended.errors[-1])
+    run = shell.cwd / "runs" / "mine"
+    if fault == "hang:1:3":
+        assert "in _fail" not in (run / "rank-0.stacks.txt").read_text()
+        assert "in _fail" in (run / "rank-1.stacks.txt").read_text()

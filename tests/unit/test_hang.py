@@ -1,0 +1,153 @@
+"""The verdict on a hang, from what every rank was doing."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from parallel3d.hang import RankState, diagnose, from_json, to_json
+from parallel3d.operation_log import Operation, OperationLog, Watched, logged
+
+DP = {"dp": (0, 1, 2, 3)}
+
+
+def operation(number: int, group: str = "dp", size: int = 8, peer: int | None = None) -> Operation:
+    return Operation(group, number, "all_reduce", (size,), "torch.float32", peer)
+
+
+def state(rank: int, waiting: Operation | None, counts: dict[str, int], **more) -> RankState:
+    ranks = more.pop("ranks", DP)
+    return RankState(
+        rank, f"rank {rank}", "train step 5", waiting=waiting, counts=counts, ranks=ranks, **more
+    )
+
+
+def everyone_but(*late: RankState) -> dict[int, RankState]:
+    """Four ranks of one group that wait in its ninth operation, but for `late`."""
+    usual = {rank: state(rank, operation(9), {"dp": 9}, waited_s=20.0) for rank in range(4)}
+    return usual | {s.rank: s for s in late}
+
+
+def test_silent_rank_is_at_fault() -> None:
+    states = everyone_but()
+    del states[2]
+    verdict = diagnose(states, {2: ("rank 2 on there", "is stopped (SIGSTOP)")})
+    assert (verdict.kind, verdict.ranks) == ("dead", (2,))
+    assert verdict.sentence == (
+        "rank 2 on there is stopped (SIGSTOP): rank 0 waits in all_reduce 9 of dp (float32[8]) "
+        "in train step 5, for 20 s"
+    )
+
+
+def test_rank_in_no_operation_is_at_fault() -> None:
+    late = state(1, None, {"dp": 8}, place=" at parallel3d/data/batches.py:7")
+    verdict = diagnose(everyone_but(late), {})
+    assert (verdict.kind, verdict.ranks) == ("missing", (1,))
+    assert "rank 1 is in train step 5 at parallel3d/data/batches.py:7" in verdict.sentence
+
+
+def test_other_tensor_is_at_fault_on_the_rank_that_stands_alone() -> None:
+    verdict = diagnose(everyone_but(state(3, operation(9, size=6), {"dp": 9})), {})
+    assert (verdict.kind, verdict.ranks) == ("shape", (3,))
+    assert "rank 3 calls all_reduce 9 of dp (float32[6])" in verdict.sentence
+
+
+def test_ranks_that_went_different_ways_are_both_named() -> None:
+    away = state(1, operation(4, "tp"), {"dp": 8, "tp": 4}, ranks=DP | {"tp": (0, 1)})
+    states = everyone_but(away)
+    states[0] = state(0, operation(9), {"dp": 9, "tp": 3}, ranks=DP | {"tp": (0, 1)}, waited_s=30)
+    verdict = diagnose(states, {})
+    assert verdict.kind == "missing"
+    assert set(verdict.ranks) == {0, 1}
+
+
+def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
+    """Rank 3 waits for a message of rank 2, that waits for a sum with rank 0, who computes."""
+    states = {
+        3: state(3, operation(2, "pp", peer=2), {"pp": 2}, ranks={"pp": (2, 3)}, waited_s=30),
+        2: state(2, operation(7), {"dp": 7}, waited_s=29),
+        0: state(0, None, {"dp": 6}),
+    }
+    assert diagnose(states, {}).ranks == (0,)
+
+
+class Handle:
+    def wait(self) -> None:
+        return None
+
+
+class Group:
+    name, ranks, index = "dp", (0, 1), 0
+
+    def __init__(self, log: OperationLog) -> None:
+        self.log = log
+
+
+@logged
+def all_reduce_async(tensor, group):
+    return Handle()
+
+
+@logged
+def broadcast_async(tensor, group):
+    return Handle()
+
+
+def log_of(*steps: str) -> OperationLog:
+    """A log of steps, each a word of a (all-reduce), A (a longer one) and b (broadcast)."""
+    log = OperationLog()
+    calls = {"a": all_reduce_async, "A": all_reduce_async, "b": broadcast_async}
+    for step in steps:
+        log.boundary("train step")
+        for letter in step:
+            size = 12 if letter == "A" else 4
+            calls[letter](torch.zeros(size), Group(log)).wait()
+    return log
+
+
+def test_departure_is_told_from_the_step_before() -> None:
+    assert log_of("abb", "ab").departure() is None  # on its way
+    assert str(log_of("ab", "b").departure()) == "left out all_reduce of dp (float32[4])"
+    longer = log_of("ab", "Ab").departure()
+    assert longer.is_other_tensor
+    assert (
+        str(longer) == "called all_reduce 3 of dp (float32[12]), where a step before it was "
+        "float32[4]"
+    )
+    went = "went to all_reduce 5 of dp (float32[4]), where a step before it was broadcast 2 of dp"
+    assert str(log_of("aba", "aab").departure()).startswith("left out broadcast of dp")
+    assert str(log_of("abb", "aa").departure()).startswith(went)
+
+
+def test_departure_at_the_end_of_a_step_is_seen_in_the_next() -> None:
+    departure = log_of("ab", "a", "a").departure()
+    assert str(departure) == "left out broadcast of dp (float32[4])"
+    assert log_of("ab", "a", "a", "a").departure() is None
+
+
+def test_rank_that_departed_is_at_fault_and_state_survives_the_store() -> None:
+    odd = state(2, operation(4, "tp"), {"dp": 8}, departure=log_of("ab", "b").departure())
+    odd = from_json(json.loads(json.dumps(to_json(odd))))
+    verdict = diagnose(everyone_but(odd), {})
+    assert (verdict.kind, verdict.ranks) == ("missing", (2,))
+    assert verdict.sentence.startswith("rank 2 left out all_reduce of dp (float32[4]) and waits in")
+
+
+def test_wait_is_noted_until_it_ends() -> None:
+    log = log_of("a")
+
+    class Failing:
+        def wait(self) -> None:
+            assert str(log.awaited()) == "all_reduce 1 of dp (float32[4])"
+            raise RuntimeError("closed")
+
+    note = log._notes[0]
+    before = log.progress
+    Watched(log, note, Handle()).wait()
+    assert log.awaited() is None
+    assert log.progress > before
+    try:
+        Watched(log, note, Failing()).wait()
+    except RuntimeError:
+        assert log.awaited() is not None  # a failure says in what

@@ -1,0 +1,60 @@
+"""Which failures the local ranks are started again after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel3d.failure import Failure
+from parallel3d.restarts import Restarts
+
+
+def failed(error: str, kind: str = "error", phase: str = "train step 7") -> Failure:
+    return Failure(2, "pp 0, dp 2, tp 0", "here", phase, "", error, 1.0, kind)
+
+
+KILLED = failed("was killed by SIGKILL", "killed", "")
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def restarts(tmp_path: Path, said: list[str]) -> Restarts:
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    return Restarts(tmp_path, 2, said.append)
+
+
+def test_killed_rank_is_started_again_until_the_limit(restarts: Restarts, said: list[str]) -> None:
+    assert [restarts.decide(KILLED) for _ in range(3)] == [True, True, False]
+    who = "rank 2 (pp 0, dp 2, tp 0) on here was killed by SIGKILL"
+    assert said == [f"{who}; restart {n} of 2 from step 5" for n in (1, 2)]
+
+
+def test_without_a_checkpoint_the_run_ends(tmp_path: Path) -> None:
+    assert not Restarts(tmp_path, 2, print).decide(KILLED)
+
+
+def test_same_error_at_the_same_step_is_not_tried_a_third_time(restarts: Restarts) -> None:
+    assert restarts.decide(failed("ValueError: odd"))
+    assert not restarts.decide(failed("ValueError: odd"))
+    assert restarts.decide(failed("ValueError: odd", phase="train step 8"))
+
+
+@pytest.mark.parametrize(
+    "cause", [failed("tp=0 cannot be", "user"), failed("TrainingFailure: loss is nan")]
+)
+def test_what_would_happen_again_is_not_started_again(restarts: Restarts, cause: Failure) -> None:
+    assert not restarts.decide(cause)
+
+
+def test_records_of_a_failure_do_not_reach_the_next(restarts: Restarts) -> None:
+    record = restarts.run_dir / "failures" / "rank-2.json"
+    record.parent.mkdir()
+    record.write_text("{}")
+    assert restarts.decide(KILLED)
+    assert not record.exists()
+    assert (restarts.run_dir / "failures-1" / "rank-2.json").exists()
