@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import parallel3d
 from parallel3d import cli_help
+from parallel3d.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.config import Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import explain_override_error
@@ -29,16 +30,20 @@ from parallel3d.data.corpus import check_data
 from parallel3d.devices import HostError, check_precision_of, choose_device
 from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
+from parallel3d.generate_start import GENERATE, start_generate, take_prompt
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.run_directory import check_run, make_run_directory, take_run
 from parallel3d.worker import APPS, CAN_GO_ON, USER_ERROR, run_alone, run_joined, say
 
 INTERRUPTED = 130
+READER_GONE = 141
 # Answered by this process alone, without torch: f(config) -> exit code.
 TOPOLOGY = "topology"
-SUBCOMMANDS = (*APPS, TOPOLOGY)
+SUBCOMMANDS = (*APPS, TOPOLOGY, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
 NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
+# Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
+ALIASES = {"checkpoint.async": "checkpoint.async_save"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"parallel3d {parallel3d.__version__}")
         elif words[0] in COMPLETION_FLAGS:
             _complete(words)
+        elif words[0] == CHECKPOINT:
+            return checkpoint(words[1:])
         elif " ".join(words[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(words[:2]), words[2:])
         elif words[0] in SUBCOMMANDS:
@@ -66,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
+    except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except SystemExit as stop:
         return _exit_code(stop)
     return 0
@@ -77,7 +87,10 @@ def _run_hydra(app: str, words: list[str]) -> None:
     Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
     Hydra, which would otherwise go on with a sweep's next job.
     """
-    words = _order_words(words)
+    prompt = None
+    if app == GENERATE:
+        words, prompt = take_prompt(words)
+    words = _order_words([_without_alias(word) for word in words])
     if {"-h", "--help"} & set(words):
         words = [cli_help.register(app), *words]
     register_schema()
@@ -87,7 +100,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
     sys.argv = ["parallel3d", *words]
 
     def job(composed: DictConfig) -> None:
-        if code := _run_job(app, composed):
+        if code := _run_job(app, composed, prompt):
             raise SystemExit(code)
 
     try:
@@ -101,8 +114,18 @@ def _run_hydra(app: str, words: list[str]) -> None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
-def _run_job(app: str, composed: DictConfig) -> int:
-    """Check one composed configuration and run it. Returns the exit code; errors were said."""
+def _without_alias(word: str) -> str:
+    """The override with its key's own name."""
+    key, equals, value = word.partition("=")
+    bare = key.lstrip("+~")
+    return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
+
+
+def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
+    """Check one composed configuration and run it. Returns the exit code; errors were said.
+
+    `prompt` of generate, as it was typed; None: the configuration's.
+    """
     place: Place | None = None
     try:
         config = OmegaConf.to_object(composed)
@@ -113,6 +136,9 @@ def _run_job(app: str, composed: DictConfig) -> int:
             # Under srun every task gets here, and all know the same.
             first = place is None or place.rank == 0
             return topology(config, HydraConfig.get().overrides.task) if first else 0
+        if app == GENERATE:
+            _refuse_launched(place)
+            return start_generate(config, HydraConfig.get().overrides.task, prompt)
         world_size = place.world_size if place else None
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
@@ -122,6 +148,14 @@ def _run_job(app: str, composed: DictConfig) -> int:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
         return _refuse(explain_override_error(error), place)
+
+
+def _refuse_launched(place: Place | None) -> None:
+    """Generating starts its own ranks; started by torchrun or srun, each would be a launcher."""
+    if place is not None:
+        raise UserError(
+            f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
+        )
 
 
 def _start(app: str, config: Config) -> int:
@@ -181,11 +215,12 @@ def _is_sweep() -> bool:
 
 
 def _unknown_subcommand(word: str) -> str:
-    close = nearest(word.lstrip("-"), SUBCOMMANDS)
+    names = list(dict.fromkeys(CHECKPOINT if CHECKPOINT in s else s for s in SUBCOMMANDS))
+    close = nearest(word.lstrip("-"), names)
     hint = f"; the nearest is {close}" if close else ""
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"
-    return f"{word} is not a subcommand: it must be one of {', '.join(SUBCOMMANDS)}{hint}."
+    return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."
 
 
 def _order_words(words: list[str]) -> list[str]:
@@ -238,7 +273,11 @@ def _complete(words: list[str]) -> None:
         print(" ".join(word for word in first if word.startswith(subcommand)))
         return
     app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in SUBCOMMANDS), None)
-    if app is not None:
+    if app is not None and app.startswith(CHECKPOINT):
+        begun = "" if line.endswith(" ") else typed[-1]
+        keys = [f"{key}=" for key in VERBS[app.split()[1]].keys]
+        print(" ".join(key for key in keys if key.startswith(begun)))
+    elif app is not None:
         os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
         _run_hydra(app, words)
     elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):

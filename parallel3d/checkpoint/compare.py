@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.identity import flat
 from parallel3d.checkpoint.listing import find_checkpoint, find_run, step_number, table
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, list_checkpoints
+from parallel3d.checkpoint.manifest import DamagedCheckpoint, list_checkpoints, read_manifest
 from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
 from parallel3d.errors import UserError
 
@@ -55,6 +55,10 @@ class Difference:
     elements: int  # that differ
     of: int
 
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
 
 def diff(runs_dir: Path, a: str, b: str) -> int:
     """Compare two checkpoints (`run` or `run@step`). Returns 0 if they are equal, else 1.
@@ -72,10 +76,10 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
         compared += [_difference(n, left[n], right[n]) for n in left if _alike(left, right, n)]
     differing = [d for d in compared if d.elements]
     same &= not differing
-    print(f"{len(compared)} tensors in both, {len(compared) - len(differing)} of them equal")
+    print(_summary(compared))
     if differing:
         print(_differences(differing))
-    manifests = [_manifest(folder) for folder in folders]
+    manifests = [read_manifest(folder) for folder in folders]
     same &= _say_facts("progress", manifests[0].progress, manifests[1].progress)
     _say_facts("configuration", flat(manifests[0].config), flat(manifests[1].config))
     print("equal" if same else "different")
@@ -93,12 +97,6 @@ def _named(runs_dir: Path, word: str) -> Path:
 
 def _title(folder: Path) -> str:
     return f"run={folder.parents[1].name} step={step_number(folder)}"
-
-
-def _manifest(folder: Path) -> Manifest:
-    from parallel3d.checkpoint.manifest import read_manifest
-
-    return read_manifest(folder)
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
@@ -143,9 +141,20 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     )
 
 
+def _summary(compared: list[Difference]) -> str:
+    """How many tensors of each kind both have, and how many of them are equal."""
+    lines = []
+    for kind in KINDS:
+        some = [d for d in compared if d.kind == kind]
+        if some:
+            equal = sum(not d.elements for d in some)
+            lines.append(f"{kind}: {len(some)} tensors in both, {equal} of them equal")
+    return "\n".join(lines)
+
+
 def _differences(differing: list[Difference]) -> str:
-    """The tensors that differ most, in parts of their own size, first."""
-    order = sorted(differing, key=lambda d: (-d.relative, d.name))
+    """Parameters first, and of each kind those that differ most in parts of their own size."""
+    order = sorted(differing, key=lambda d: (KINDS.index(d.kind), -d.relative, d.name))
     rows = [
         {
             "tensor": d.name,

@@ -86,12 +86,11 @@ def export_hf(
         if folder.exists():
             folder.rmdir()
         partial.rename(folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"to={folder} cannot be written: {error.strerror or error}") from None
-    except SafetensorError as error:  # how safetensors reports a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"to={folder} cannot be written: {error}") from None
+    except (OSError, SafetensorError) as error:  # a full disk, as Python and safetensors say it
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"to={folder} cannot be written: {reason}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # it is gone where all went well
     return sorted(folder.iterdir())
 
 

@@ -161,15 +161,19 @@ def _composed(words: list[str]) -> Config:
 
 def _words(config: Config, overrides: list[str]) -> list[str]:
     """What to type so that `train` has this model, beside what was typed already."""
-    default = check_config(_composed([]), own_samples=True).model
-    model = [
-        spell(f"model.{f.name}", getattr(config.model, f.name))
-        for f in dataclasses.fields(config.model)
-        if getattr(config.model, f.name) != getattr(default, f.name)
-    ]
-    known = {word.partition("=")[0] for word in model}
+    default, model = _composed([]).model, config.model
+    derived = {"num_query_groups": "kv_heads", "ffn_hidden_size": "ffn_size"}
+    derived["max_position_embeddings"] = "max_positions"
+    model_words = []
+    for f in dataclasses.fields(model):
+        value, usual = getattr(model, f.name), getattr(default, f.name)
+        blank = dataclasses.replace(model, **({f.name: None} if f.name in derived else {}))
+        follows = f.name in derived and value == getattr(blank, derived[f.name])
+        if f.name != "name" and value != usual and not (usual is None and follows):
+            model_words.append(spell(f"model.{f.name}", value))
+    known = {word.partition("=")[0] for word in model_words}
     where = [] if config.runs_dir == Config().runs_dir else [spell("runs_dir", config.runs_dir)]
-    return [*where, *model, *(w for w in overrides if w.partition("=")[0] not in known)]
+    return [*where, *model_words, *(w for w in overrides if w.partition("=")[0] not in known)]
 
 
 def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, LogicalTensor]:

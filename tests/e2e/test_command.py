@@ -59,7 +59,12 @@ def test_info_flag_works(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("parallel3d ", {"train", "verify", "bench", "topology"}),
+        ("parallel3d ", {"train", "verify", "bench", "topology", "generate", "checkpoint"}),
+        ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
+        ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
+        ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),
+        ("parallel3d generate generate.to", {"generate.top_k="}),
+        ("parallel3d train checkpoint.asy", {"checkpoint.async_save="}),
         ("parallel3d ver", {"verify"}),
         ("parallel3d bench ", {"comm"}),
         ("parallel3d bench co", {"comm"}),

@@ -1,0 +1,196 @@
+"""A run's checkpoints from the outside: listed, proved, compared, exchanged, and asked for text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel3d.checkpoint.command import checkpoint
+from parallel3d.checkpoint.storage import read_whole
+from parallel3d.errors import UserError
+from tests.e2e.command import PARALLEL3D, TINY, Shell
+
+LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A run `mine` of a small Llama, on two ranks, with checkpoints of steps 10 and 20."""
+    shell = Shell(tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("scratch"))
+    words = ("tp=2", "train.steps=20", "checkpoint.every=10", "optim.lr=0.01")
+    ended = shell.run(
+        *PARALLEL3D, "train", "run=mine", *LLAMA, *words, *shell.text(), "checkpoint.async=false"
+    )
+    assert ended.code == 0, ended
+    yield shell
+    shell.end_all()
+
+
+@pytest.fixture
+def runs(trained: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the trained runs, in the current directory: tests damage it."""
+    shutil.copytree(trained.cwd / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+def newest(runs: Path) -> Path:
+    return runs / "mine" / "checkpoints" / "step-00000020"
+
+
+def flip_a_bit(folder: Path) -> None:
+    """In the first tensor of a file, which is a parameter."""
+    file = max(folder.glob("rank-*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[8 + int.from_bytes(content[:8], "little") + 5] ^= 1
+    file.write_bytes(content)
+
+
+def test_ls_shows_steps_layout_loss_and_damage(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint(["ls", "run=mine"]) == 0
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    steps = [json.loads(s) for s in (runs / "mine/metrics.jsonl").read_text().splitlines()]
+    loss = {s["step"]: f"{s['loss']:.4f}" for s in steps if "loss" in s}
+    assert cells[0] == ["run", "step", "age", "size", "layout", "loss", "state"]
+    for row, step, state in ((cells[1], 20, "whole, newest"), (cells[2], 10, "whole")):
+        assert (row[0], row[1], row[5]) == ("mine", str(step), loss[step])
+        assert row[4] == "tp=2 pp=1 dp=1"
+        assert row[6] == state
+
+    file = next(newest(runs).glob("rank-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    next((runs / "mine/checkpoints/step-00000010").glob("manifest-*")).unlink()
+    assert checkpoint(["ls"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "damaged: " in out[1]
+    assert file.name in out[1]
+    assert "damaged: " in out[2]
+    assert "manifest" in out[2]
+
+
+def test_verify_reads_every_byte(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint(["verify", "run=mine"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in out] == ["step-00000020  whole", "step-00000010  whole"]
+    flip_a_bit(newest(runs))
+    assert checkpoint(["ls"]) == 0  # a quick look: sizes are right
+    assert "damaged" not in capsys.readouterr().out
+    assert checkpoint(["verify", "run=mine"]) == 1
+    assert "step-00000020  damaged: " in capsys.readouterr().out
+    assert checkpoint(["verify", "run=mine", "step=10"]) == 0
+
+
+def test_diff_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(runs / "mine", runs / "twin")
+    assert checkpoint(["diff", "mine", "twin@20"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal"
+    assert checkpoint(["diff", "mine@10", "mine@20"]) == 1
+    out = capsys.readouterr().out
+    assert "parameter: 21 tensors in both, 0 of them equal" in out
+    assert "progress: steps is 10 in a, 20 in b" in out
+    folders = [runs / "mine/checkpoints" / f"step-{step:08d}" for step in (10, 20)]
+    a, b = (read_whole(folder)["parameter/head.weight"] for folder in folders)
+    row = next(line.split() for line in out.splitlines() if line.startswith("parameter/head.wei"))
+    assert row[1] == f"{float((a - b).abs().max()):.3g}"
+    assert row[2] == f"{float((a - b).abs().max() / max(a.abs().max(), b.abs().max())):.3g}"
+    flip_a_bit(newest(runs))
+    with pytest.raises(UserError, match="run=mine step=20 is damaged"):
+        checkpoint(["diff", "mine", "twin"])
+
+
+def test_export_and_import_bring_the_run_back(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint(["export", "run=mine", "to=hf", "step=10"]) == 0
+    said = capsys.readouterr().err
+    assert "step 10 of mine" in said
+    assert "tokenizer" in said
+    assert checkpoint(["import", "from=hf", "run=back", "model.seq_length=16", "optim=sgd"]) == 0
+    command = capsys.readouterr().out
+    assert command.startswith("parallel3d train run=back ")
+    assert "model.seq_length=16" in command
+    before = read_whole(runs / "mine/checkpoints/step-00000010")
+    after = read_whole(runs / "back/checkpoints/step-00000000")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert checkpoint(["verify", "run=back"]) == 0
+
+    with pytest.raises(UserError, match="run=back exists"):
+        checkpoint(["import", "from=hf", "run=back"])
+    with pytest.raises(UserError, match=r"model\.hidden_size=64: hf gives model\.hidden_size=32"):
+        checkpoint(["import", "from=hf", "run=other", "model.hidden_size=64"])
+    with pytest.raises(UserError, match=r"no checkpoint of step=11; the nearest is step=10"):
+        checkpoint(["export", "run=mine", "to=more", "step=11"])
+    flip_a_bit(newest(runs))
+    with pytest.raises(UserError, match="step=20 is damaged"):
+        checkpoint(["export", "run=mine", "to=more"])
+    assert sorted(p.name for p in runs.iterdir()) == ["back", "mine"]
+    assert sorted(p.name for p in runs.parent.iterdir()) == ["hf", "runs"]
+
+
+def test_an_imported_run_trains_on_under_another_layout(trained: Shell) -> None:
+    """The command that import prints works as it stands; its first loss is the exported model's."""
+    export = ("checkpoint", "export", "run=mine", "to=hf")
+    assert trained.run(*PARALLEL3D, *export).code == 0
+    words = (*trained.text(), *TINY[5:], "optim.lr=1e-9", "train.steps=2")
+    made = trained.run(*PARALLEL3D, "checkpoint", "import", "from=hf", "run=on", *words)
+    assert made.code == 0, made
+    command = made.out.split()
+    assert command[:2] == ["parallel3d", "train"]
+    ended = trained.run(*PARALLEL3D, *command[1:], "tp=2", "pp=2")
+    assert ended.code == 0, ended
+    assert "goes on at step 1" in ended.err + ended.out
+
+    def losses(run: str) -> dict[int, float]:
+        lines = (trained.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return {s["step"]: s["loss"] for s in map(json.loads, lines) if "loss" in s}
+
+    # Twenty steps took the loss far below where it began; the imported model is at its end.
+    mine, on = losses("mine"), losses("on")
+    assert mine[20] < mine[1] - 1
+    assert on[1] == pytest.approx(mine[20], abs=0.5)
+
+
+def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
+    words = ("run=mine", "prompt=12 bot", "generate.max_tokens=60", "device=cpu")
+    before = trained.snapshot()
+    one = trained.run(*PARALLEL3D, "generate", *words)
+    assert one.code == 0, one
+    assert one.out.startswith("12 bot")
+    assert len(one.out.encode()) > 40
+    assert one.errors == ["parallel3d: run=mine, step 20, seed=1234"]
+    four = trained.run(*PARALLEL3D, "generate", *words, "tp=2", "pp=2")
+    assert (four.code, four.out) == (0, one.out), four
+    assert trained.snapshot() == before  # looking at a run leaves nothing in it
+    assert list(trained.scratch.iterdir()) == []
+
+
+def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
+    flip_a_bit(newest(runs))
+    words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
+    ended = trained.run(*PARALLEL3D, "generate", *words)
+    assert ended.code == 0, ended
+    assert "step-00000020" in ended.errors[0]
+    assert ended.errors[-1] == "parallel3d: run=mine, step 10, seed=1234"
+    refused = trained.run(*PARALLEL3D, "generate", *words, "generate.step=20")
+    assert refused.code == 2
+    assert "no checkpoint that is whole" in refused.errors[-1]
+
+
+def test_generate_refuses_what_cannot_be(trained: Shell, runs: Path) -> None:
+    def refused(*words: str) -> str:
+        ended = trained.run(*PARALLEL3D, "generate", "device=cpu", f"runs_dir={runs}", *words)
+        assert (ended.code, ended.out, len(ended.errors)) == (2, "", 1), ended
+        return ended.errors[0]
+
+    assert "nearest is run=mine" in refused("run=mime")
+    shutil.rmtree(runs / "mine" / "checkpoints")
+    assert "no checkpoint" in refused("run=mine")

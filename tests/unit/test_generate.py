@@ -1,0 +1,123 @@
+"""The decoder with its cache is the model; draws depend on seed and logits alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.config import Config, GenerateConfig, ModelConfig
+from parallel3d.decoder import Decoder, blank_stage
+from parallel3d.errors import UserError
+from parallel3d.generate import Sampler
+from parallel3d.generate_start import start_generate, take_prompt
+from parallel3d.models.transformer import Stage
+from parallel3d.topology.process_groups import ProcessGroups
+
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=12,
+    vocab_size=61,
+    vocab_multiple=8,
+    max_position_embeddings=20,
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    norm="rmsnorm",
+    position_embedding="rope",
+    activation="swiglu",
+    bias=False,
+    tie_embeddings=False,
+    num_query_groups=2,
+)
+
+
+def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
+    config = Config(model=model, dp=1)
+    config.precision.name = "fp64"
+    groups = ProcessGroups.single()
+    stage = blank_stage(config, groups, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return Decoder(config, groups, stage), stage
+
+
+def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
+    """Logits of the last position by the forward pass that was trained, without a cache."""
+    with torch.no_grad():
+        x = stage.embedding(torch.tensor([tokens]))
+        rotary = stage.rotary and tuple(table[: len(tokens)] for table in stage.rotary)
+        for block in stage.layers.values():
+            x = block(x, rotary)
+        return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("prompt", [1, 5, 12, 31])
+def test_cached_logits_are_those_of_the_whole_sequence_in_view(
+    model: ModelConfig, prompt: int
+) -> None:
+    decoder, stage = decoder_of(model)
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 61, (prompt + 30,), generator=generator).tolist()
+    views = set()
+    for length in range(prompt, len(tokens) + 1):
+        logits = decoder.logits(tokens[:length])
+        view = tokens[decoder.start : length]
+        # Never more than was trained with, never less than half of it.
+        assert min(length, model.seq_length // 2) <= len(view) <= model.seq_length
+        assert length > model.seq_length or decoder.start == 0
+        torch.testing.assert_close(logits, whole_forward(stage, view), rtol=1e-9, atol=1e-9)
+        views.add(decoder.start)
+    assert len(views) > 3
+
+
+def test_several_new_tokens_at_once_are_read_right() -> None:
+    decoder, stage = decoder_of(LLAMA)
+    tokens = list(range(9))
+    decoder.logits(tokens[:4])
+    logits = decoder.logits(tokens)
+    torch.testing.assert_close(logits, whole_forward(stage, tokens), rtol=1e-9, atol=1e-9)
+
+
+def draws(seed: int, logits: Tensor, count: int, **settings: object) -> list[int]:
+    sampler = Sampler(GenerateConfig(**settings), seed)
+    return [sampler.draw(logits) for _ in range(count)]
+
+
+def test_draws_follow_the_softmax_and_the_seed() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, -50.0])
+    some = draws(1, logits, 4000, temperature=0.5)
+    shares = torch.bincount(torch.tensor(some), minlength=4) / len(some)
+    expected = torch.softmax(logits / 0.5, 0)
+    torch.testing.assert_close(shares, expected, rtol=0, atol=0.03)
+    assert some == draws(1, logits, 4000, temperature=0.5)
+    assert some != draws(2, logits, 4000, temperature=0.5)
+    noise = 1e-7 * torch.randn(4, generator=torch.Generator().manual_seed(3))
+    assert some == draws(1, logits + noise, 4000, temperature=0.5)  # another layout's rounding
+
+
+def test_top_k_and_temperature_zero_leave_out_the_rest() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0, 1.9])
+    assert set(draws(1, logits, 500, temperature=1.0, top_k=2)) == {1, 3}
+    assert set(draws(1, logits, 500, temperature=1.0, top_k=400)) == {0, 1, 2, 3}
+    assert draws(1, logits, 5, temperature=0.0) == [1] * 5
+
+
+def test_the_prompt_is_taken_as_it_is_typed() -> None:
+    words = ["run=a", "prompt=def f(x): # ${y}, '=\n ", "tp=2"]
+    assert take_prompt(words) == (["run=a", "tp=2"], "def f(x): # ${y}, '=\n ")
+    assert take_prompt(["run=a"]) == (["run=a"], None)
+
+
+@pytest.mark.parametrize("word", ["model=llama_tiny", "model.num_layers=3", "dp=2", "optim.lr=1"])
+def test_what_the_run_decides_cannot_be_typed(word: str) -> None:
+    with pytest.raises(UserError) as refused:
+        start_generate(Config(run="a"), ["tp=2", word], None)
+    assert str(refused.value).startswith(f"{word}: generate takes")
