@@ -1,0 +1,111 @@
+"""Recomputation and sequence parallelism in pieces change nothing: the runs are the reference's.
+
+Pairwise over pieces, recomputation, schedule, zero=1, table, layout, with and without shared memory
+and compiler; every case also with unequal masks and five steps, as in test_exactness.
+"""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+
+from parallel3d.config import LaunchConfig
+from parallel3d.tensor_parallel import symmetric
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, gather_linear, linear_scatter
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.pool import Pool
+
+GPT = Problem("gpt_tiny", "sgd", tied=True)
+LLAMA = Problem("llama_tiny", "adamw", tied=False)
+
+
+def case(
+    problem: Problem, chunks: int = 1, recompute: str = "none", zero: int = 0, **way: object
+) -> Case:
+    keys = (("tensor_parallel.chunks", chunks), ("recompute", recompute), ("zero", zero))
+    return Case(problem, sp=chunks > 1 or way.pop("sp", False), keys=keys, **way)
+
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
+RUNS = {
+    (1, 1, 1): [case(GPT, 1, "full"), case(LLAMA, 1, "selective")],
+    (2, 1, 1): [
+        case(GPT, 2, "full"),
+        case(LLAMA, 8),
+        case(LLAMA, 1, "full", sp=True),
+        case(GPT, 4, "full", compile=True),
+    ],
+    (4, 1, 1): [case(LLAMA, 4, "selective"), case(GPT, 2), case(GPT, 1, "full")],
+    (1, 2, 2): [
+        case(GPT, 1, "full", 1, schedule="gpipe"),
+        case(LLAMA, 1, "full", **SMALL_BUCKETS),
+    ],
+    (2, 2, 1): [
+        case(GPT, 4, "full", schedule="gpipe"),
+        case(LLAMA, 2, "selective"),
+        case(LLAMA, 1, "full", embedding="replicated"),
+    ],
+    (2, 1, 2): [case(LLAMA, 2, "full", 1, **SMALL_BUCKETS), case(GPT, 4, zero=1, **SMALL_BUCKETS)],
+}
+
+
+@pytest.mark.parametrize("sizes", RUNS, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+def test_pieces_and_recomputation_train_as_the_reference_does(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    by_rank = pool.run(world, run_cases, sizes, RUNS[sizes], timeout_s=300)
+    for each, outcomes in zip(RUNS[sizes], zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(each.problem), each.problem)
+        assert not found, f"{each}: {found}"
+
+
+def ways_agree(size: int, shared_memory: bool) -> None:
+    """Every way of gathering and scattering gives the bits of the one in one piece.
+
+    The weight is the unit matrix, so that a GEMM only copies and bits tell the order of sums.
+    """
+    launch = LaunchConfig(shared_memory=shared_memory)
+    groups = ProcessGroups.create(Layout(tp=size), "cpu", timeout_s=60, launch=launch)
+    tp, unit = groups.tp, torch.eye(6, dtype=torch.float64)
+    assert (tp.shared is not None) == shared_memory
+    generator = torch.Generator().manual_seed(tp.index)
+    bias = torch.arange(6.0, dtype=torch.float64)
+    shard = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
+    partial = torch.randn(3, 4 * size, 6, generator=generator, dtype=torch.float64)
+    gathered = gather_linear(shard, unit, bias, tp, IN_ONE, keep=True)
+    scattered = linear_scatter(partial, unit, tp, IN_ONE)
+    assert scattered.shape == shard.shape and gathered[0].shape == partial.shape
+    for chunks in (2, 4):
+        y, full = gather_linear(shard, unit, bias, tp, Overlap(chunks), keep=True)
+        assert torch.equal(y, gathered[0]) and torch.equal(full, gathered[1])
+        assert torch.equal(linear_scatter(partial, unit, tp, Overlap(chunks)), scattered)
+    fused = Overlap(2, symmetric=True)
+    y, full = gather_linear(shard, unit, bias, tp, fused, keep=True)
+    assert torch.equal(y, gathered[0]) and torch.equal(full, gathered[1])
+    assert gather_linear(shard, unit, None, tp, fused)[1] is None
+    torch.testing.assert_close(linear_scatter(partial, unit, tp, fused), scattered)
+    groups.close()
+
+
+def ways_agree_without_gpu(size: int, shared_memory: bool) -> None:
+    """`ways_agree`, with PyTorch's plain versions of the operators that fuse on GPUs."""
+    assert symmetric.has_operators()
+    plain_gather = symm_mem._fused_all_gather_matmul_fallback
+    plain_scatter = symm_mem._fused_matmul_reduce_scatter_fallback
+    with (
+        patch.object(torch.ops.symm_mem, symmetric.OPERATORS[0], plain_gather),
+        patch.object(torch.ops.symm_mem, symmetric.OPERATORS[1], plain_scatter),
+    ):
+        ways_agree(size, shared_memory)
+
+
+@pytest.mark.parametrize(("size", "shared_memory"), [(2, True), (2, False), (4, True), (4, False)])
+def test_all_ways_give_the_same_bits(pool: Pool, size: int, shared_memory: bool) -> None:
+    pool.run(size, ways_agree_without_gpu, size, shared_memory)
