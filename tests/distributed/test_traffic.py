@@ -219,7 +219,7 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
     config = config_of(layout, changes)
     seen = set()
     for rank, (stage, found, around, _) in enumerate(
-        pool.run(layout.world_size, sent_in_a_step, layout, changes)
+        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=180)
     ):
         assert found == priced(config, layout, stage), f"rank {rank}, stage {stage}"
         assert not around, f"rank {rank} sends what nobody counts: {around}"
