@@ -130,7 +130,8 @@ class ModelConfig:
     )
     dropout: float = key(
         0.0,
-        "dropout probability",
+        "probability of dropping an element of the embedding's, an attention's or an MLP's output, "
+        "or of attention's probabilities; the same elements under every layout",
         minimum=0,
         below=1,
         megatron="--hidden-dropout",

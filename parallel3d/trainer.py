@@ -152,7 +152,8 @@ class Trainer:
     def _batches(self, source: SampleSource) -> Batches:
         dp = self.groups.dp
         size, count = self.config.micro_batch_size, self.config.num_microbatches
-        return Batches(source, size, count, dp.index, dp.size, self.device)
+        reads = self.groups.is_first_stage or self.groups.is_last_stage
+        return Batches(source, size, count, dp.index, dp.size, self.device, reads)
 
     @property
     def tokens_per_step(self) -> int:

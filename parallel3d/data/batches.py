@@ -23,11 +23,13 @@ class SampleSource(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """Three tensors of shape (micro batch, seq): tokens and labels int64, loss_mask bool."""
+    """Tensors of shape (micro batch, seq): tokens and labels int64, loss_mask bool; None on stages
+    that do not read them. samples: (micro batch,) int64, their numbers in the run."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
+    tokens: torch.Tensor | None
+    labels: torch.Tensor | None
+    loss_mask: torch.Tensor | None
+    samples: torch.Tensor
 
 
 class Batches:
@@ -35,6 +37,8 @@ class Batches:
 
     A step trains on the next global batch of samples, from `first` on, whatever dp_size and
     micro_batch_size are; rank d has a contiguous share of them, its micro-batches in order.
+
+    With `reads` false (stages between the ends) micro-batches hold the samples' numbers alone.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class Batches:
         dp_rank: int,
         dp_size: int,
         device: torch.device | str,
+        reads: bool = True,
     ) -> None:
-        self._source = source
+        self._source, self._reads = source, reads
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
@@ -66,6 +71,9 @@ class Batches:
 
     def micro_batch(self, first: int, m: int) -> MicroBatch:
         """Micro-batch `m` of the global batch from sample `first` on, on the device."""
+        numbers = self._moved(torch.tensor(self.indices(first, m), dtype=torch.int64))
+        if not self._reads:
+            return MicroBatch(None, None, None, numbers)
         samples = [self._source.sample(i) for i in self.indices(first, m)]
         tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
         mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
@@ -73,6 +81,7 @@ class Batches:
             self._moved(tokens[:, :-1].contiguous()),
             self._moved(tokens[:, 1:].contiguous()),
             self._moved(mask),
+            numbers,
         )
 
     def token_count(self, first: int) -> int:

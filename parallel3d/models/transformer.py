@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from parallel3d.config import LossConfig, ModelConfig
 from parallel3d.models.attention import causal_attention
+from parallel3d.models.dropout import Dropout
 from parallel3d.models.layers import Norm, rotary_tables
 from parallel3d.models.ops import swiglu
 from parallel3d.models.recompute import recomputed
@@ -66,6 +67,11 @@ class BuildContext:
         sp = self.sequence_parallel
         return {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
 
+    def dropout(self, site: str, model: ModelConfig) -> Dropout:
+        """Of the residual stream: whole, or this rank's part of the sequence."""
+        first = model.seq_length // self.tp.size * self.tp.index if self.sequence_parallel else 0
+        return Dropout(self.init.seed, site, model.dropout, first_position=first)
+
 
 class Attention(nn.Module):
     """Causal self-attention with grouped queries; whole heads per tensor-parallel rank."""
@@ -79,6 +85,10 @@ class Attention(nn.Module):
         self.kv_heads = model.kv_heads * copies // ctx.tp.size
         self.recompute = ctx.recompute == "selective"
         prefix = f"layers.{layer}.attention"
+        self.dropout = None
+        if model.dropout:
+            first, site = self.heads * ctx.tp.index, f"{prefix}.probabilities"
+            self.dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
         kv_rows = model.kv_heads * model.head_dim
         q_rows = model.num_attention_heads * model.head_dim
         split = ctx.split | {"bias": model.bias}
@@ -94,8 +104,11 @@ class Attention(nn.Module):
             f"{prefix}.out", q_rows, model.hidden_size, std=output_std(model), **split
         )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        inner = (self.qkv(x), self.heads, self.kv_heads, self.head_dim, rotary)
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
+    ) -> Tensor:
+        shape = (self.heads, self.kv_heads, self.head_dim)
+        inner = (self.qkv(x), *shape, rotary, self.dropout, samples)
         if self.recompute:
             return self.out(recomputed(causal_attention, *inner))
         return self.out(causal_attention(*inner))
@@ -139,21 +152,37 @@ class Block(nn.Module):
         self.attention = Attention(layer, model, ctx)
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
         self.mlp = MLP(layer, model, ctx)
+        self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
+        self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = ctx.recompute == "full"
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        samples: Tensor | None = None,
+    ) -> Tensor:
+        """Dropout for `samples`, (b,) numbers in the run; None: without it."""
         if self.recompute:
-            return recomputed(self.layer, x, rotary)
-        return self.layer(x, rotary)
+            return recomputed(self.layer, x, rotary, samples)
+        return self.layer(x, rotary, samples)
 
-    def layer(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rotary)
-        return x + self.mlp(self.mlp_norm(x))
+    def layer(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
+    ) -> Tensor:
+        attended = self.attention(self.input_norm(x), rotary, samples)
+        x = x + self.attention_dropout(attended, samples)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
 
 
-def _run_blocks(blocks: list[Block], x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def _run_blocks(
+    blocks: list[Block],
+    x: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    samples: Tensor | None = None,
+) -> Tensor:
     for block in blocks:
-        x = block(x, rotary)
+        x = block(x, rotary, samples)
     return x
 
 
@@ -171,13 +200,14 @@ class Embedding(nn.Module):
             shape = (model.max_positions, model.hidden_size)
             piece = Piece("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
             self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
+        self.dropout = ctx.dropout("embedding", model)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, samples: Tensor | None = None) -> Tensor:
         x = self.word(tokens)
-        if self.position is None:
-            return x
-        first = x.shape[1] * self.tp.index if self.sp else 0
-        return x + self.position[first : first + x.shape[1]]
+        if self.position is not None:
+            first = x.shape[1] * self.tp.index if self.sp else 0
+            x = x + self.position[first : first + x.shape[1]]
+        return self.dropout(x, samples)
 
 
 class Head(nn.Module):
@@ -240,7 +270,7 @@ class Stage(nn.Module):
         self, model: ModelConfig, layers: range, first: bool, last: bool, ctx: BuildContext
     ) -> None:
         super().__init__()
-        self.first, self.last = first, last
+        self.first, self.last, self.drops = first, last, model.dropout > 0
         self.before_use: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
         uses = 2 if first and last and model.tie_embeddings else 1
@@ -272,6 +302,7 @@ class Stage(nn.Module):
         tokens: Tensor,
         labels: Tensor,
         loss_mask: Tensor,
+        samples: Tensor | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Hidden states for the next stage or, on the last, the sum of the unmasked losses.
@@ -279,18 +310,21 @@ class Stage(nn.Module):
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
             tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by the ends alone.
+            samples: (b,) numbers of the samples in the run, for dropout.
             loss_scale: scalar, the gradient that the sum of the losses will be given in the
-                backward; None: evaluation, without gradients.
+                backward; None: evaluation, without gradients or dropout.
         """
+        if loss_scale is None or not self.drops:
+            samples = None
         x = hidden
         if self.first:
             self.before_use("embedding")
-            x = self.embedding(tokens)
+            x = self.embedding(tokens, samples)
         blocks, names = list(self.layers.values()), list(self.layers)
         for i in range(0, len(blocks), GRAPH_BLOCKS):
             for name in names[i : i + GRAPH_BLOCKS]:
                 self.before_use(f"layers.{name}")
-            x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, self.rotary)
+            x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, self.rotary, samples)
         if not self.last:
             return x
         self.before_use("head")

@@ -22,7 +22,6 @@ from parallel3d.pipeline.schedule import Action, Kind, Step, add_communication
 from parallel3d.topology.process_groups import Group
 
 Loader = Callable[[int], MicroBatch]
-NOTHING = MicroBatch(None, None, None)  # stages between the ends read no batch
 
 
 class Executor:
@@ -68,7 +67,7 @@ class Executor:
 
         Args:
             plan: this rank's steps, computes and groups of messages.
-            load: micro-batch number → tensors; called on the first and last stage alone.
+            load: micro-batch number → tensors.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
             before_last_backward: called when the next backward completes the gradients.
 
@@ -137,12 +136,11 @@ class Executor:
         self.clock.pop(self.clock.floors.get("pp", math.inf))
 
     def _forward(self, m: int, load: Loader, loss_scale: Tensor | None = None) -> Tensor | float:
-        x, batch = None, NOTHING
+        x = None
         if not self.stage.first:
             x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
-        if self.stage.first or self.stage.last:
-            with self.clock.within("data"):
-                batch = load(m)
+        with self.clock.within("data"):
+            batch = load(m)
         with self.clock.within("forward"):
             y = self.stage(x, *batch, loss_scale)
         self.live[m] = (x, y)

@@ -19,15 +19,27 @@ PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
 ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
 BIASED = replace(ONE_HEAD, model=(*ONE_HEAD.model, ("bias", True)))
 ZERO1 = (("zero", 1),)
+# One probability for all sites: embedding, attention's probabilities, both residual branches.
+GPT_DROPS = replace(GPT, model=(("dropout", 0.2),))
+LLAMA_DROPS = replace(LLAMA, model=(("dropout", 0.1), ("num_query_groups", 2)))
 
 CASES = [
-    ((1, 1, 1), [Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS)]),
+    (
+        (1, 1, 1),
+        [
+            Case(replace(GPT, loss=SMOOTHED), keys=CHUNKS),
+            Case(GPT_DROPS),
+            Case(LLAMA_DROPS, microbatches=2, keys=(("recompute", "full"),)),
+        ],
+    ),
     (
         (2, 1, 1),
         [
             Case(replace(GPT, loss=SMOOTHED), sp=True, embedding="replicated", keys=CHUNKS),
             Case(replace(LLAMA, loss=SMOOTHED), keys=CHUNKS),
             Case(GPT, parallel_output=False, embedding="replicated", keys=CHUNKS),
+            Case(GPT_DROPS, sp=True),
+            Case(LLAMA_DROPS, keys=(("recompute", "selective"),)),
         ],
     ),
     (
@@ -37,6 +49,7 @@ CASES = [
             Case(PAIRS, sp=True),
             Case(replace(PAIRS, optimizer="sgd"), bucket_cap_mb=0.02),
             Case(BIASED, sp=True),
+            Case(LLAMA_DROPS, sp=True),
         ],
     ),
     (
@@ -54,7 +67,11 @@ CASES = [
             Case(replace(PAIRS, model=ONE_HEAD.model), sp=True, keys=ZERO1),
         ],
     ),
-    ((1, 2, 2), [Case(replace(LLAMA, loss=SMOOTHED[:1]), keys=(*CHUNKS, ("zero", 1)))]),
+    (
+        (1, 2, 2),
+        [Case(replace(LLAMA, loss=SMOOTHED[:1]), keys=(*CHUNKS, *ZERO1)), Case(GPT_DROPS)],
+    ),
+    ((1, 4, 1), [Case(replace(GPT_DROPS, layers=5), microbatches=4)]),
 ]
 
 

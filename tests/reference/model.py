@@ -8,10 +8,14 @@ spelled out, RoPE is a complex multiplication, the loss is a log-sum-exp over th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from tests.reference.dropout import dropped
 
 
 class ModelShape(Protocol):
@@ -33,6 +37,21 @@ class ModelShape(Protocol):
     activation: str
     bias: bool
     tie_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """Dropout with probability p for the given samples of a run."""
+
+    p: float
+    seed: int
+    samples: Sequence[int]
+
+    def __call__(self, x: Tensor, site: str) -> Tensor:
+        return dropped(x, self.samples, self.p, self.seed, site)
+
+
+NO_DROPOUT = Dropping(0.0, 0, ())
 
 
 class RMSNorm(nn.Module):
@@ -93,7 +112,7 @@ class Attention(nn.Module):
         """(batch, sequence, heads·head_dim) to (batch, heads, sequence, head_dim)."""
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, drop: Dropping = NO_DROPOUT, name: str = "") -> Tensor:
         q = self.split_heads(self.q(x), self.heads)
         k = self.split_heads(self.k(x), self.kv_heads)
         v = self.split_heads(self.v(x), self.kv_heads)
@@ -102,14 +121,15 @@ class Attention(nn.Module):
             k = rotate(k, self.shape.rotary_percent, self.shape.rotary_base)
         group = self.heads // self.kv_heads
         # Head by head: query head h looks at key/value head h // group.
-        outputs = []
+        every_head = []
         length = x.shape[1]
         future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
         for h in range(self.heads):
-            keys, values = k[:, h // group], v[:, h // group]
+            keys = k[:, h // group]
             scores = q[:, h] @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)
-            weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-            outputs.append(weights @ values)
+            every_head.append(scores.masked_fill(future, -math.inf).softmax(dim=-1))
+        weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
+        outputs = [weights[:, h] @ v[:, h // group] for h in range(self.heads)]
         return self.out(torch.cat(outputs, dim=-1))
 
 
@@ -149,9 +169,10 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(shape)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, drop: Dropping, name: str) -> Tensor:
+        attended = self.attention(self.input_norm(x), drop, f"{name}.attention")
+        x = x + drop(attended, f"{name}.attention")
+        return x + drop(self.mlp(self.mlp_norm(x)), f"{name}.mlp")
 
 
 class ReferenceModel(nn.Module):
@@ -168,12 +189,13 @@ class ReferenceModel(nn.Module):
         if not shape.tie_embeddings:
             self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, drop: Dropping = NO_DROPOUT) -> Tensor:
         x = self.embedding["word"](tokens)
         if "position" in self.embedding:
             x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
-        for layer in self.layers:
-            x = layer(x)
+        x = drop(x, "embedding")
+        for number, layer in enumerate(self.layers):
+            x = layer(x, drop, f"layers.{number}")
         x = self.final_norm(x)
         if hasattr(self, "head"):
             return self.head(x)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.reference.model import (
+    NO_DROPOUT,
+    Dropping,
     ModelShape,
     ReferenceModel,
     objective_losses,
@@ -49,6 +51,7 @@ class RunSettings(Protocol):
     model: Any
     optim: Any
     loss: Any
+    seed: int
     global_batch_size: int
 
 
@@ -69,7 +72,12 @@ def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) 
 
 
 def batch_loss(
-    model: ReferenceModel, source: Source, first: int, count: int, objective: Any = None
+    model: ReferenceModel,
+    source: Source,
+    first: int,
+    count: int,
+    objective: Any = None,
+    drop: Dropping = NO_DROPOUT,
 ) -> Tensor:
     """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens.
 
@@ -78,7 +86,7 @@ def batch_loss(
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
     mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
-    logits, labels = model(tokens[:, :-1]), tokens[:, 1:]
+    logits, labels = model(tokens[:, :-1], drop), tokens[:, 1:]
     if objective is None:
         losses = token_losses(logits, labels)
     else:
@@ -154,7 +162,9 @@ def train_reference(
     losses, grad_norms, first_gradients = [], [], {}
     for step, lr in enumerate(rates):
         first = step * config.global_batch_size
-        loss = batch_loss(model, source, first, config.global_batch_size, config.loss)
+        samples = range(first, first + config.global_batch_size)
+        drop = Dropping(config.model.dropout, config.seed, samples)
+        loss = batch_loss(model, source, first, len(samples), config.loss, drop)
         gradients = dict(
             zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
         )

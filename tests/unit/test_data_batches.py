@@ -30,7 +30,8 @@ def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("step", [0, 2])
 def test_global_batch_is_the_same_for_every_layout(dp: int, micro: int, step: int) -> None:
     samples = [source(True).sample(i) for i in range(step * GLOBAL, (step + 1) * GLOBAL)]
-    tokens, labels, mask = global_batch(dp, micro, step)
+    tokens, labels, mask, numbers = global_batch(dp, micro, step)
+    assert numbers.tolist() == list(range(step * GLOBAL, (step + 1) * GLOBAL))
     assert tokens.tolist() == [s.tokens[:-1].tolist() for s in samples]
     assert labels.tolist() == [s.tokens[1:].tolist() for s in samples]
     assert mask.tolist() == [s.loss_mask.tolist() for s in samples]
@@ -71,8 +72,20 @@ def test_token_count_reads_a_source_that_says_nothing_about_masks() -> None:
 def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
     batch = Batches(source(True), 2, 3, 0, 4, "cpu").micro_batch(0, 1)
     assert isinstance(batch, MicroBatch)
-    assert [t.dtype for t in batch] == [torch.int64, torch.int64, torch.bool]
-    assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch)
+    assert [t.dtype for t in batch] == [torch.int64, torch.int64, torch.bool, torch.int64]
+    assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch[:3])
+
+
+def test_micro_batches_know_the_numbers_of_their_samples() -> None:
+    batch = Batches(source(True), 2, 3, 1, 4, "cpu").micro_batch(48, 2)
+    assert batch.samples.tolist() == [58, 59]
+
+    class Untouchable:
+        def sample(self, i: int) -> Sample:
+            raise AssertionError(f"sample {i} was read")
+
+    inner = Batches(Untouchable(), 2, 3, 1, 4, "cpu", reads=False).micro_batch(48, 2)
+    assert inner[:3] == (None, None, None) and inner.samples.tolist() == [58, 59]
 
 
 def test_a_micro_batch_that_does_not_exist_is_refused() -> None:

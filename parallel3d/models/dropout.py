@@ -1,0 +1,144 @@
+"""Dropout whose masks are a function of what is computed, never of where or in which order.
+
+Whether an element is dropped is a hash of (seed, site, sample of the run, head, position, channel).
+A site is a place in the model, `layers.3.mlp`. So every split of the batch, the sequence, the heads
+or the layers drops the same elements, nothing is stored from forward to backward, recomputation
+needs no generator's state, and a resumed run goes on with the masks of the uninterrupted one.
+
+Of each row (all but the channel) a 64-bit key is made:
+
+    key = finish(site + A · sample + B · (2³² · head + position))            modulo 2⁶⁴
+
+with `finish` the end of SplitMix64 (Steele et al. 2014), and of its low and high half L and H and
+the channel c 31 bits by a 32-bit mixing in the manner of MurmurHash3's end:
+
+    x = c · 0x9E3779B9 + L;  x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;
+    x ^= H;  x *= 0x735A2D97;  x ^= x >> 15                                  modulo 2³²
+
+An element is dropped if the low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # A and B
+FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
+
+
+class Dropout(nn.Module):
+    """Drops elements of one site in training; what else is given passes unchanged.
+
+    Args:
+        seed: of the run.
+        site: place in the model, the same for every layout.
+        p: probability.
+        first_head, first_position: of this rank's part of the heads or the sequence.
+    """
+
+    def __init__(
+        self, seed: int, site: str, p: float, first_head: int = 0, first_position: int = 0
+    ) -> None:
+        super().__init__()
+        self.p, self.first_head, self.first_position = p, first_head, first_position
+        digest = hashlib.blake2b(f"{seed}/dropout/{site}".encode(), digest_size=8).digest()
+        # A tensor, so that compiled code of one layer serves the others.
+        self.site = torch.tensor(int.from_bytes(digest, "little", signed=True))
+
+    def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
+        """
+        Args:
+            x: (b, s, channels) or (b, heads, s, channels).
+            samples: (b,) int64, numbers of the samples in the run; None: nothing is dropped.
+        """
+        if samples is None or self.p == 0.0:
+            return x
+        where = (self.first_head, self.first_position, self.p)
+        if torch.compiler.is_compiling():
+            return torch.ops.parallel3d.dropout(x, samples, self.site, *where)
+        return _Dropout.apply(x, samples, self.site, *where)
+
+
+class _Dropout(torch.autograd.Function):
+    """The mask is made again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+        ctx.where = where  # not a saved tensor: recomputation need not come this far
+        return _dropped(x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return _dropped(grad, *ctx.where), *(None for _ in ctx.where)
+
+
+def _signed(value: int, bits: int) -> int:
+    """The same bits as a signed number, which torch's integers are."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
+    """A logical shift to the right."""
+    return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def row_keys(
+    rows: tuple[int, ...], samples: Tensor, site: Tensor, first_head: int, first_position: int
+) -> Tensor:
+    """(b, *rows) int64 keys; rows are (s,) or (heads, s)."""
+    device = samples.device
+    number = torch.arange(first_position, first_position + rows[-1], device=device)
+    if len(rows) == 2:
+        heads = torch.arange(first_head, first_head + rows[0], device=device)
+        number = number + (heads << 32).unsqueeze(1)
+    start = (site.to(device) + samples * _signed(SAMPLE, 64)).view(-1, *(1 for _ in rows))
+    key = start + number * _signed(ROW, 64)
+    for by, factor in FINISH:
+        key = (key ^ _shifted(key, by, 64)).mul_(_signed(factor, 64))
+    return key ^ _shifted(key, 31, 64)
+
+
+def _dropped(
+    x: Tensor, samples: Tensor, site: Tensor, first_head: int, first_position: int, p: float
+) -> Tensor:
+    """`x` without the dropped elements, contiguous."""
+    key = row_keys(tuple(x.shape[1:-1]), samples, site, first_head, first_position).unsqueeze(-1)
+    low, high = ((key << 32) >> 32).to(torch.int32), (key >> 32).to(torch.int32)
+    channels = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    bits = channels * _signed(CHANNEL, 32) + low
+    bits ^= _shifted(bits, 16, 32)
+    bits *= FIRST
+    bits ^= _shifted(bits, 15, 32)
+    bits ^= high
+    bits *= SECOND
+    bits ^= _shifted(bits, 15, 32)
+    dropped = bits.bitwise_and_(0x7FFFFFFF) < round(p * (1 << 31))
+    return (x.contiguous() / (1.0 - p)).masked_fill_(dropped, 0.0)
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, samples, site, *ctx.where = inputs
+    ctx.save_for_backward(samples, site)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple:
+    given = torch.ops.parallel3d.dropout(grad, *ctx.saved_tensors, *ctx.where)
+    return given, None, None, None, None, None
+
+
+# In a compiled block an operator of its own: the hash relies on integers that wrap around, which
+# the compiler's C++ does not promise.
+_library = torch.library.Library("parallel3d", "FRAGMENT")
+_library.define(
+    "dropout(Tensor x, Tensor samples, Tensor site, int head, int position, float p) -> Tensor"
+)
+_library.impl("dropout", _dropped, "CompositeExplicitAutograd")
+torch.library.register_fake("parallel3d::dropout", lambda x, *_: x.new_empty(x.shape), lib=_library)
+torch.library.register_autograd(
+    "parallel3d::dropout", _differentiate, setup_context=_remember, lib=_library
+)

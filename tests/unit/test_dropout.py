@@ -1,0 +1,74 @@
+"""Masks that are a function of seed, site, sample, head, position and channel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.models.attention import causal_attention
+from parallel3d.models.dropout import Dropout
+from tests.reference.dropout import dropped
+
+
+def samples(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+def test_masks_are_those_of_the_formula() -> None:
+    numbers = (0, 7, 2**33 + 5)
+    hidden, probabilities = torch.randn(3, 5, 40).double(), torch.rand(3, 2, 5, 5).double() + 1
+    for x in (hidden, probabilities):
+        ours = Dropout(11, "layers.3.mlp", 0.3)(x, samples(*numbers))
+        theirs = dropped(x, numbers, 0.3, 11, "layers.3.mlp")
+        torch.testing.assert_close(ours, theirs, rtol=1e-15, atol=0)
+    everything = Dropout(11, "embedding", 0.5)(torch.ones(1, 4, 64), samples(3))
+    assert set(everything.unique().tolist()) == {0.0, 2.0}
+
+
+def test_parts_have_the_masks_of_the_whole() -> None:
+    x, numbers = torch.ones(4, 8, 6, 10), samples(4, 5, 6, 7)
+    whole = Dropout(1, "a", 0.4)(x, numbers)
+    heads = Dropout(1, "a", 0.4, first_head=4)(x[:, 4:], numbers)
+    positions = Dropout(1, "a", 0.4, first_position=3)(x[:, :, 3:], numbers)
+    assert torch.equal(heads, whole[:, 4:]) and torch.equal(positions, whole[:, :, 3:])
+    assert torch.equal(Dropout(1, "a", 0.4)(x[2:], numbers[2:]), whole[2:])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_the_share_dropped_is_p_everywhere(p: float) -> None:
+    """Over every index alone, within five standard deviations, and without correlation between
+    neighbours along any of them."""
+    shape, count = (16, 8, 32, 64), 16 * 8 * 32 * 64
+    gone = (Dropout(5, "b", p)(torch.ones(shape), torch.arange(16)) == 0).double() - p
+    for dim, size in enumerate(shape):
+        deviation = (p * (1 - p) * size / count) ** 0.5
+        over = gone.mean([d for d in range(4) if d != dim])
+        assert over.abs().max() < 5 * deviation
+        pairs = gone.narrow(dim, 1, size - 1) * gone.narrow(dim, 0, size - 1)
+        assert pairs.mean().abs() < 5 * p * (1 - p) / pairs.numel() ** 0.5
+
+
+def test_seed_site_and_sample_change_the_mask() -> None:
+    x = torch.ones(1, 16, 64)
+    base = Dropout(1, "a", 0.5)(x, samples(3))
+    for other, number in ((Dropout(2, "a", 0.5), 3), (Dropout(1, "b", 0.5), 3)):
+        assert 0.4 < (other(x, samples(number)) == base).float().mean() < 0.6
+    assert 0.4 < (Dropout(1, "a", 0.5)(x, samples(4)) == base).float().mean() < 0.6
+
+
+def test_the_gradient_has_the_mask_of_the_value() -> None:
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    y = Dropout(1, "a", 0.3)(x, samples(0, 1))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, y.detach() / x.detach())
+
+
+def test_without_samples_nothing_is_dropped() -> None:
+    x = torch.randn(2, 8, 16)
+    assert Dropout(1, "a", 0.3)(x, None) is x
+    qkv = torch.randn(2, 8, 3 * 16).double()
+    plain = causal_attention(qkv, 2, 2, 8, None)
+    torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, Dropout(1, "a", 0.3)), plain)
+    nothing = Dropout(1, "a", 1e-12)  # the path that writes the probabilities out
+    torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, nothing, samples(0, 1)), plain)
