@@ -3,14 +3,18 @@
 Every block is a unit of its own, and the rest of the stage (embedding, final norm, head, so that a
 tied table is one tensor) is one more. FSDP2 cuts each local parameter, already this rank's part of
 the tensor group, along its first dimension over dp. A unit's parameters are gathered before its
-forward; under stage 3 they are freed after it and gathered again for its backward, under stage 2
-they stay until the step's last backward. Gradients are reduce-scattered in the last backward.
+forward. Under stage 3 those of a block are freed after it and gathered again for its backward; the
+others, and all under stage 2, stay until the step's last backward. Gradients of the micro-batches
+add up whole, and are reduce-scattered in the last backward.
 
 What FSDP2 leaves to us: sums instead of means (the loss carries 1/N already), one flat buffer that
-all reduced gradients are added to, and the names of what never got one.
+all reduced gradients are added to, the names of what never got one, and the collectives, which are
+those of everybody else: through shared memory where there is some, timed, logged and counted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from parallel3d import collectives
 from parallel3d.data_parallel.buckets import Part, Segment
 from parallel3d.models.transformer import Stage
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.topology.process_groups import SINGLE, Group, ProcessGroups
 
 
 class FullyShardedDataParallel:
@@ -44,6 +49,8 @@ class FullyShardedDataParallel:
         whole = {name: p.shape for name, p in stage.named_parameters()}
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
+        hybrid = groups.dp_inner.size > 1
+        shards, copies = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
         mesh, self.zero = _mesh(groups), zero
         for block in stage.layers.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
@@ -54,9 +61,11 @@ class FullyShardedDataParallel:
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        hybrid = groups.dp_inner.size > 1
-        self.replicas = (groups.dp_outer.index, groups.dp_outer.size) if hybrid else (0, 1)
-        shards = groups.dp_inner if hybrid else groups.dp
+            unit.set_custom_all_gather(_AllGather(shards))
+            unit.set_custom_reduce_scatter(_ReduceScatter(shards))
+            if hybrid:
+                unit.set_all_reduce_hook(lambda flat: collectives.all_reduce(flat, copies))
+        self.replicas = (copies.index, copies.size)
         self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
         self.without_gradient: set[str] = set()
         self.gradients = torch.zeros(
@@ -104,8 +113,7 @@ class FullyShardedDataParallel:
     def _last_backward(self, last: bool) -> None:
         self.stage.set_requires_gradient_sync(last)
         self.stage.set_is_last_backward(last)
-        if self.zero == 2:
-            self.stage.set_reshard_after_backward(last)
+        self.stage.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
         """The names of parameters without a gradient; FSDP2 has waited for the sums."""
@@ -127,14 +135,50 @@ class FullyShardedDataParallel:
         """The sharded parameters are always complete."""
 
 
+class _Buffers:
+    """Where FSDP2's collectives write."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Buffers):
+    """FSDP2 has put this rank's part in its place in the output already."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
+    ) -> None:
+        collectives.all_gather_bucket(output_tensor, self.group).wait()
+
+
+class _ReduceScatter(_Buffers):
+    """Sums, as `set_force_sum_reduction_for_comms` asks."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: object,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        collectives.reduce_scatter_bucket(input_tensor, self.group).wait()
+        output_tensor.copy_(collectives.own_shard(input_tensor, self.group))
+
+
 def _mesh(groups: ProcessGroups) -> DeviceMesh:
-    """dp, or (replicas, shards) with two levels of it, over the run's own groups."""
+    """dp of the run's own mesh; with copies of the model, the members that share one.
+
+    FSDP2 would take (copies, shards) as a mesh of two dimensions as well, and reduce over copies by
+    itself; here its hook does, so that this sum is one of `collectives` too.
+    """
     if groups.dp_inner.size == 1:
         return groups.mesh["dp"]
-    inner, outer = groups.dp_inner, groups.dp_outer
-    grid = torch.tensor(groups.dp.ranks).view(outer.size, inner.size)
-    handles, names = [outer.handle, inner.handle], ("dp_replicate", "dp_shard")
-    return DeviceMesh.from_group(handles, groups.mesh.device_type, grid, mesh_dim_names=names)
+    handle, device_type = groups.dp_inner.handle, groups.mesh.device_type
+    return DeviceMesh.from_group(handle, device_type, mesh_dim_names=("dp_shard",))
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:

@@ -188,8 +188,10 @@ def _tensor(stage: _Stage) -> Iterator[Transfer]:
         shared = rows * (model.hidden_size + int(model.bias)) * stage.grad_item
         yield Transfer("tp", "all_reduce", shared, 1, "gradients of shared key-value heads")
     if stage.sp:
-        partial = sum(p.numel for p in stage.parameters if p.replicated) * stage.grad_item
-        yield Transfer("tp", "all_reduce", partial, 1, "gradients of replicated parameters")
+        shards = stage.layout.dp if stage.config.zero > 1 else 1
+        partial = sum(_sharded_numel(p, shards) for p in stage.parameters if p.replicated)
+        nbytes = partial * stage.grad_item
+        yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
 
 
 def _head(stage: _Stage) -> Iterator[Transfer]:
@@ -228,6 +230,11 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
 def _data(stage: _Stage) -> Iterator[Transfer]:
     """data_parallel/reducer.py: every bucket once; trainer.py: token count and loss."""
     config, dp = stage.config, stage.layout.dp
+    if stage.last:
+        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
+    if config.zero > 1:
+        yield from _fully_sharded(stage)
+        return
     ready = list(reversed(stage.parameters))
     shards = dp if config.zero else 1
     sizes = [p.numel * stage.grad_item for p in ready]
@@ -241,8 +248,29 @@ def _data(stage: _Stage) -> Iterator[Transfer]:
         numels = Counter(padded_numel(sum(p.numel for p in b), shards) for b in bucketed)
         for numel, count in numels.items():
             yield from _buckets(stage, numel, count)
-    if stage.last:
-        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
+
+
+def _fully_sharded(stage: _Stage) -> Iterator[Transfer]:
+    """data_parallel/fully_sharded.py: a unit a block and one for the rest, rows padded to dp.
+
+    With ddp.shard_size this is an upper bound: fewer ranks gather, and a sum over copies follows.
+    """
+    dp, twice = stage.layout.dp, 2 * stage.config.num_microbatches
+    numels: Counter[str] = Counter()
+    for p in stage.parameters:
+        block = p.name.startswith("layers.")
+        unit = ".".join(p.name.split(".")[:2]) if block else "rest"
+        numels[unit] += dp * _sharded_numel(p, dp)
+    for unit, numel in numels.items():
+        times = twice if stage.config.zero == 3 and unit != "rest" else 1
+        yield Transfer("dp", "all_gather", numel * stage.item, times, "parameters")
+        yield Transfer("dp", "reduce_scatter", numel * stage.grad_item, 1, "gradients")
+
+
+def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
+    """Elements of the first of `shards` parts, cut along the rows: none is larger."""
+    rows = parameter.numel // parameter.columns
+    return -(-rows // shards) * parameter.columns
 
 
 def _buckets(stage: _Stage, numel: int, count: int) -> Iterator[Transfer]:
@@ -276,8 +304,11 @@ def _tied(stage: _Stage) -> Iterator[Transfer]:
     """optim/optimizer.py: the table that first and last stage both hold."""
     model = stage.config.model
     if model.tie_embeddings and (stage.first or stage.last):
-        shards = stage.layout.dp if stage.config.zero else 1
-        numel = padded_numel(word_table_numel(model, stage.layout.tp), shards) // shards
+        dp, whole = stage.layout.dp, word_table_numel(model, stage.layout.tp)
+        shards = dp if stage.config.zero else 1
+        numel = padded_numel(whole, shards) // shards
+        if stage.config.zero > 1:
+            numel = -(-whole // model.hidden_size // dp) * model.hidden_size
         table = numel * stage.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "meeting ahead of that table")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")

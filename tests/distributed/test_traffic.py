@@ -138,8 +138,8 @@ def sent_in_a_step(
     for _ in range(2):  # PowerSGD begins with the third step
         trainer.train_step()
     with Counting() as counting:
-        reducer = trainer.data_parallel.reducer
-        if hasattr(reducer.comm_hook, "__name__"):  # a function of `collectives`
+        reducer = getattr(trainer.data_parallel, "reducer", None)
+        if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
             reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
     parameters = [(p.numel(), p.spec.replicated) for p in trainer.parameters.values()]
@@ -202,6 +202,9 @@ CASES = [
     pytest.param(Layout(dp=2), {"zero": 1}, id="dp2 zero1"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 1}, id="pp2 dp2 zero1"),
     pytest.param(Layout(dp=4), {"comm_hook": "bf16"}, id="dp4 bf16 buckets"),
+    pytest.param(Layout(pp=2, dp=2), {"zero": 2}, id="pp2 dp2 zero2"),
+    pytest.param(Layout(tp=2, dp=2), {"zero": 3, "sp": True, **LLAMA}, id="tp2 dp2 sp zero3"),
+    pytest.param(Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}, id="pp2 dp2 zero3 bf16"),
     pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
