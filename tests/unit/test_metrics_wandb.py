@@ -19,6 +19,7 @@ from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, check_logger, resolve_mode, run_id
+from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
@@ -55,19 +56,7 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
 def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     """Records of the run directory's only W&B file by type, read by W&B's own tool."""
     (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    return inspect_file(path)
-
-
-def inspect_file(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records of one session by type; of a session that was killed, those that reached the file."""
-    tool = str(Path(sys.executable).with_name("wandb"))
-    done = subprocess.run(
-        [tool, "leet", "inspect", "--json", str(path)], capture_output=True, text=True, check=True
-    )
-    records: dict[str, list[dict[str, Any]]] = {}
-    for record in map(json.loads, done.stdout.splitlines()):
-        records.setdefault(record["type"], []).append(record[record["type"]])
-    return records
+    return wandb_records(path)
 
 
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
@@ -262,7 +251,7 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     session(311, 325, "end")  # a checkpoint before the last row: some steps are trained twice
 
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
-    records = [inspect_file(path) for path in files]
+    records = [wandb_records(path) for path in files]
     assert {run["run_id"] for record in records for run in record.get("run", [])} == {"my-run"}
     reached = [len(record.get("history", [])) for record in records]
     assert 0 < reached[0] < 330  # the premise: the killed session lost its last rows

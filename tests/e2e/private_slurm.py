@@ -1,0 +1,102 @@
+"""A Slurm cluster of virtual nodes on this machine (tests/tools/minislurm), and jobs on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.command import ROOT, Shell
+
+MINISLURM = ROOT / "tests" / "tools" / "minislurm"
+TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "unshare", "nsenter")
+SBIN = ("/usr/sbin", "/sbin")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+
+def why_not() -> str | None:
+    """Why no cluster can be made here, as a sentence; None where it can."""
+    if sys.platform != "linux":
+        return f"nodes are made of Linux namespaces, and this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "nodes are made of namespaces, which needs root"
+    path = os.pathsep.join((os.environ.get("PATH", ""), *SBIN))
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+    if missing:
+        return f"Slurm needs {', '.join(missing)}: install slurm-wlm, munge and util-linux"
+    return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What squeue says of a job, or of one element of an array (`12_1`)."""
+
+    number: str
+    name: str
+    state: str
+    nodes: tuple[str, ...]
+    restarts: int
+
+
+@dataclass
+class Slurm:
+    """A cluster that is up. `shell` is where jobs are submitted and its environment is theirs."""
+
+    state: Path
+    shell: Shell
+
+    @classmethod
+    def start(cls, shell: Shell, *, nodes: int) -> Slurm:
+        # Not in the test's own folder: a socket's path must be short.
+        state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
+        slurm = cls(state, shell)
+        slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0")
+        return slurm
+
+    def stop(self, logs: Path) -> None:
+        """Ends every job and daemon; what the daemons said is kept in `logs`."""
+        self._minislurm("stop", "--keep-logs", str(logs))
+
+    def crash(self, node: str) -> None:
+        """Every process of the node dies at once; Slurm is not told and has to find out."""
+        self._minislurm("crash", node)
+
+    def call(self, *words: str, **environ: str) -> str:
+        """One of Slurm's commands; what it printed."""
+        done = subprocess.run(
+            words,
+            cwd=self.shell.cwd,
+            env=self.shell.environment(
+                SLURM_CONF=str(self.state / "etc" / "slurm.conf"), **environ
+            ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    def submit(self, *words: str, **environ: str) -> str:
+        """Submits by sbatch; the job's number."""
+        return self.call("sbatch", "--parsable", *words, **environ).strip()
+
+    def jobs(self) -> dict[str, Job]:
+        """All jobs there are and were, the elements of arrays one by one, by number."""
+        form = "--Format=JobArrayID:20,Name:20,State:20,RestartCnt:10,NodeList:60"
+        found = {}
+        for line in self.call("squeue", "-h", "-a", "-r", "-t", "all", form).splitlines():
+            number, name, state, restarts, *nodes = line.split()
+            listed = ",".join(nodes)
+            names = self.call("scontrol", "show", "hostnames", listed).split() if listed else ()
+            found[number] = Job(number, name, state, tuple(names), int(restarts))
+        return found
+
+    def _minislurm(self, verb: str, *words: str) -> None:
+        command = (sys.executable, str(MINISLURM), verb, "--state", str(self.state), *words)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

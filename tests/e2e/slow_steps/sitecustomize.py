@@ -1,0 +1,49 @@
+"""Put on PYTHONPATH by a test: a job's steps from the 12th on take a second until it is let go.
+
+It is let go when the file <job's name>.go is in the folder that LET_GO names. So a test has time to
+disturb a run in the middle, however fast or slow the machine is. parallel3d itself knows nothing of
+this: its trainer is patched as it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+FIRST_SLOW_STEP = 12
+
+
+class _PatchTrainer(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "parallel3d.trainer":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _patch(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _patch(module: ModuleType) -> None:
+    train_step = module.Trainer.train_step
+    let_go = Path(os.environ["LET_GO"]) / f"{os.environ['SLURM_JOB_NAME']}.go"
+
+    def slow(self):
+        if self.steps_done + 1 >= FIRST_SLOW_STEP and not let_go.exists():
+            time.sleep(1)
+        return train_step(self)
+
+    module.Trainer.train_step = slow
+
+
+if "LET_GO" in os.environ and "SLURM_JOB_NAME" in os.environ:
+    sys.meta_path.insert(0, _PatchTrainer())

@@ -1,0 +1,266 @@
+"""slurm/train.sbatch and sweep.sbatch on a real Slurm: whatever happens, the undisturbed result.
+
+Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: two ranks on
+two nodes, disturbed while they train. All go on at the same time on one cluster. The scripts are
+those that users are told to use; options on sbatch's command line make them small. CI runs this as
+root with Slurm; where that is not so, the tests are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.command import PARALLEL3D, ROOT, TINY, Shell
+from tests.e2e.private_slurm import OVER, Job, Slurm, why_not
+from tests.wandb_records import wandb_records
+
+# CI has all of it, and must not pass by skipping.
+REASON = None if os.environ.get("CI") else why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+TRAIN, SWEEP = ROOT / "slurm" / "train.sbatch", ROOT / "slurm" / "sweep.sbatch"
+SLOW_STEPS = Path(__file__).parent / "slow_steps"
+STEPS = 100
+DISTURB_AT = 12  # the first slow step: jobs wait there, a checkpoint is two steps older
+WORDS = ("train.steps=100", "train.save_weights=true", "checkpoint.every=10", "logger=wandb")
+SMALL = ("--gpus-per-node=0", "--cpus-per-task=1")
+TWO_NODES = (*SMALL, "--nodes=2", "--ntasks-per-node=1", "--exclusive")
+SECRETS = {
+    "WANDB_API_KEY": "5ec4e70123456789abcdef0123456789abcdef01",
+    "HF_TOKEN": "hf_5ec4e7QwErTyUiOpAsDfGhJkLzXcVbNm",
+    "AWS_SECRET_ACCESS_KEY": "5ec4e7/K7MDENG+bPxRfiCYEXAMPLEKEY",
+}
+
+
+@dataclass
+class Story:
+    """What was submitted, what became of it, and where."""
+
+    shell: Shell
+    numbers: dict[str, str] = field(default_factory=dict)  # name → job
+    disturbed: dict[str, Job] = field(default_factory=dict)  # name → the job just before
+    ended: dict[str, Job] = field(default_factory=dict)  # number → the job at the end
+
+    def run_dir(self, run: str) -> Path:
+        return self.shell.cwd / "runs" / run
+
+    def of(self, name: str) -> Job:
+        return self.ended[self.numbers[name]]
+
+    def output(self, name: str) -> str:
+        return (self.shell.cwd / f"slurm-{self.numbers[name]}.out").read_text()
+
+    def weights(self, run: str) -> bytes:
+        return (self.run_dir(run) / "weights-final.safetensors").read_bytes()
+
+    def losses(self, run: str) -> list[tuple[int, float, float]]:
+        """(step, loss, gradient norm) of metrics.jsonl."""
+        lines = (self.run_dir(run) / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "loss" in row]
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+    def logged(self, run: str) -> list[dict[str, Any]]:
+        """Rows of all of the run's W&B sessions, in order."""
+        files = sorted(self.run_dir(run).glob("wandb/offline-run-*/*.wandb"))
+        sessions = [wandb_records(path) for path in files]
+        ids = {record["run_id"] for session in sessions for record in session.get("run", [])}
+        assert ids == {run}
+        return [row["item"] for session in sessions for row in session.get("history", [])]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """The runs to compare with, then all jobs from beginning to end."""
+    cwd = tmp_path_factory.mktemp("slurm")
+    environ = SECRETS | {"WANDB_MODE": "offline", "GLOO_SOCKET_IFNAME": "lo"}
+    shell = Shell(cwd, scratch=tmp_path_factory.mktemp("scratch"), environ=environ)
+    story = Story(shell)
+    words = (*TINY, *shell.text(), *WORDS)
+    slurm = Slurm.start(shell, nodes=11)
+    try:
+        submit(story, slurm, words)
+        # While the jobs start; one after the other, the machine is small.
+        train = (*PARALLEL3D, "train", *words, "logger=none")
+        alone = Shell(cwd, scratch=shell.scratch)  # its processes are not the jobs'
+        two = alone.run(*train, "dp=2", "run=undisturbed")
+        one = alone.run(*train, "--multirun", "run=undisturbed", "seed=1,2")
+        assert (two.code, one.code) == (0, 0), two.err + one.err
+        disturb_all(story, slurm)
+        yield story
+    finally:
+        slurm.stop(cwd / "slurm-logs")
+        shell.end_all()
+
+
+def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
+    path = story.shell.environment()["PYTHONPATH"]
+    environ = {
+        "PARALLEL3D": shlex.join((sys.executable, "-m", "parallel3d")),
+        "PYTHONPATH": os.pathsep.join((str(SLOW_STEPS), path)),
+        "LET_GO": str(story.shell.cwd),
+    }
+    (story.shell.cwd / "runs.txt").write_text("# a learning-rate sweep\nseed=1\n\nseed=2\n")
+
+    def job(name: str, *command: str) -> None:
+        story.numbers[name] = slurm.submit(f"--job-name={name}", *command, **environ)
+
+    # The limit is found out within half a minute, and then the job has a quarter of one.
+    job("limit", *TWO_NODES, "--time=1", "--signal=USR1@15", str(TRAIN), *words)
+    job("crash", *TWO_NODES, str(TRAIN), *words)
+    job("preempt", *TWO_NODES, str(TRAIN), *words)
+    ranks = ("--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
+    job("killed", *SMALL, *ranks, str(TRAIN), *words)
+    one = (*SMALL, "--nodes=1", "--ntasks-per-node=1")
+    job("array", *one, "--array=1-2", str(SWEEP), "runs.txt", *words)
+    job("cancel", *one, str(TRAIN), *words)
+    job("wrong", *one, str(TRAIN), *words, "tp=3")
+
+
+def disturb_all(story: Story, slurm: Slurm) -> None:
+    """Disturbs each job once it trains and has a checkpoint; returns when all jobs are over."""
+    todo = {"crash", "preempt", "killed", "array", "cancel", "limit"}
+    deadline = time.monotonic() + 240
+    while True:
+        jobs = slurm.jobs()
+        if not todo and all(job.state in OVER for job in jobs.values()):
+            break
+        assert time.monotonic() < deadline, f"still to disturb: {todo}; {jobs}"
+        for name in sorted(todo):
+            number = story.numbers[name] + ("_2" if name == "array" else "")
+            if number in jobs and disturb(name, jobs[number], story, slurm):
+                todo.remove(name)
+                story.disturbed[name] = jobs[number]
+                (story.shell.cwd / f"{name}.go").touch()
+        time.sleep(0.3)
+    story.ended = jobs
+
+
+def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
+    """Does to a job what its name says, if the time has come; whether it had."""
+    if name == "limit":
+        return job.restarts > 0  # Slurm's part; what is left is to let it train on
+    metrics = story.run_dir(run_of(job)) / "metrics.jsonl"
+    if job.state != "RUNNING" or not metrics.exists():
+        return False
+    if len(metrics.read_text().splitlines()) < DISTURB_AT:
+        return False
+    if name == "crash":
+        slurm.crash(job.nodes[1])
+    elif name == "preempt":
+        # More important, and it wants the very nodes that this one has.
+        nodes = ("--nodes=2", "--exclusive", f"--nodelist={','.join(job.nodes)}")
+        urgent = slurm.submit("--partition=urgent", *nodes, "--wrap=sleep 2")
+        story.numbers["urgent"] = urgent
+    elif name == "killed":
+        processes = story.shell.processes().items()
+        (pid,) = (
+            pid
+            for pid, env in processes
+            if env.get("SLURM_JOB_ID") == job.number
+            and env.get("SLURM_PROCID") == "1"
+            and env.get("SLURM_STEP_ID") == "0"
+            and Path(f"/proc/{pid}/comm").read_text().startswith("python")
+        )
+        os.kill(pid, signal.SIGKILL)
+    elif name == "array":
+        slurm.call("scancel", "--signal=USR1", job.number)
+    elif name == "cancel":
+        slurm.call("scancel", job.number)
+    return True
+
+
+def run_of(job: Job) -> str:
+    return f"{job.name}-{job.number}"
+
+
+@pytest.mark.parametrize("name", ["preempt", "crash", "limit", "killed"])
+def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
+    story: Story, name: str
+) -> None:
+    job = story.of(name)
+    assert job.state == "COMPLETED", story.output(name)
+    # Only the killed rank is started again where the job is; the others are queued again.
+    assert (job.restarts > 0) == (name != "killed"), story.output(name)
+    run = run_of(job)
+    assert f"run={run} goes on at step " in story.output(name)
+    assert story.losses(run) == story.losses("undisturbed")
+    assert story.weights(run) == story.weights("undisturbed")
+
+
+def test_a_preempted_job_saves_and_makes_way(story: Story) -> None:
+    assert story.of("urgent").state == "COMPLETED"
+    assert "stopped by SIGUSR1 after step " in story.output("preempt")
+    assert "the job is queued again" in story.output("preempt")
+
+
+def test_a_job_over_its_time_limit_saves_before_it(story: Story) -> None:
+    assert "stopped by SIGUSR1 after step " in story.output("limit")
+    assert "DUE TO TIME LIMIT" not in story.output("limit")
+
+
+def test_a_job_whose_node_dies_goes_on_on_other_nodes(story: Story) -> None:
+    dead = story.disturbed["crash"].nodes[1]
+    assert dead not in story.of("crash").nodes
+
+
+def test_an_array_trains_a_line_of_the_file_each_and_a_disturbed_element_goes_on(
+    story: Story,
+) -> None:
+    """The last element has the number of the whole array: the others must not be queued again."""
+    for line in (1, 2):
+        job = story.ended[f"{story.numbers['array']}_{line}"]
+        assert (job.state, job.restarts) == ("COMPLETED", line - 1)
+        assert story.weights(run_of(job)) == story.weights(f"undisturbed-{line - 1}")
+    assert story.weights("undisturbed-0") != story.weights("undisturbed-1")
+
+
+def test_a_cancelled_job_stays_cancelled(story: Story) -> None:
+    assert (story.of("cancel").state, story.of("cancel").restarts) == ("CANCELLED", 0)
+    assert "queued again" not in story.output("cancel")
+
+
+def test_a_configuration_that_cannot_work_is_not_tried_again(story: Story) -> None:
+    assert (story.of("wrong").state, story.of("wrong").restarts) == ("FAILED", 0)
+    assert "tp=3" in story.output("wrong")
+    assert "starting them again" not in story.output("wrong")
+    assert not story.run_dir(run_of(story.of("wrong"))).exists()
+
+
+@pytest.mark.parametrize("name", ["preempt", "crash", "killed"])
+def test_wandb_has_one_run_with_every_step_once(story: Story, name: str) -> None:
+    rows = story.logged(run_of(story.of(name)))
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "eval/loss" in row] == [STEPS]
+    per_step = 4 * 32  # global batch × sequence
+    assert [row["tokens"] for row in rows if "train/loss" in row] == [n * per_step for n in steps]
+
+
+def test_secrets_of_the_environment_are_in_no_file(story: Story) -> None:
+    """Logs, configurations, checkpoints, W&B files, tracebacks of the killed and the crashed."""
+    files = [path for path in story.shell.cwd.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"config.yaml", "rank-1.log", "metrics.jsonl", "debug-internal.log"} <= names
+    assert [path for path in files if path.name.endswith(".traceback.txt")]
+    assert [path for path in files if "checkpoints" in path.parts]
+    for name, secret in SECRETS.items():
+        found = [path for path in files if secret.encode() in path.read_bytes()]
+        assert not found, f"{name} is in {found}"
+
+
+def test_run_directories_and_logs_are_private_to_the_user(story: Story) -> None:
+    folders = [*(story.shell.cwd / "runs").iterdir(), *(story.shell.cwd / "logs").iterdir()]
+    runs = [folder for folder in folders if folder.is_dir() and folder.name != ".multirun"]
+    assert len(runs) > 10
+    assert not [folder for folder in runs if folder.stat().st_mode & 0o077]
