@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -155,7 +156,7 @@ class _AllGather(_Buffers):
 
 
 class _ReduceScatter(_Buffers):
-    """Sums, as `set_force_sum_reduction_for_comms` asks."""
+    """Sums alone, as `set_force_sum_reduction_for_comms` asks of FSDP2."""
 
     def __call__(
         self,
@@ -165,6 +166,8 @@ class _ReduceScatter(_Buffers):
         op: object,
         async_op: bool = False,
     ) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"FSDP2 reduces by {op}, and gradients of one loss are sums")
         collectives.reduce_scatter_bucket(input_tensor, self.group).wait()
         output_tensor.copy_(collectives.own_shard(input_tensor, self.group))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from parallel3d import collectives
 from parallel3d.config import DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.bucket_sizes import MIB
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
@@ -25,6 +29,7 @@ from tests.distributed.harness import (
 )
 from tests.distributed.pool import Pool
 
+Mutation = Callable[[], AbstractContextManager[None]]
 MEASURED = ("ddp.bucket_order", "measured")
 NAMES = ["a", "b", "c", "d", "e"]
 EXECUTED = ["c", "a", "e", "b"]  # in forward order; d is not used at all
@@ -39,7 +44,16 @@ def chain(parameters: dict[str, nn.Parameter], order: list[str], scale: float) -
     return x.sum()
 
 
-def artificial(zero: int, dtype: torch.dtype, measured: bool) -> dict[str, Any]:
+@contextmanager
+def everyone_for_himself() -> Iterator[None]:
+    """Each rank fills its buckets in its own order: equal sizes, other parameters, no error."""
+    with patch.object(collectives, "broadcast", lambda tensor, source, group: tensor):
+        yield
+
+
+def artificial(
+    zero: int, dtype: torch.dtype, measured: bool, mutation: Mutation = nullcontext
+) -> dict[str, Any]:
     """Three steps of a chain on two ranks; the second rank runs it in another order at first."""
     groups = plain_groups(Layout(dp=2))
     generator = torch.Generator().manual_seed(5)
@@ -63,7 +77,8 @@ def artificial(zero: int, dtype: torch.dtype, measured: bool) -> dict[str, Any]:
         engine.publish()
         if measured and step == 0:
             result["arrivals"] = list(engine.reducer.arrivals)
-            optimizer = in_measured_order(engine, optimizer, optim, groups)
+            with mutation():
+                optimizer = in_measured_order(engine, optimizer, optim, groups)
         result[f"buckets {step}"] = [list(b.params) for b in engine.buckets]
     engine.wait_for_all()
     result["values"] = {n: p.detach().float().numpy().tobytes() for n, p in parameters.items()}
@@ -87,6 +102,14 @@ def test_order_of_a_model_that_runs_against_its_registration(
         assert ours["unused"] == theirs["unused"] == ["d"]
         assert ours["values"] == theirs["values"], "bits: the order moves numbers, no more"
         assert ours["updates"] == theirs["updates"] == 3
+
+
+def test_buckets_that_nobody_agreed_on_are_told(pool: Pool) -> None:
+    mutated = pool.run(2, artificial, 0, torch.float32, True, everyone_for_himself)
+    plain = pool.run(2, artificial, 0, torch.float32, False)
+    assert plain[0]["values"] == plain[1]["values"], "replicas"
+    assert mutated[0]["values"] != plain[0]["values"]
+    assert mutated[0]["values"] != mutated[1]["values"]
 
 
 def orders(sizes: tuple[int, int, int]) -> list[str]:
