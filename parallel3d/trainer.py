@@ -101,6 +101,7 @@ class Trainer:
         self.steps_done = 0
         self.consumed_samples = 0
         self.stop_requested = False
+        self.before_update = lambda: None  # called once a step, before parameters change
 
         wide = torch.promote_types(self.dtype, torch.float32)
         initializer = Initializer(config.seed, wide, self.device)
@@ -193,6 +194,7 @@ class Trainer:
         loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
         finite = math.isfinite(loss + grad_norm)
+        self.before_update()
         if finite:
             self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.publish()

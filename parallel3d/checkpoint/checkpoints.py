@@ -25,7 +25,6 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.retention import remove_leftovers, set_aside
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
-from parallel3d.checkpoint.staging import Staging
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
@@ -56,7 +55,6 @@ class Checkpoints:
         self, config: Config, run_dir: Path, groups: ProcessGroups, say: Callable[[str], None]
     ) -> None:
         self.config, self.run_dir, self.groups, self.say = config, run_dir, groups, say
-        self.staging = Staging()
         self.saver: Saver | None = None
         self.under_way: int | None = None  # its step
         self.saved_step = 0  # the newest that is written or under way
@@ -100,7 +98,7 @@ class Checkpoints:
                     f"run={self.config.run} has no checkpoint that is whole: start another run="
                 )
         if self.config.checkpoint.async_save and self.config.checkpoint.every:
-            self.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
+            self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
         return first_step
 
     def after_step(self, trainer: Trainer) -> None:
@@ -127,7 +125,7 @@ class Checkpoints:
             return written
         state = logical_tensors(trainer.parameter_slices(), shared=True)
         if not wait:
-            state = self.staging.copy(state)
+            trainer.before_update = self.saver.copied.wait
         self.number += 1
         elements = parameter_count(self.config.model)
         save = Save(step, self.number, state, self._facts(trainer), elements)

@@ -36,6 +36,7 @@ from parallel3d.checkpoint.manifest import (
     write_manifest,
 )
 from parallel3d.checkpoint.retention import discard, too_many
+from parallel3d.checkpoint.staging import Staging
 
 if TYPE_CHECKING:
     from parallel3d.config import CheckpointConfig
@@ -108,18 +109,22 @@ class Saver:
         self.timeout_s = timeout_s
         self.outcome: Outcome | None = None
         self.thread: threading.Thread | None = None
+        self.staging = Staging()
+        self.copied = threading.Event()  # the values of the save under way may change again
 
     def start(self, save: Save, *, background: bool) -> None:
         """Begin a save; without `background` it has ended, on this rank, at the return.
 
         Then or later `outcome` says how it ended: on rank 0 the whole, elsewhere this rank's part.
+        In the background the values may not change before `copied` is set.
         """
         self.outcome = None
         if not background:
             self._work(save)
             return
+        self.copied.clear()
         name = f"checkpoint of step {save.step}"
-        self.thread = threading.Thread(target=self._work, args=(save,), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._work, args=(save, True), name=name, daemon=True)
         self.thread.start()
 
     def join(self) -> Outcome:
@@ -131,8 +136,8 @@ class Saver:
             raise RuntimeError("no save was started")
         return self.outcome
 
-    def _work(self, save: Save) -> None:
-        part = self._part(save)
+    def _work(self, save: Save, copies: bool = False) -> None:
+        part = self._part(save, copies)
         outcome = part.outcome
         try:
             if self.rank == 0:
@@ -143,19 +148,24 @@ class Saver:
             outcome = _failed(save, self.rank, error)
         self.outcome = outcome
 
-    def _part(self, save: Save) -> Part:
-        """Write this rank's file."""
-        from parallel3d.checkpoint.storage import write_state  # DCP takes half a second to import
-
+    def _part(self, save: Save, copies: bool) -> Part:
+        """Write this rank's file, of a copy of the values or of themselves."""
         unfinished = self._unfinished(save)
         try:
+            state = self.staging.copy(save.state) if copies else save.state
+            self.copied.set()
+            # Here, as DCP takes half a second to import.
+            from parallel3d.checkpoint.storage import write_state
+
             for folder in (self.folder, unfinished):
                 folder.mkdir(mode=0o700, exist_ok=True)
             written = None
-            if save.state:
-                written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", save.state)
+            if state:
+                written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", state)
         except Exception as error:
             return Part(None, {}, _failed(save, self.rank, error))
+        finally:
+            self.copied.set()
         return Part(written, _elements_by_kind(save.state), Outcome(save.step))
 
     def _finish(self, save: Save, mine: Part) -> Outcome:

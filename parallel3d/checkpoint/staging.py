@@ -1,4 +1,8 @@
-"""A copy of what a save writes, so that training can go on while it is written."""
+"""A copy of what a save writes, so that training can go on while it is written.
+
+The copy itself is made while the next step computes its gradients: parameters and moments stay as
+they are until its update, which waits for the copy (`Trainer.before_update`).
+"""
 
 from __future__ import annotations
 
@@ -37,10 +41,14 @@ class Staging:
                 sources.append(values)
                 targets.append(target)
                 at += _padded(values.nbytes)
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            if sources[0].is_cuda:
-                torch.cuda.current_stream().synchronize()
+        if sources and sources[0].is_cuda:
+            side = torch.cuda.Stream(sources[0].device)
+            side.wait_stream(torch.cuda.default_stream(sources[0].device))
+            with torch.cuda.stream(side):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            side.synchronize()
+        elif sources:
+            torch._foreach_copy_(targets, sources)
         return copied
 
 

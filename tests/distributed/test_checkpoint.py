@@ -7,12 +7,15 @@ parameters, moments, the count of updates and the place in the data at once.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.storage import read_whole
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import STEPS, Case, Problem
 from tests.distributed.harness import (
@@ -143,3 +146,44 @@ def test_each_layout_goes_on_from_each(pool: Pool, references: References, tmp_p
         ]
     matrix(pool, references, tmp_path, pairs, problems)
     assert sum(len(p) for p in pairs.values()) == 2 * 64
+
+
+def save_with_a_slow_copy(run_dir: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+    """On one rank: the weights at the save, which takes its time while the next step runs; what
+    ended first, the copy or the update."""
+    groups = plain_groups(Layout())
+    trainer = make_trainer(case_of("one", TIED, run_dir), groups)
+    checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+    checkpoints.restore(trainer)
+    trainer.train_step()
+    weights = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}
+    copy, step, order = checkpoints.saver.staging.copy, trainer.optimizer.step, []
+
+    def slow_copy(state: dict) -> dict:
+        time.sleep(1.0)  # several steps
+        copied = copy(state)
+        order.append("copy")
+        return copied
+
+    def noted_step(*args: object) -> None:
+        step(*args)
+        order.append("update")
+
+    checkpoints.saver.staging.copy, trainer.optimizer.step = slow_copy, noted_step
+    checkpoints.save(trainer, wait=False)
+    for _ in range(2):
+        trainer.train_step()
+    assert checkpoints.close()
+    groups.close()
+    return weights, order
+
+
+def test_update_waits_for_the_copy_and_the_copy_is_what_is_saved(
+    pool: Pool, tmp_path: Path
+) -> None:
+    ((weights, order),) = pool.run(1, save_with_a_slow_copy, tmp_path)
+    assert order == ["copy", "update", "update"]
+    saved = read_whole(list_checkpoints(tmp_path)[-1])
+    assert saved.keys() == {f"parameter/{name}" for name in weights}
+    for name, weight in weights.items():
+        assert np.array_equal(saved[f"parameter/{name}"].numpy(), weight), name
