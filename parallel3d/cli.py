@@ -6,6 +6,7 @@ answered at once and with nothing written.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import sys
@@ -42,6 +43,8 @@ TOPOLOGY = "topology"
 SUBCOMMANDS = (*APPS, TOPOLOGY, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
 NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
+# Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
+SUBMITIT = "SUBMITIT_EXECUTOR"
 # Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
 ALIASES = {"checkpoint.async": "checkpoint.async_save"}
 
@@ -100,7 +103,10 @@ def _run_hydra(app: str, words: list[str]) -> None:
     sys.argv = ["parallel3d", *words]
 
     def job(composed: DictConfig) -> None:
-        if code := _run_job(app, composed, prompt):
+        code = _run_job(app, composed, prompt)
+        if code and SUBMITIT in os.environ:
+            raise UserError(_failed_elsewhere(code))
+        if code:
             raise SystemExit(code)
 
     try:
@@ -143,11 +149,25 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)
-        return run_joined(app, _checked_here(app, config, place), place)
+        return run_joined(app, _checked_here(app, _numbered(config), place), place)
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
         return _refuse(explain_override_error(error), place)
+
+
+def _numbered(config: Config) -> Config:
+    """The configuration with a run name of its own in a sweep, whose jobs would share one."""
+    if config.run is None or not _is_sweep():
+        return config
+    return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
+
+
+def _failed_elsewhere(code: int) -> str:
+    """What the one who typed a sweep is told of a job that said its error into a log."""
+    sweep = HydraConfig.get()
+    log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
+    return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
 
 
 def _refuse_launched(place: Place | None) -> None:

@@ -57,6 +57,10 @@ class Slurm:
         slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0")
         return slurm
 
+    @property
+    def conf(self) -> Path:
+        return self.state / "etc" / "slurm.conf"
+
     def stop(self, logs: Path) -> None:
         """Ends every job and daemon; what the daemons said is kept in `logs`."""
         self._minislurm("stop", "--keep-logs", str(logs))
@@ -70,9 +74,7 @@ class Slurm:
         done = subprocess.run(
             words,
             cwd=self.shell.cwd,
-            env=self.shell.environment(
-                SLURM_CONF=str(self.state / "etc" / "slurm.conf"), **environ
-            ),
+            env=self.shell.environment(SLURM_CONF=str(self.conf), **environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

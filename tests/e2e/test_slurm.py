@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, ROOT, TINY, Shell
+from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
 from tests.e2e.private_slurm import OVER, Job, Slurm, why_not
 from tests.wandb_records import wandb_records
 
@@ -51,6 +51,7 @@ class Story:
     numbers: dict[str, str] = field(default_factory=dict)  # name → job
     disturbed: dict[str, Job] = field(default_factory=dict)  # name → the job just before
     ended: dict[str, Job] = field(default_factory=dict)  # number → the job at the end
+    submitted: Ended | None = None  # the sweep by Hydra's launcher
 
     def run_dir(self, run: str) -> Path:
         return self.shell.cwd / "runs" / run
@@ -90,6 +91,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     slurm = Slurm.start(shell, nodes=11)
     try:
         submit(story, slurm, words)
+        sweep = ("run=submitted", "seed=1", "tp=1,3", "hydra/launcher=submitit_slurm")
+        flags = (*PARALLEL3D, "train", "--multirun", *words, "logger=none", *sweep)
+        submitted = shell.start(*flags, SLURM_CONF=str(slurm.conf))
         # While the jobs start; one after the other, the machine is small.
         train = (*PARALLEL3D, "train", *words, "logger=none")
         alone = Shell(cwd, scratch=shell.scratch)  # its processes are not the jobs'
@@ -97,6 +101,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         one = alone.run(*train, "--multirun", "run=undisturbed", "seed=1,2")
         assert (two.code, one.code) == (0, 0), two.err + one.err
         disturb_all(story, slurm)
+        out, err = submitted.communicate(timeout=120)  # it looks ever more seldom
+        story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
     finally:
         slurm.stop(cwd / "slurm-logs")
@@ -130,7 +136,7 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
 def disturb_all(story: Story, slurm: Slurm) -> None:
     """Disturbs each job once it trains and has a checkpoint; returns when all jobs are over."""
     todo = {"crash", "preempt", "killed", "array", "cancel", "limit"}
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400  # quiet: 80
     while True:
         jobs = slurm.jobs()
         if not todo and all(job.state in OVER for job in jobs.values()):
@@ -223,6 +229,15 @@ def test_an_array_trains_a_line_of_the_file_each_and_a_disturbed_element_goes_on
         assert (job.state, job.restarts) == ("COMPLETED", line - 1)
         assert story.weights(run_of(job)) == story.weights(f"undisturbed-{line - 1}")
     assert story.weights("undisturbed-0") != story.weights("undisturbed-1")
+
+
+def test_hydras_submitit_launcher_runs_a_sweep_and_brings_failures_home(story: Story) -> None:
+    assert story.weights("submitted-0") == story.weights("undisturbed-0")
+    assert not story.run_dir("submitted-1").exists()  # four heads do not share out over tp=3
+    assert story.submitted.code == 2, story.submitted.err
+    assert "parallel3d: job 1 of the sweep ended with code 2; " in story.submitted.errors[-1]
+    (log,) = (story.shell.cwd / "runs").glob(".multirun/.submitit/*_1/*_1_0_log.err")
+    assert "tp=3 must divide model.num_attention_heads=4" in log.read_text()
 
 
 def test_a_cancelled_job_stays_cancelled(story: Story) -> None:
