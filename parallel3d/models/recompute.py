@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """`function(*args)`, of which only the tensors in `args` are kept for the backward.
 
-    Works in eager mode and inside of compiled blocks. Generators are restored for the second run.
+    Works in eager mode and inside of compiled blocks. No generator's state is kept or restored:
+    dropout's masks are a function of their place (`models/dropout.py`).
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

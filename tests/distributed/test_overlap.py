@@ -1,7 +1,7 @@
 """Recomputation and sequence parallelism in pieces change nothing: the runs are the reference's.
 
-Pairwise over pieces, recomputation, schedule, zero=1, table, layout, with and without shared memory
-and compiler; every case also with unequal masks and five steps, as in test_exactness.
+Pairwise over pieces, recomputation, schedule, zero, table, dropout, layout, with and without shared
+memory and compiler; every case also with unequal masks and five steps, as in test_exactness.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
+DROPS = Problem("llama_tiny", "sgd", tied=False, model=(("dropout", 0.2),))
 
 
 def case(
@@ -41,17 +42,21 @@ RUNS = {
         case(LLAMA, 1, "full", sp=True),
         case(GPT, 4, "full", compile=True),
     ],
-    (4, 1, 1): [case(LLAMA, 4, "selective"), case(GPT, 2), case(GPT, 1, "full")],
+    (4, 1, 1): [case(DROPS, 4, "selective"), case(GPT, 2), case(GPT, 1, "full")],
     (1, 2, 2): [
         case(GPT, 1, "full", 1, schedule="gpipe"),
-        case(LLAMA, 1, "full", **SMALL_BUCKETS),
+        case(DROPS, 1, "full", **SMALL_BUCKETS),
     ],
     (2, 2, 1): [
         case(GPT, 4, "full", schedule="gpipe"),
         case(LLAMA, 2, "selective"),
         case(LLAMA, 1, "full", embedding="replicated"),
     ],
-    (2, 1, 2): [case(LLAMA, 2, "full", 1, **SMALL_BUCKETS), case(GPT, 4, zero=1, **SMALL_BUCKETS)],
+    (2, 1, 2): [
+        case(LLAMA, 2, "full", zero=1, **SMALL_BUCKETS),
+        case(GPT, 4, zero=1, **SMALL_BUCKETS),
+        case(LLAMA, 2, "full", zero=3),
+    ],
 }
 
 
