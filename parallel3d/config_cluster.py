@@ -58,6 +58,11 @@ class ClusterConfig:
     rail_interface: str | None = key(
         None, "on CPU: interface for groups that leave the domain, a glob such as 'rail*'"
     )
+    nccl_env: list[str] = key(  # noqa: RUF009
+        [],
+        "variables that NCCL gets on every rank unless the environment has them, as in "
+        "NCCL_IB_HCA:mlx5 or NCCL_SOCKET_IFNAME:bond0",
+    )
 
 
 @dataclass

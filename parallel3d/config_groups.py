@@ -28,6 +28,7 @@ def check_groups(config: Config) -> None:
     for kind in config.launch.nccl_high_priority:
         _check_kind("launch.nccl_high_priority", kind, kind)
     parse_nccl_settings(config.launch.nccl_settings)
+    parse_nccl_env(config.cluster.nccl_env)
 
 
 def _check_kind(key: str, word: str, kind: str) -> None:
@@ -69,3 +70,20 @@ def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
             )
         settings.append((kind, name, value))
     return settings
+
+
+def parse_nccl_env(words: list[str]) -> dict[str, str]:
+    """Value by variable of each `NCCL_CROSS_NIC:0`; a value may have colons of its own.
+
+    Raises UserError for a word that cannot be read or names a variable of something else.
+    """
+    variables = {}
+    for word in words:
+        match = re.fullmatch(r"((?:TORCH_)?NCCL_[A-Z0-9_]+):(.+)", word)
+        if match is None:
+            raise UserError(
+                f"cluster.nccl_env={show(word)} must be a variable of NCCL and its value; the "
+                "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
+            )
+        variables[match[1]] = match[2]
+    return variables

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel3d import failure
 from parallel3d.config import Config
+from parallel3d.config_groups import parse_nccl_env
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
 from parallel3d.host_memory import keep_freed_memory
@@ -171,6 +172,8 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     cuda = worker.device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(worker.device)
+        for name, value in parse_nccl_env(config.cluster.nccl_env).items():
+            os.environ.setdefault(name, value)
     else:
         _prepare_cpu(config, worker)
     dist.init_process_group(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from parallel3d.config import ClusterConfig, Config, LaunchConfig
 from parallel3d.config_checks import check_config
-from parallel3d.config_groups import parse_nccl_settings
+from parallel3d.config_groups import parse_nccl_env, parse_nccl_settings
 from parallel3d.errors import UserError
 from parallel3d.topology import process_groups
 from parallel3d.topology.cluster import Cluster, Link
@@ -154,3 +154,15 @@ def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.Monkey
     assert calls[3]["split_ranks"][0] == [0, 12]  # first and last stage
     assert groups.pp.handle == "group pp"
     assert groups.embedding.handle is None  # rank 5 is on a middle stage
+
+
+def test_nccl_variables_of_the_cluster_file_are_read_and_others_refused() -> None:
+    words = ["NCCL_CROSS_NIC:0", "NCCL_IB_HCA:mlx5_0:1", "TORCH_NCCL_TRACE_BUFFER_SIZE:2000"]
+    assert parse_nccl_env(words) == {
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_IB_HCA": "mlx5_0:1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    }
+    for wrong in ("PATH:/tmp", "NCCL_CROSS_NIC", "NCCL_CROSS_NIC:", "LD_PRELOAD:NCCL_X"):
+        with pytest.raises(UserError, match="must be a variable of NCCL and its value"):
+            parse_nccl_env([wrong])
