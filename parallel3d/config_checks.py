@@ -19,7 +19,7 @@ from parallel3d.config_checks_run import (
     check_run_name,
     check_samples,
 )
-from parallel3d.config_checks_tensor import check_chunks
+from parallel3d.config_checks_tensor import check_attention, check_chunks
 from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
 from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
@@ -62,6 +62,7 @@ def check_config(
     if not own_samples:
         check_samples(config)
     check_learning_rate(config)
+    check_attention(config)
     check_precision(config)
     check_data_parallel(config, dp)
     check_run_name(config)

@@ -25,3 +25,12 @@ def check_chunks(config: Config) -> None:
             f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
             f"nearest is tensor_parallel.chunks={close}."
         )
+
+
+def check_attention(config: Config) -> None:
+    """Gathered heads are an eager path; raises UserError."""
+    if config.tensor_parallel.attention == "gather_qk" and config.compile:
+        raise UserError(
+            "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
+            "nearest is tensor_parallel.attention=heads, or compile=false."
+        )

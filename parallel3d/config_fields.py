@@ -56,9 +56,6 @@ def _is(value: Any) -> Callable[[Any], bool]:
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
-    "tensor_parallel.attention=gather_qk": NotYet(
-        "tensor_parallel.attention", _is("gather_qk"), "tensor_parallel.attention=heads works"
-    ),
     "schedule=interleaved": NotYet(
         "schedule.name", _is("interleaved"), "schedule=1f1b works, and schedule=gpipe"
     ),

@@ -107,7 +107,13 @@ class Trainer:
         initializer = Initializer(config.seed, wide, self.device)
         overlap = overlap_of(config, groups.tp, self.device)
         context = BuildContext(
-            initializer, groups.tp, config.sp, config.recompute, config.loss, overlap
+            initializer,
+            groups.tp,
+            config.sp,
+            config.recompute,
+            config.loss,
+            overlap,
+            gather_qk=config.tensor_parallel.attention == "gather_qk",
         )
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage

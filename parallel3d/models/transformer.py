@@ -31,7 +31,7 @@ from parallel3d.tensor_parallel.layers import (
     RowParallelLinear,
     column_parallel_linear,
 )
-from parallel3d.tensor_parallel.mappings import rows_of_replicated
+from parallel3d.tensor_parallel.mappings import gather_heads, rows_of_replicated
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
 from parallel3d.tensor_parallel.parameters import (
     WORD_TABLE,
@@ -56,6 +56,7 @@ class BuildContext:
     recompute: str = "none"  # see `recompute.py`
     loss: LossConfig = field(default_factory=LossConfig)
     overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
+    gather_qk: bool = False  # see `Attention.project`
 
     @property
     def sequence_parallel(self) -> bool:
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         copies = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * copies // ctx.tp.size
         self.recompute = ctx.recompute == "selective"
+        self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
         prefix = f"layers.{layer}.attention"
         self.dropout = None
         if model.dropout:
@@ -108,10 +110,23 @@ class Attention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
     ) -> Tensor:
         shape = (self.heads, self.kv_heads, self.head_dim)
-        inner = (self.qkv(x), *shape, rotary, self.dropout, samples)
+        inner = (self.project(x), *shape, rotary, self.dropout, samples)
         if self.recompute:
             return self.out(recomputed(causal_attention, *inner))
         return self.out(causal_attention(*inner))
+
+    def project(self, x: Tensor) -> Tensor:
+        """q, k and v of this rank's heads, side by side.
+
+        With `tensor_parallel.attention=gather_qk` every rank first gathers q and k of all heads,
+        as where scores are computed from whole matrices, and takes those of its own from there.
+        """
+        qkv = self.qkv(x)
+        if not self.gathers:
+            return qkv
+        v_size = self.kv_heads * self.head_dim
+        qk, v = qkv.split((qkv.shape[-1] - v_size, v_size), dim=-1)
+        return torch.cat((gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
 
 
 class MLP(nn.Module):

@@ -10,6 +10,7 @@ sequence-parallel pair. Activations are (batch, sequence, hidden).
 | gather_from_sequence          | all-gather along sequence | reduce-scatter            |
 | scatter_to_sequence           | reduce-scatter            | all-gather                |
 | gather_from_vocabulary        | all-gather of last dim    | this rank's part          |
+| gather_heads                  | all-gather, ranks first   | reduce-scatter            |
 | rows_of_replicated            | this rank's rows          | all rows (see there)      |
 
 The backward of a gather depends on who reads the result. `gather_from_sequence` feeds a layer that
@@ -99,6 +100,17 @@ class _GatherVocabulary(torch.autograd.Function):
         return grad.chunk(ctx.group.size, dim=-1)[ctx.group.index].contiguous(), None
 
 
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.all_gather(x.contiguous().unsqueeze(0), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.reduce_scatter(grad, ctx.group).squeeze(0), None
+
+
 class _RowsOfReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, group: Group, partial: bool) -> Tensor:
@@ -137,6 +149,11 @@ def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
 def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
     """(..., v/tp) → (..., v) for replicated work."""
     return _GatherVocabulary.apply(x, group) if group.size > 1 else x
+
+
+def gather_heads(x: Tensor, group: Group) -> Tensor:
+    """(b, s, n) of every rank's heads as (tp, b, s, n) in front of split work."""
+    return _GatherHeads.apply(x, group)
 
 
 def rows_of_replicated(weight: Tensor, group: Group, partial: bool) -> Tensor:

@@ -155,6 +155,12 @@ def _layers(stage: _Stage) -> Iterator[Transfer]:
     layers = len(stage.layers) * stage.config.num_microbatches
     # Recomputation repeats the forward up to the second row-parallel GEMM.
     again = 1 if stage.config.recompute == "full" else 0
+    if stage.config.tensor_parallel.attention == "gather_qk":
+        model, tp = stage.config.model, stage.layout.tp
+        heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
+        every = stage.tokens * heads * model.head_dim * stage.item
+        yield Transfer("tp", "all_gather", every, (1 + again) * layers, "q and k of all heads")
+        yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if not stage.sp:
         yield Transfer("tp", "all_reduce", whole, (4 + again) * layers, what)
         return

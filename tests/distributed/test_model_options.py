@@ -19,6 +19,7 @@ PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
 ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
 BIASED = replace(ONE_HEAD, model=(*ONE_HEAD.model, ("bias", True)))
 ZERO1 = (("zero", 1),)
+GATHER_QK = (("tensor_parallel.attention", "gather_qk"),)
 # One probability for all sites: embedding, attention's probabilities, both residual branches.
 GPT_DROPS = replace(GPT, model=(("dropout", 0.2),))
 LLAMA_DROPS = replace(LLAMA, model=(("dropout", 0.1), ("num_query_groups", 2)))
@@ -40,6 +41,7 @@ CASES = [
             Case(GPT, parallel_output=False, embedding="replicated", keys=CHUNKS),
             Case(GPT_DROPS, sp=True),
             Case(LLAMA_DROPS, keys=(("recompute", "selective"),)),
+            Case(GPT_DROPS, sp=True, keys=GATHER_QK),
         ],
     ),
     (
@@ -50,6 +52,7 @@ CASES = [
             Case(replace(PAIRS, optimizer="sgd"), bucket_cap_mb=0.02),
             Case(BIASED, sp=True),
             Case(LLAMA_DROPS, sp=True),
+            Case(LLAMA_DROPS, keys=(*GATHER_QK, ("recompute", "full"))),
         ],
     ),
     (
@@ -81,7 +84,7 @@ CASES = [
 def test_options_train_as_the_reference_does(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
 ) -> None:
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases)
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=600)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
         assert not found, f"{case}: {found}"

@@ -20,6 +20,7 @@ import parallel3d.optim.optimizer
 import parallel3d.trainer
 from parallel3d.collectives import Done
 from parallel3d.data_parallel.buckets import Segment
+from parallel3d.models.dropout import Dropout
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
@@ -162,6 +163,18 @@ def smoothing_by_local_vocabulary() -> Iterator[None]:
 
 
 @contextmanager
+def dropout_counts_local_positions() -> Iterator[None]:
+    """Every part of the sequence has the masks of the first part."""
+    sound = Dropout.__init__
+
+    def init(self: Dropout, *given: Any, **named: int) -> None:
+        sound(self, *given, **named | {"first_position": 0})
+
+    with patch.object(Dropout, "__init__", init):
+        yield
+
+
+@contextmanager
 def shared_heads_apart() -> Iterator[None]:
     """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
     with patch.object(parallel3d.trainer, "sum_shared_gradients", lambda *_: None):
@@ -265,6 +278,13 @@ PLANTED = [
         Case(ONE_HEAD),
         {"grad norm"},
         id="shared-heads-twice",
+    ),
+    pytest.param(
+        dropout_counts_local_positions,
+        (2, 1, 1),
+        Case(dataclasses.replace(SGD, model=(("dropout", 0.2),)), sp=True),
+        ALL_NUMBERS,
+        id="dropout-local-positions",
     ),
     pytest.param(
         mean_of_means_over_dp, (1, 1, 2), Case(SGD), ALL_NUMBERS, id="mean-of-means-over-dp"

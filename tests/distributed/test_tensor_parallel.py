@@ -70,6 +70,7 @@ def pairs_are_adjoint(size: int) -> list[float]:
         (mappings.gather_from_sequence, (2, 4, 3), False, False),
         (mappings.scatter_to_sequence, (2, 8, 3), False, False),
         (mappings.gather_from_vocabulary, (2, 4, 3), False, True),
+        (mappings.gather_heads, (2, 4, 3), False, False),
         (lambda w, g: mappings.rows_of_replicated(w, g, False), (8, 3), True, False),
     ]
     for function, shape, x_replicated, y_replicated in cases:

@@ -123,6 +123,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.ddp.comm_hook, config.ddp.powersgd_start = changes.get("comm_hook", "none"), 2
     config.ddp.powersgd_rank = 1
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
+    config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
     return config
@@ -159,6 +160,7 @@ LLAMA = {
     "model.norm": "rmsnorm", "model.position_embedding": "rope", "model.activation": "swiglu",
     "model.bias": False, "model.num_query_groups": 2,
 }  # fmt: skip
+GATHER_QK = {"attention": "gather_qk"}
 UNTIED = {"model.tie_embeddings": False}
 REPLICATED = {"model.embedding": "replicated"}
 CASES = [
@@ -192,6 +194,12 @@ CASES = [
     ),
     pytest.param(
         Layout(tp=4), {"sp": True, **LLAMA, "model.bias": True}, id="tp4 sp shared key-value heads"
+    ),
+    pytest.param(Layout(tp=2), {**GATHER_QK, **LLAMA}, id="tp2 q and k gathered"),
+    pytest.param(
+        Layout(tp=4),
+        {**GATHER_QK, **LLAMA, "sp": True, "recompute": "full"},
+        id="tp4 sp q and k gathered recompute",
     ),
     pytest.param(Layout(pp=2), {}, id="pp2"),
     pytest.param(Layout(pp=2), UNTIED, id="pp2 untied"),

@@ -50,6 +50,11 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"tp": True}, None, ["tp=true", "whole number"]),
     ({"tp": None}, None, ["tp=null", "whole number"]),
     ({"sp": 1}, None, ["sp=1", "true or false"]),
+    (
+        {"tensor_parallel.attention": "gather_qk", "compile": True},
+        None,
+        ["tensor_parallel.attention=gather_qk", "nearest is tensor_parallel.attention=heads"],
+    ),
     ({"zero": 7}, None, ["zero=7", "at most 3", "nearest is zero=3"]),
     ({"launch.master_port": 70000}, None, ["launch.master_port=70000", "=65535"]),
     ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda"]),

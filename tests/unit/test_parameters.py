@@ -66,8 +66,10 @@ def test_padding_rows_stay_zero_and_constants_are_constant() -> None:
 
 
 def test_runs_cut_a_parameter_where_its_copies_change() -> None:
-    q, k, v = (Piece(name, (8, 4), (0, 0), (rows, 4), row, copies=copies) for name, rows, row, copies
-               in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2)))  # fmt: skip
+    q, k, v = (
+        Piece(name, (8, 4), (0, 0), (rows, 4), row, copies=copies)
+        for name, rows, row, copies in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2))
+    )
     spec = ParameterSpec((8, 4), (q, k, v), replicated=False)
     assert list(spec.runs(0, 32)) == [(0, 16, 1), (16, 32, 2)]
     assert list(spec.runs(10, 10)) == [(0, 6, 1), (6, 10, 2)]
