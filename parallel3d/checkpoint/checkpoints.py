@@ -70,7 +70,7 @@ class Checkpoints:
 
         A damaged one is said and set aside, and the one before it is taken. May be called again
         in mid-run, to go back. Raises UserError if the run cannot go on with this configuration or
-        text, or if none of its checkpoints is good.
+        text, or if none of its checkpoints is good. Without any, the trainer stays as it is.
         """
         if self.saver is not None:
             self._settle(wait=True)
@@ -97,6 +97,8 @@ class Checkpoints:
                 raise UserError(
                     f"run={self.config.run} has no checkpoint that is whole: start another run="
                 )
+            if self.is_first_rank and (self.run_dir / "metrics.jsonl").exists():
+                self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
         if self.config.checkpoint.async_save and self.config.checkpoint.every:
             self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
         return first_step
