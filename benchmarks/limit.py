@@ -1,8 +1,8 @@
 """Distance to the limit: a step on one rank over what its matrix products alone would take.
 
 The limit is model FLOPs (metrics/flops.py: full attention square) over the speed of a large GEMM
-of the same type. Both run on one thread and are timed by the CPU's seconds that they take, in turns:
-on a quiet machine those are the clock's, and on a busy one others' work is left out.
+of the same type. Both run on one thread and are timed, in turns, by the CPU's seconds that they
+take: on a quiet machine those are the clock's, and on a busy one others' work is left out.
 Where the rest goes is told twice: by the step's own breakdown, and by operators (PyTorch's
 profiler over one more step): matrix products, attention, everything element-wise.
 
