@@ -56,17 +56,23 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
     (folder / PROMPT_FILE).write_bytes(os.fsencode(config.prompt if prompt is None else prompt))
     config = dataclasses.replace(config, prompt="")
     save_config(config, folder)
+    code = None
+    try:
+        code = _run(config, folder, world_size, device)
+    finally:
+        if code != 1:  # else the failure's traceback lies there
+            shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+def _run(config: Config, folder: Path, world_size: int, device: str) -> int:
     if world_size == 1:
         from parallel3d.worker import run_alone
 
-        code = run_alone(GENERATE, config, folder, device)
-    else:
-        from parallel3d.local_workers import run_local_workers  # imports torch
+        return run_alone(GENERATE, config, folder, device)
+    from parallel3d.local_workers import run_local_workers  # imports torch
 
-        code = run_local_workers(GENERATE, config, folder, world_size, device)
-    if code in (0, 2):  # else the failure's traceback lies there
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
+    return run_local_workers(GENERATE, config, folder, world_size, device)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -136,16 +136,18 @@ def test_export_and_import_bring_the_run_back(
     assert sorted(p.name for p in runs.parent.iterdir()) == ["hf", "runs"]
 
 
-def test_an_imported_run_trains_on_under_another_layout(trained: Shell) -> None:
+def test_an_imported_run_trains_on_under_another_layout(
+    trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command that import prints works as it stands; its first loss is the exported model's."""
-    export = ("checkpoint", "export", "run=mine", "to=hf")
-    assert trained.run(*PARALLEL3D, *export).code == 0
-    words = (*trained.text(), *TINY[5:], "optim.lr=1e-9", "train.steps=2")
-    made = trained.run(*PARALLEL3D, "checkpoint", "import", "from=hf", "run=on", *words)
-    assert made.code == 0, made
-    command = made.out.split()
+    monkeypatch.chdir(trained.cwd)
+    assert checkpoint(["export", "run=mine", "to=hf"]) == 0
+    sizes = [word for word in TINY if not word.startswith(("model.", "train."))]
+    words = (*trained.text(), *sizes, "optim.lr=1e-9", "train.steps=2", "train.eval_every=0")
+    assert checkpoint(["import", "from=hf", "run=on", *words, "train.eval_batches=0"]) == 0
+    command = capsys.readouterr().out.split()
     assert command[:2] == ["parallel3d", "train"]
-    ended = trained.run(*PARALLEL3D, *command[1:], "tp=2", "pp=2")
+    ended = trained.run(*PARALLEL3D, *command[1:], "pp=2")
     assert ended.code == 0, ended
     assert "goes on at step 1" in ended.err + ended.out
 
