@@ -212,6 +212,10 @@ class Recorder:
             else:
                 self._curve.add(value(row, "loss"))
                 self._skipped += row.get("skipped", False)
+                # In the order of the fields; of the rest the summary takes nothing.
+                self._last = StepRecord(
+                    row["step"], *(value(row, k) for k in StepRecord._fields[1:8])
+                )
 
     def _draw(self) -> None:
         picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
