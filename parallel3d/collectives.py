@@ -238,3 +238,12 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
     if group.size > 1:
         dist.broadcast(tensor, group.ranks[source], group=group.handle)
     return tensor
+
+
+def differs(numbers: Tensor, group: Group) -> bool:
+    """Whether any of these whole numbers (n,) is not the same on all ranks; alike on all."""
+    if group.size == 1:
+        return False
+    both = torch.stack((numbers, ~numbers))  # the largest, and the complement of the smallest
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group.handle)
+    return bool((both[0] != ~both[1]).any())

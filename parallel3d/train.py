@@ -14,6 +14,7 @@ from parallel3d.bench.preflight import preflight
 from parallel3d.checkpoint.checkpoints import CheckpointFailure, Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.health import Health
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.jsonl import write_json
@@ -89,6 +90,7 @@ def run_steps(
     `recorder` is on rank 0 alone.
     """
     settings = trainer.config.train
+    health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     for step in range(trainer.steps_done + 1, settings.steps + 1):
         worker.phase = f"train step {step}"
@@ -105,6 +107,9 @@ def run_steps(
             eval_loss = trainer.evaluate()
             if recorder is not None:
                 recorder.evaluation(step, eval_loss)
+        worker.phase = f"looking after step {step}"
+        worker.log.boundary("looking")
+        health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
         checkpoints.after_step(trainer)
         if result.stop and step < settings.steps:

@@ -2,7 +2,8 @@
 
 FAIL=how:rank:step, with how one of raise, user (a UserError), stop (SIGSTOP to itself), hang, and
 `*` for every rank; several are joined by commas. Two more spoil the step's sum over the world: skip
-(the rank goes on without it) and shape (it brings a longer tensor). The moment is written to
+(the rank goes on without it) and shape (it brings a longer tensor); nan makes a gradient of three
+steps not a number, flip a bit of a parameter another one. The moment is written to
 FAILED_AT. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
 """
 
@@ -39,13 +40,13 @@ def _patch(module: ModuleType) -> None:
         for fault in os.environ["FAIL"].split(","):
             how, rank, step = fault.split(":")
             if rank in ("*", str(self.groups.rank)) and self.steps_done + 1 == int(step):
-                _fail(how, module)
+                _fail(how, module, self)
         return train_step(self)
 
     module.Trainer.train_step = failing
 
 
-def _fail(how: str, module: ModuleType) -> None:
+def _fail(how: str, module: ModuleType, trainer) -> None:
     with open(os.environ["FAILED_AT"], "w", encoding="utf-8") as file:
         file.write(str(time.time()))
     if how == "raise":
@@ -56,6 +57,14 @@ def _fail(how: str, module: ModuleType) -> None:
         raise UserError("tp=0 is what the test planted.")
     if how in ("skip", "shape"):
         _spoil(how, module.collectives)
+        return
+    if how == "nan":
+        _spoil_gradients(trainer, steps=3)
+        return
+    if how == "flip":
+        import torch
+
+        next(iter(trainer.parameters.values())).data.view(-1)[:1].view(torch.int32).bitwise_xor_(8)
         return
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -74,6 +83,19 @@ def _spoil(how: str, collectives: ModuleType) -> None:
         return tensor if how == "skip" else right(tensor.repeat(3), group)[: len(tensor)]
 
     setattr(collectives, name, wrong)
+
+
+def _spoil_gradients(trainer, steps: int) -> None:
+    """One element of this rank's last gradients is not a number, for so many steps."""
+    right, last = trainer.data_parallel.finish_step, trainer.steps_done + steps
+
+    def wrong():
+        unused = right()
+        if trainer.steps_done < last:
+            trainer.optimizer.segments[0].grad[0] = float("nan")
+        return unused
+
+    trainer.data_parallel.finish_step = wrong
 
 
 if "FAIL" in os.environ:

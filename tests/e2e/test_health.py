@@ -1,0 +1,48 @@
+"""Gradients that are not finite, and replicas that drift: what is said, and what happens."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from parallel3d.metrics.jsonl import read_metrics
+from tests.e2e.command import PARALLEL3D, Shell
+from tests.e2e.test_failures import words
+
+HOST = re.escape(socket.gethostname())
+SETTINGS = ("dp=2", "checkpoint.every=2", "recovery.max_skipped=2")
+
+
+def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:
+    ended = shell.run(
+        *PARALLEL3D, *words(shell, *SETTINGS, "train.steps=20"), **shell.failing("nan:1:5")
+    )
+    assert ended.code == 1
+    assert "restart" not in ended.err  # it would happen again
+    assert re.search(
+        r"TrainingFailure: step 7: gradients were not finite for 3 steps in a row; "
+        rf"the first bad one in the model's order is that of \S+ on rank 1 \(.*\) on {HOST}",
+        ended.errors[-1],
+    )
+    rows = [r for r in read_metrics(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in rows if r.get("skipped")] == [5, 6, 7]
+
+
+def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shell) -> None:
+    more = ("recovery.after_skipped=rollback", "recovery.drift_every=1", "train.steps=12")
+    ended = shell.run(
+        *PARALLEL3D, *words(shell, *SETTINGS, *more), **shell.failing("nan:1:5,flip:1:10")
+    )
+    assert ended.code == 0, ended.err
+    back = [e for e in ended.errors if "rollback" in e]
+    assert len(back) == 1
+    assert "back to the parameters of step 6, on with new samples (rollback 1 of 3)" in back[0]
+    rows = [r for r in read_metrics(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in rows] == list(range(1, 13))
+    drifted = [e for e in ended.errors if "drifted" in e]
+    assert re.fullmatch(
+        rf"parallel3d: step 10: rank 0 \(.*\) on {HOST} and rank 1 \(.*\) on {HOST} drifted apart: "
+        r"they hold different \S+, replicated over dp",
+        drifted[0],
+    )
+    assert len(drifted) == 3  # steps 10, 11 and 12: nobody repairs it
