@@ -10,68 +10,25 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config import LossConfig, ModelConfig
+from parallel3d.config import ModelConfig
 from parallel3d.models.attention import causal_attention
+from parallel3d.models.context import BuildContext
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.ends import Embedding, Head
 from parallel3d.models.layers import Norm, rotary_tables
 from parallel3d.models.ops import swiglu
 from parallel3d.models.recompute import recomputed
-from parallel3d.tensor_parallel.cross_entropy import Objective
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, word_table
-from parallel3d.tensor_parallel.head_loss import HeadLoss
-from parallel3d.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_parallel_linear,
-)
-from parallel3d.tensor_parallel.mappings import gather_heads, rows_of_replicated
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
-from parallel3d.tensor_parallel.parameters import (
-    WORD_TABLE,
-    Initializer,
-    ParameterSpec,
-    Piece,
-)
-from parallel3d.topology.process_groups import Group
+from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from parallel3d.tensor_parallel.mappings import gather_heads
 
 # Blocks of one compiled graph: enough that what a graph costs to enter (0.4 ms measured) does not
 # count, few enough that a deep stage compiles in seconds.
 GRAPH_BLOCKS = 8
-
-
-@dataclass(frozen=True)
-class BuildContext:
-    """What every layer needs beside its shape: who shares it and its initial values."""
-
-    init: Initializer
-    tp: Group
-    sp: bool
-    recompute: str = "none"  # see `recompute.py`
-    loss: LossConfig = field(default_factory=LossConfig)
-    overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
-    gather_qk: bool = False  # see `Attention.project`
-
-    @property
-    def sequence_parallel(self) -> bool:
-        return self.sp and self.tp.size > 1
-
-    @property
-    def split(self) -> dict[str, Any]:
-        """What every split linear layer takes."""
-        sp = self.sequence_parallel
-        return {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
-
-    def dropout(self, site: str, model: ModelConfig) -> Dropout:
-        """Of the residual stream: whole, or this rank's part of the sequence."""
-        first = model.seq_length // self.tp.size * self.tp.index if self.sequence_parallel else 0
-        return Dropout(self.init.seed, site, model.dropout, first_position=first)
 
 
 class Attention(nn.Module):
@@ -201,75 +158,6 @@ def _run_blocks(
     return x
 
 
-class Embedding(nn.Module):
-    """Word embedding plus, for GPT, the learned positions."""
-
-    def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
-        super().__init__()
-        self.tp, self.sp = ctx.tp, ctx.sequence_parallel
-        replicated = model.embedding == "replicated"
-        table = _word_table(model, ctx, WORD_TABLE, uses=uses)
-        self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
-        self.position = None
-        if model.position_embedding == "learned":
-            shape = (model.max_positions, model.hidden_size)
-            piece = Piece("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
-            self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
-        self.dropout = ctx.dropout("embedding", model)
-
-    def forward(self, tokens: Tensor, samples: Tensor | None = None) -> Tensor:
-        x = self.word(tokens)
-        if self.position is not None:
-            first = x.shape[1] * self.tp.index if self.sp else 0
-            x = x + self.position[first : first + x.shape[1]]
-        return self.dropout(x, samples)
-
-
-class Head(nn.Module):
-    """Final norm, logits split over the vocabulary, and the loss."""
-
-    def __init__(
-        self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
-    ) -> None:
-        super().__init__()
-        self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
-        self.norm = Norm("final_norm", model, ctx.init)
-        if tied_table is not None:
-            self.table = tied_table
-        elif model.tie_embeddings:
-            self.table = _word_table(model, ctx, WORD_TABLE, tied_copy=True)
-        else:
-            self.table = _word_table(model, ctx, "head.weight", replicated=False)
-        loss = ctx.loss
-        self.loss = HeadLoss(
-            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss),
-            model.padded_vocab_size,
-            group=ctx.tp,
-            sp=ctx.sp,
-            gather_logits=not model.parallel_output,
-            chunk_tokens=loss.chunk_tokens,
-        )
-
-    def rows(self) -> Tensor:
-        """(padded vocabulary / tp, hidden): this rank's rows of the table."""
-        if self.model.tie_embeddings and self.model.embedding == "replicated":
-            return rows_of_replicated(self.table, self.tp, partial=self.sp)
-        return self.table
-
-    def logits(self, x: Tensor) -> Tensor:
-        """(b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
-        return column_parallel_linear(self.norm(x), self.rows(), None, self.tp, self.sp)
-
-    def forward(
-        self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None
-    ) -> Tensor:
-        """The sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
-        x, rows = self.norm(x), self.rows()
-        if loss_scale is None:
-            return self.loss.evaluate(x, rows, labels, loss_mask)
-        return self.loss.train(x, rows, labels, loss_mask, loss_scale)
-
-
 class Stage(nn.Module):
     """A contiguous run of layers; the first stage embeds, the last one has head and loss.
 
@@ -344,31 +232,6 @@ class Stage(nn.Module):
             return x
         self.before_use("head")
         return self.head(x, labels, loss_mask, loss_scale)
-
-
-def _word_table(
-    model: ModelConfig,
-    ctx: BuildContext,
-    name: str,
-    *,
-    replicated: bool | None = None,
-    tied_copy: bool = False,
-    uses: int = 1,
-) -> nn.Parameter:
-    if replicated is None:
-        replicated = model.embedding == "replicated"
-    return word_table(
-        model.vocab_size,
-        model.padded_vocab_size,
-        model.hidden_size,
-        name=name,
-        std=model.init_std,
-        group=ctx.tp,
-        replicated=replicated,
-        init=ctx.init,
-        tied_copy=tied_copy,
-        uses=uses,
-    )
 
 
 def output_std(model: ModelConfig) -> float:

@@ -1,0 +1,40 @@
+"""What every part of the model is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallel3d.config import LossConfig, ModelConfig
+from parallel3d.models.dropout import Dropout
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
+from parallel3d.tensor_parallel.parameters import Initializer
+from parallel3d.topology.process_groups import Group
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every layer needs beside its shape: who shares it and its initial values."""
+
+    init: Initializer
+    tp: Group
+    sp: bool
+    recompute: str = "none"  # see `recompute.py`
+    loss: LossConfig = field(default_factory=LossConfig)
+    overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
+    gather_qk: bool = False  # see `Attention.project`
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sp and self.tp.size > 1
+
+    @property
+    def split(self) -> dict[str, Any]:
+        """What every split linear layer takes."""
+        sp = self.sequence_parallel
+        return {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
+
+    def dropout(self, site: str, model: ModelConfig) -> Dropout:
+        """Of the residual stream: whole, or this rank's part of the sequence."""
+        first = model.seq_length // self.tp.size * self.tp.index if self.sequence_parallel else 0
+        return Dropout(self.init.seed, site, model.dropout, first_position=first)
