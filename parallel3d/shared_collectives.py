@@ -9,6 +9,7 @@ write operation n + 2 into the slot of n: no second signal is needed.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,9 +38,16 @@ class SharedCollectives:
     ) -> SharedCollectives | None:
         """None where the ranks cannot share memory; collective over the group."""
         signals = [0] * (size * size)  # one from each rank to each other
-        data = size * SLOTS * SLOT_BYTES
+        data = size * SLOTS * (SLOT_BYTES + ctypes.sizeof(ctypes.c_int64))
         memory = open_shared_memory(handle, index, size, signals, data, timeout_s)
         return None if memory is None else cls(memory)
+
+    def __post_init__(self) -> None:
+        # Behind the slots: how many bytes each holds. Ranks that bring tensors of different sizes
+        # would otherwise add up what an older operation left there.
+        count = self.memory.size * SLOTS
+        address = self.memory.data.data_ptr() + count * SLOT_BYTES
+        self.sizes = (ctypes.c_int64 * count).from_address(address)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
@@ -135,6 +143,7 @@ class SharedCollectives:
         self.operations += 1
         slots = [self._slot(rank, turn, tensor) for rank in range(size)]
         slots[index].view(tensor.shape).copy_(tensor)
+        self.sizes[index * SLOTS + turn] = tensor.nbytes
         for peer in self.peers:
             self.memory.post(index * size + peer)
         return slots
@@ -148,9 +157,19 @@ class SharedCollectives:
         return self.memory.data[start : start + like.nbytes].view(like.dtype)
 
     def wait_for_peers(self) -> None:
-        """Returns once every peer has written its slot of the current operation."""
+        """Returns once every peer has written its slot of the current operation.
+
+        Raises RuntimeError if one brought a tensor of another size.
+        """
+        turn = (self.operations - 1) % SLOTS
+        mine = self.sizes[self.memory.index * SLOTS + turn]
         for peer in self.peers:
             self.memory.wait(peer * self.memory.size + self.memory.index, peer)
+            if (theirs := self.sizes[peer * SLOTS + turn]) != mine:
+                raise RuntimeError(
+                    f"member {peer} of the group brought {theirs} bytes to a collective, "
+                    f"this rank {mine}"
+                )
 
 
 @dataclass

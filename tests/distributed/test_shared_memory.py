@@ -71,6 +71,21 @@ def test_second_operation_before_the_first_has_ended_is_refused(pool: Pool) -> N
     assert pool.run(2, overlapped, 2) == [[2.0] * 5] * 2
 
 
+def other_size(size: int) -> str:
+    group = tp_group(size)
+    collectives.all_reduce(torch.ones(3), group)
+    with pytest.raises(RuntimeError) as failure:
+        collectives.all_reduce(torch.ones(3 + group.index), group)
+    return str(failure.value)
+
+
+def test_tensors_of_different_sizes_are_refused_on_both_ranks(pool: Pool) -> None:
+    assert pool.run(2, other_size, 2) == [
+        "member 1 of the group brought 16 bytes to a collective, this rank 12",
+        "member 0 of the group brought 12 bytes to a collective, this rank 16",
+    ]
+
+
 def missing_peer(size: int) -> str:
     group = tp_group(size, timeout_s=0.3)
     answer = ""
