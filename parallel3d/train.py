@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.bench.preflight import preflight
-from parallel3d.checkpoint.checkpoints import CheckpointFailure, Checkpoints
+from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.health import Health
@@ -23,8 +23,8 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
 from parallel3d.run_directory import status
 from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.trainer import StepResult, Trainer
-from parallel3d.watchdog import start_watchdog
+from parallel3d.trainer import StepResult, Trainer, TrainingFailure
+from parallel3d.watchdog import HANG_FILE, start_watchdog
 from parallel3d.worker import say
 
 # The file in the run directory that asks a batch script to queue the job again.
@@ -35,8 +35,9 @@ def train(config: Config, worker: Worker) -> None:
     """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
 
     A run that has checkpoints goes on from its newest good one. Rank 0 writes `metrics.jsonl`,
-    `summary.json` and, with `train.save_weights`,
-    `weights-initial.safetensors` and `weights-final.safetensors` into the run directory.
+    `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
+    `weights-final.safetensors` into the run directory. Raises TrainingFailure if the last
+    checkpoint could not be written.
     """
     worker.phase = "making process groups"
     device = torch.device(worker.device)
@@ -58,6 +59,9 @@ def train(config: Config, worker: Worker) -> None:
             say(f"{done}; a larger train.steps goes on")
         groups.close()
         return
+    if worker.rank == 0:
+        for name in (REQUEUE, HANG_FILE):  # of an earlier start
+            (worker.run_dir / name).unlink(missing_ok=True)
     if first_step == 1:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
@@ -74,12 +78,12 @@ def train(config: Config, worker: Worker) -> None:
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
         if worker.stopped:
-            leave_marker(trainer, worker, recorder)
+            leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
     groups.close()
     if not is_saved and not worker.stopped:
-        raise CheckpointFailure("the steps are done, but the last checkpoint was not written")
+        raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 
 
 def run_steps(
@@ -114,7 +118,8 @@ def run_steps(
         checkpoints.after_step(trainer)
         if result.stop and step < settings.steps:
             worker.stopped = True
-            checkpoints.save(trainer)
+            if trainer.config.checkpoint.every:
+                checkpoints.save(trainer)
             return
 
 
@@ -129,18 +134,27 @@ def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, second
     )
 
 
-def leave_marker(trainer: Trainer, worker: Worker, recorder: Recorder | None) -> None:
+def leave_marker(
+    trainer: Trainer, worker: Worker, recorder: Recorder | None, is_saved: bool
+) -> None:
     """Says that a signal stopped the run; for a scheduler's, leaves `requeue` behind.
 
-    The batch script looks for that file: exit codes do not come through srun and torchrun.
+    The batch script looks for that file: exit codes do not come through srun and torchrun. A run
+    that could not save would begin anew, so it does not ask for that.
     """
     if recorder is None:
         return
     step, steps = trainer.steps_done, trainer.config.train.steps
     recorder.finish("stopped")
-    say(f"stopped by {worker.stop.name} after step {step} of {steps}")
-    if worker.stop.requeues:
-        write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
+    where = f"stopped by {worker.stop.name} after step {step} of {steps}"
+    if not trainer.config.checkpoint.every:
+        say(f"{where}; nothing is saved (checkpoint.every=0)")
+    elif not is_saved:
+        say(f"{where}; its checkpoint was not written")
+    else:
+        say(f"{where}; saved: run={trainer.config.run} goes on from there")
+        if worker.stop.requeues:
+            write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
 
 
 def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
