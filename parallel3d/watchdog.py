@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 KEY = "parallel3d/hang"
+HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 ANSWER_S = 2.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
@@ -202,7 +203,7 @@ class Watchdog:
     def _without_store(self, state: hang.RankState) -> hang.Verdict | None:
         """What one rank can tell alone; the first to make the file speaks."""
         try:
-            (self.worker.run_dir / "hang").touch(exist_ok=False)
+            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
             return None
         who = failure.who(self.config, 0, "its host")

@@ -88,12 +88,16 @@ def test_signal_to_the_launcher_stops_all_at_a_step(shell: Shell, number: signal
     ended = shell.finish(process, started, 30)
     assert ended.wall_s < SECONDS
     assert ended.code == (0 if number == signal.SIGTERM else 130)
-    last = rf"parallel3d: stopped by {number.name} after step (\d+) of 100000.*"
+    last = (
+        rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
+        "saved: run=mine goes on from there"
+    )
     step = re.fullmatch(last, ended.errors[-1])
     assert step
     run = shell.cwd / "runs" / "mine"
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == int(step[1])
     assert (run / "requeue").exists() == (number == signal.SIGTERM)
+    assert (run / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 
 
 def test_second_interrupt_ends_all_at_once(shell: Shell) -> None:
@@ -132,13 +136,18 @@ def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
     assert not shell.wait_until_none_is_left(SECONDS)
 
 
-def test_interrupt_of_a_single_process_is_no_traceback(shell: Shell) -> None:
-    process = start_training(shell, "pp=1")
+def test_interrupt_of_a_single_process_without_checkpoints(shell: Shell) -> None:
+    process = start_training(shell, "pp=1", "checkpoint.every=0")
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     ended = shell.finish(process, started, 30)
     assert ended.code == 130
-    assert ended.errors[-1].startswith("parallel3d: stopped by SIGINT after step ")
+    assert re.fullmatch(
+        r"parallel3d: stopped by SIGINT after step \d+ of 100000; "
+        r"nothing is saved \(checkpoint.every=0\)",
+        ended.errors[-1],
+    )
+    assert not (shell.cwd / "runs" / "mine" / "checkpoints").exists()
     assert "Traceback" not in ended.err
 
 
