@@ -11,6 +11,7 @@ Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels, on one dev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -134,8 +135,7 @@ class _Run:
         """Runs of tokens."""
         columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
         sizes = loss_chunks(self.x.shape[0], columns, self.head.chunk_tokens)
-        ends = torch.tensor(sizes).cumsum(0).tolist()
-        return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
 
     def forward(self, chunk: slice) -> ChunkLoss:
         """Writes the losses of a chunk; one collective."""
