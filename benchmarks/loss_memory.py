@@ -107,9 +107,8 @@ def main() -> None:
         return
     shard = 4 * args.tokens * args.vocab // args.tp
     print(f"one rank's fp32 logits: {shard / 2**20:.0f} MiB")
-    print(
-        "| tp | compute | chunk_tokens | peak MiB | over the logits | CPU ms |\n|---|---|---|---|---|---|"
-    )
+    print("| tp | compute | chunk_tokens | peak MiB | over the logits | CPU ms |")
+    print("|---|---|---|---|---|---|")
     for dtype in args.dtypes:
         for chunk in args.chunks:
             if chunk == "apart" and args.tp > 1:
