@@ -18,7 +18,7 @@ from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "adamw", tied=True, precision="fp32")
-LATE_S = 0.02  # of every forward of the slow rank
+LATE_S = 0.06  # of every forward or backward of the slow rank
 
 
 def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], list[RankTimes]]:
@@ -61,7 +61,10 @@ def test_the_kinds_add_up_to_the_step(sizes: tuple[int, int, int], case: Case, p
 
 
 def with_delay(sizes: tuple[int, int, int], where: str, keys: tuple) -> dict[str, float]:
-    """Median seconds by kind of three steps in which `where` on rank 1, or on all, is slow."""
+    """Least seconds by kind in three steps in which `where` on a rank, or on all, is slow.
+
+    The least, as on a busy machine any step may be held up anywhere.
+    """
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
     trainer = make_trainer(Case(GPT, microbatches=2, keys=keys), groups)
 
@@ -80,7 +83,7 @@ def with_delay(sizes: tuple[int, int, int], where: str, keys: tuple) -> dict[str
         trainer.train_step()
         steps.append(dict(trainer.clock.last))
     groups.close()
-    return {kind: statistics.median(step[kind] for step in steps) for kind in KINDS}
+    return {kind: min(step[kind] for step in steps) for kind in KINDS}
 
 
 def slow_source(trainer: Trainer) -> None:
