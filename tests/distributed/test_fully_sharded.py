@@ -57,7 +57,7 @@ CASES = {
     (2, 1, 2): [
         zero(2, embedding="replicated", sp=True),
         zero(3, sp=True),
-        zero(3, LLAMA),
+        zero(3, replace(LLAMA, model=(("num_query_groups", 1),)), sp=True),
         zero(2, replace(LLAMA, optimizer="sgd", tied=True), parallel_output=False),
         zero(2, replace(GPT, precision="bf16"), sp=True),
         zero(3, replace(LLAMA, precision="fp16")),
@@ -85,7 +85,7 @@ def compare(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References, groups: Any
 ) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, nullcontext, groups)
+    by_rank = pool.run(world, run_cases, sizes, cases, nullcontext, groups, timeout_s=300)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
         assert not found, f"{case}: {found}"
