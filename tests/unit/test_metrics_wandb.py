@@ -46,7 +46,8 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
     with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
         for step in (1, 2, 3):
-            recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1)
+            times = {"forward": 0.04, "tp": step / 100}
+            recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, times=times)
         recorder.evaluation(3, 1.5)
         if fail:
             raise ValueError("planted")
@@ -70,6 +71,9 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert [row["train/loss"] for row in rows if "train/loss" in row] == [3.0, 2.0, 1.0]
     assert [row["tokens"] for row in rows] == [4096, 8192, 12288, 12288]
     assert rows[-1]["eval/loss"] == 1.5
+    assert [row.get("time/tp") for row in rows] == [0.01, 0.02, 0.03, None]
+    assert [bool(row.get("train/skipped")) for row in rows] == [False, True, False, False]
+    assert "times" not in rows[0]
     run = records["run"][0]
     assert (run["run_id"], run["display_name"], run["project"]) == ("my-run",) * 2 + ("parallel3d",)
     assert run["run_group"] == "sweep"
