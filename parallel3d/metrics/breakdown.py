@@ -3,7 +3,7 @@
 | kind      | what it holds                                                                    |
 |-----------|----------------------------------------------------------------------------------|
 | forward   | the layers and the loss, without anything below that happens inside               |
-| backward  | the same of the backward pass, weight gradients into their buckets included       |
+| backward  | the same of the backward pass, with weight gradients and what is recomputed        |
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
 | pp        | messages between stages: posting, copying, and waiting for one under way          |
 | dp        | gradient buckets, and under zero ≥ 1 parameters, over the data-parallel group     |
