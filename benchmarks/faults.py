@@ -258,7 +258,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="JSON with every kill")
     args = parser.parse_args()
-    chance = random.Random(args.seed)
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="parallel3d-faults-") as place:
         folder = Path(place)
@@ -269,6 +268,7 @@ def main() -> int:
             layout = LAYOUTS[number % len(LAYOUTS)]
             if layout not in references:
                 references[layout] = undisturbed(folder, len(references), layout)
+            chance = random.Random(f"{args.seed}/{number}")
             results.append(one_run(folder, number, references[layout], chance))
             say(number, results[-1])
     return summary(results, args)

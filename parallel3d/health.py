@@ -132,8 +132,12 @@ class Health:
 
 def bit_sum(parameter: Tensor) -> Tensor:
     """The sum of a tensor's words as integers, int64: one flipped bit always changes it."""
-    words = parameter.detach().reshape(-1).view(WORDS[parameter.element_size()])
-    return words.sum(dtype=torch.int64)
+    flat = parameter.detach().reshape(-1)
+    # The widest words that fit: summing narrow ones is ten times slower on a CPU.
+    width = next(w for w in (8, 4, 2, 1) if flat.nbytes % w == 0)
+    if flat.storage_offset() * flat.itemsize % width:
+        flat = flat.clone()
+    return flat.view(WORDS[width]).sum(dtype=torch.int64)
 
 
 def bad_gradients(trainer: Trainer) -> Iterator[str]:
