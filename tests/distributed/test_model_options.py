@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
+from parallel3d.checkpoint.boxes import logical_tensors
+from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import (
+    References,
+    differences,
+    make_trainer,
+    plain_groups,
+    run_cases,
+)
 from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", tied=True)
@@ -88,3 +98,35 @@ def test_options_train_as_the_reference_does(
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
         assert not found, f"{case}: {found}"
+
+
+def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
+    """Elements that this rank writes into a checkpoint, by name; and whether two steps with q and k
+    gathered end in the bits of two steps without."""
+    groups = plain_groups(Layout(*sizes))
+    ends = []
+    for keys in ((), GATHER_QK):
+        trainer = make_trainer(Case(PAIRS, keys=(*keys, *ZERO1)), groups)
+        losses = [trainer.train_step().loss for _ in range(2)]
+        ends.append((losses, {n: p.detach().clone() for n, p in trainer.parameters.items()}))
+    (losses, plain), (others, gathered) = ends
+    equal = losses == others and all(torch.equal(plain[n], gathered[n]) for n in plain)
+    saved: Counter[str] = Counter()
+    for name, tensor in logical_tensors(trainer.parameter_slices(), shared=True).items():
+        saved[name] += sum(box.elements for box, _ in tensor.boxes)
+    groups.close()
+    return saved, equal
+
+
+def test_shared_heads_are_saved_once_and_gathered_ones_change_nothing(pool: Pool) -> None:
+    sizes = (4, 1, 1)
+    saved: Counter[str] = Counter()
+    for found, equal in pool.run(4, trained_and_saved, sizes, timeout_s=600):
+        saved += found
+        assert equal
+    model = Case(PAIRS).config(Layout(*sizes)).model
+    for kind in ("parameter", "exp_avg", "exp_avg_sq"):
+        rows = {"q": model.hidden_size, "k": 2 * model.head_dim, "v": 2 * model.head_dim}
+        for matrix, outputs in rows.items():
+            name = f"{kind}/layers.1.attention.{matrix}.weight"
+            assert saved[name] == outputs * model.hidden_size, name
