@@ -33,8 +33,9 @@ from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
 from parallel3d.generate_start import GENERATE, start_generate, take_prompt
 from parallel3d.launch import Place, detect, port_is_free
+from parallel3d.meeting import CAN_GO_ON
 from parallel3d.run_directory import check_run, make_run_directory, take_run
-from parallel3d.worker import APPS, CAN_GO_ON, USER_ERROR, run_alone, run_joined, say
+from parallel3d.worker import APPS, USER_ERROR, run_alone, run_joined, say
 
 INTERRUPTED = 130
 READER_GONE = 141

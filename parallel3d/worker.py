@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import importlib
-import json
 import os
 import signal
 import sys
@@ -18,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.config_groups import parse_nccl_env
-from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
 from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
-from parallel3d.rank_exchange import take_rank, wait_for_readers
-from parallel3d.run_directory import discard_unused, load_config, make_run_directory, take_run
+from parallel3d.meeting import agree_on_run, device_of, meet
+from parallel3d.rank_exchange import take_rank
+from parallel3d.run_directory import discard_unused, load_config
 from parallel3d.stop_signals import kept_handlers
 from parallel3d.topology.placed_ranks import layout_of
 
@@ -39,12 +37,8 @@ APPS = {
 }
 # Those that a signal stops at the end of a step; the others it ends at once.
 STOPPABLE = ("train",)
-# Those that take up a run that exists.
-CAN_GO_ON = ("train",)
 
-# Rank 0's word to the others, once the store is up.
-RUN_KEY = "parallel3d/run"
-SEEN_KEY = "parallel3d/run_seen"
+# How many ranks have met a user error: one of them says it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
 
 USER_ERROR = 2
@@ -118,8 +112,8 @@ def run_joined(app: str, config: Config, place: Place) -> int:
     if app in STOPPABLE:
         worker.stop.install()
     try:
-        store = _meet(config, place)
-        config = _agree_on_run(app, config, place, worker, store)
+        store = meet(config, place)
+        config = agree_on_run(app, config, place, worker, store)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
         _tell_hang(worker, error)
@@ -151,8 +145,8 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
         worker.stop.second_interrupts = False  # the launcher counts them
         worker.stop.install()
     try:
-        worker.device = _device(config, place)
-        code = _work(app, config, worker, _meet(config, place))
+        worker.device = device_of(config, place)
+        code = _work(app, config, worker, meet(config, place))
         return ANSWER + code if code else 0
     except Exception as error:
         _tell_hang(worker, error)
@@ -171,7 +165,7 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     worker.phase = "starting torch.distributed"
     cuda = worker.device.startswith("cuda")
     if cuda:
-        torch.cuda.set_device(worker.device)
+        torch.cuda.setdevice_of(worker.device)
         for name, value in parse_nccl_env(config.cluster.nccl_env).items():
             os.environ.setdefault(name, value)
     else:
@@ -208,95 +202,6 @@ def _prepare_cpu(config: Config, worker: Worker) -> None:
 def _entry(app: str) -> Callable[[Config, Worker], Any]:
     module, name = APPS[app]
     return getattr(importlib.import_module(module), name)
-
-
-def _meet(config: Config, place: Place) -> Store:
-    """Connect to the store at rank 0 (or, under torchrun, its agent).
-
-    Raises UserError if rank 0's port is taken.
-    """
-    import torch.distributed as dist
-
-    timeout = timedelta(seconds=config.launch.timeout_s)
-    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0 and not agent_listens,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
-            raise UserError(
-                f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
-            ) from None
-        raise
-    # The agent's store outlives the ranks: what those before a restart said is not for these.
-    return dist.PrefixStore(f"attempt{_attempt() if agent_listens else 0}", store)
-
-
-def _attempt() -> int:
-    """How many times torchrun's agent has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: Store) -> Config:
-    """Make or take the run directory on rank 0 and make it known; the others learn run and device.
-
-    Sets `worker.run_dir` and `worker.device`. A UserError of rank 0 is raised on every rank.
-    """
-    error: UserError | None = None
-    if place.rank == 0:
-        try:
-            kind = _device(config, place).split(":")[0]
-            if _attempt() and (made := _name_before(store)):
-                config = dataclasses.replace(config, run=made)
-            config, worker.run_dir = make_run_directory(
-                config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
-            )
-            take_run(config, worker.run_dir)
-            store.underlying_store.set(RUN_KEY, config.run)
-            word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
-        except UserError as refused:
-            error, word = refused, {"error": str(refused)}
-        store.set(RUN_KEY, json.dumps(word))
-        if error is not None:
-            wait_for_readers(store, SEEN_KEY, place.world_size - 1)
-            raise error
-    word = json.loads(store.get(RUN_KEY))
-    if place.rank != 0:
-        store.add(SEEN_KEY, 1)
-    if "error" in word:
-        raise UserError(word["error"])
-    worker.run_dir = Path(word["run_dir"])
-    worker.device = _device(config, place)
-    if not worker.device.startswith(word["device"]):
-        raise UserError(
-            f"device={config.device}: rank 0 computes on {word['device']}, rank {place.rank} would "
-            f"on {worker.device}; give device=cpu or device=cuda"
-        )
-    return dataclasses.replace(config, run=word["run"])
-
-
-def _name_before(store: Store) -> str | None:
-    """The run's name before torchrun's agent started the ranks again: one without is made once."""
-    before = store.underlying_store
-    return before.get(RUN_KEY).decode() if before.check([RUN_KEY]) else None
-
-
-def _device(config: Config, place: Place) -> str:
-    """This rank's device, "cpu" or "cuda:<index>"."""
-    slurm = place.launcher == "slurm"
-    kind = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
-    if kind == "cpu":
-        return kind
-    import torch
-
-    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
 
 
 def _tell_hang(worker: Worker, error: Exception) -> None:

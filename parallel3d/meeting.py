@@ -1,0 +1,116 @@
+"""How the processes of torchrun or srun meet: store, run directory, device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel3d.config import Config
+from parallel3d.devices import choose_device
+from parallel3d.errors import UserError
+from parallel3d.launch import Place, Worker
+from parallel3d.rank_exchange import wait_for_readers
+from parallel3d.run_directory import make_run_directory, take_run
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# Those that take up a run that exists.
+CAN_GO_ON = ("train",)
+
+# Rank 0's word to the others, once the store is up.
+RUN_KEY = "parallel3d/run"
+SEEN_KEY = "parallel3d/run_seen"
+
+
+def meet(config: Config, place: Place) -> Store:
+    """Connect to the store at rank 0 (or, under torchrun, its agent).
+
+    Raises UserError if rank 0's port is taken.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=config.launch.timeout_s)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and not agent_listens,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
+            raise UserError(
+                f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
+            ) from None
+        raise
+    # The agent's store outlives the ranks: what those before a restart said is not for these.
+    return dist.PrefixStore(f"attempt{_attempt() if agent_listens else 0}", store)
+
+
+def _attempt() -> int:
+    """How many times torchrun's agent has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: Store) -> Config:
+    """Make or take the run directory on rank 0 and make it known; the others learn run and device.
+
+    Sets `worker.run_dir` and `worker.device`. A UserError of rank 0 is raised on every rank.
+    """
+    error: UserError | None = None
+    if place.rank == 0:
+        try:
+            kind = device_of(config, place).split(":")[0]
+            if _attempt() and (made := _name_before(store)):
+                config = dataclasses.replace(config, run=made)
+            config, worker.run_dir = make_run_directory(
+                config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+            )
+            take_run(config, worker.run_dir)
+            store.underlying_store.set(RUN_KEY, config.run)
+            word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
+        except UserError as refused:
+            error, word = refused, {"error": str(refused)}
+        store.set(RUN_KEY, json.dumps(word))
+        if error is not None:
+            wait_for_readers(store, SEEN_KEY, place.world_size - 1)
+            raise error
+    word = json.loads(store.get(RUN_KEY))
+    if place.rank != 0:
+        store.add(SEEN_KEY, 1)
+    if "error" in word:
+        raise UserError(word["error"])
+    worker.run_dir = Path(word["run_dir"])
+    worker.device = device_of(config, place)
+    if not worker.device.startswith(word["device"]):
+        raise UserError(
+            f"device={config.device}: rank 0 computes on {word['device']}, rank {place.rank} would "
+            f"on {worker.device}; give device=cpu or device=cuda"
+        )
+    return dataclasses.replace(config, run=word["run"])
+
+
+def _name_before(store: Store) -> str | None:
+    """The run's name before torchrun's agent started the ranks again: one without is made once."""
+    before = store.underlying_store
+    return before.get(RUN_KEY).decode() if before.check([RUN_KEY]) else None
+
+
+def device_of(config: Config, place: Place) -> str:
+    """This rank's device, "cpu" or "cuda:<index>"."""
+    slurm = place.launcher == "slurm"
+    kind = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+    if kind == "cpu":
+        return kind
+    import torch
+
+    return f"cuda:{place.local_rank % torch.cuda.device_count()}"
