@@ -45,6 +45,8 @@ ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
 # AdamW divides by the gradient's own size: where a gradient is rounding noise, its sign decides a
 # whole learning rate. Below fp64 that says nothing about the layout.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
+# A layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
+COARSE = Tolerance(1e-2, 1e-1, None)
 
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
@@ -124,6 +126,7 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
     for precision in dict.fromkeys(("fp64", config.precision.name)):
         for name, optim in optimizers.items():
             tolerance = ROUNDED_ADAM if name == "adamw" else ROUNDED
+            tolerance = COARSE if precision in ("bf16", "fp16") else tolerance
             yield (
                 dataclasses.replace(
                     config,
