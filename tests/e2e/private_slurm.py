@@ -54,7 +54,8 @@ class Slurm:
         # Not in the test's own folder: a socket's path must be short.
         state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
         slurm = cls(state, shell)
-        slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0")
+        # A preempted job has time to save also on a busy machine.
+        slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0", "--grace-time", "60")
         return slurm
 
     @property

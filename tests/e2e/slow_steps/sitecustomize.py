@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH by a test: a job's steps from the 12th on take a second until it is let go.
+"""Put on PYTHONPATH by a test: a job's steps from the 12th on are slow until it is let go.
 
 It is let go when the file <job's name>.go is in the folder that LET_GO names. So a test has time to
 disturb a run in the middle, however fast or slow the machine is. parallel3d itself knows nothing of
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 FIRST_SLOW_STEP = 12
+SECONDS = 3
 
 
 class _PatchTrainer(importlib.abc.MetaPathFinder):
@@ -39,7 +40,7 @@ def _patch(module: ModuleType) -> None:
 
     def slow(self):
         if self.steps_done + 1 >= FIRST_SLOW_STEP and not let_go.exists():
-            time.sleep(1)
+            time.sleep(SECONDS)
         return train_step(self)
 
     module.Trainer.train_step = slow
