@@ -95,6 +95,8 @@ class Reducer:
 
     def _arrived(self, name: str) -> None:
         waiting = self.missing[self.index_of[name]]
+        if name not in waiting:
+            raise RuntimeError(f"{name}: its gradient came once more than the forward used it")
         waiting[name] -= 1
         if waiting[name] == 0:
             del waiting[name]
