@@ -160,8 +160,9 @@ def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
     """Does to a job what its name says, if the time has come; whether it had."""
     if name == "limit":
         return job.restarts > 0  # Slurm's part; what is left is to let it train on
-    metrics = story.run_dir(run_of(job)) / "metrics.jsonl"
-    if job.state != "RUNNING" or not metrics.exists():
+    run_dir = story.run_dir(run_of(job))
+    saved, metrics = run_dir / "checkpoints" / "step-00000010", run_dir / "metrics.jsonl"
+    if job.state != "RUNNING" or not saved.exists():
         return False
     if len(metrics.read_text().splitlines()) < DISTURB_AT:
         return False
