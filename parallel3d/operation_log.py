@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -108,11 +109,13 @@ class OperationLog:
         self._notes: list[Note] = []
         self._kind = ""
         self._habits: dict[str, list[Note]] = {}
-        self._last: tuple[list[Note], list[Note]] = ([], [])  # the piece before, and its habit
+        # The pieces before this one, newest first, each with its habit: a step, and what may lie
+        # between two steps (an evaluation, a look at the run's health).
+        self._closed: deque[tuple[list[Note], list[Note]]] = deque(maxlen=3)
 
     def boundary(self, kind: str) -> None:
         """A piece of work begins ("train step", "evaluation") that is alike every time."""
-        self._last = (self._notes, self._habits.get(self._kind, []))
+        self._closed.appendleft((self._notes, self._habits.get(self._kind, [])))
         self._habits[self._kind] = self._notes
         self._notes, self._kind = [], kind
         self.progress += 1
@@ -147,12 +150,13 @@ class OperationLog:
     def departure(self) -> Departure | None:
         """Where this piece of work left the way of the last one of its kind; None if it did not.
 
-        Or where the piece before this one did: its operations may not have been missed at once.
+        Or where one of the pieces before did: its operations may not have been missed at once.
         """
         habit = self._habits.get(self._kind, [])
-        return _first_difference(list(self._notes), habit, is_over=False) or _first_difference(
-            *self._last, is_over=True
-        )
+        found = _first_difference(list(self._notes), habit, is_over=False)
+        for notes, before in tuple(self._closed):
+            found = found or _first_difference(notes, before, is_over=True)
+        return found
 
 
 def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Departure | None:

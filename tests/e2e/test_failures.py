@@ -82,7 +82,7 @@ def test_killed_rank_takes_all_down_and_is_named(shell: Shell) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_to_the_launcher_stops_all_at_a_step(shell: Shell, number: signal.Signals) -> None:
-    process = start_training(shell)
+    process = start_training(shell, "checkpoint.every=500")
     started = time.monotonic()
     process.send_signal(number)
     ended = shell.finish(process, started, 30)
@@ -93,7 +93,7 @@ def test_signal_to_the_launcher_stops_all_at_a_step(shell: Shell, number: signal
         "saved: run=mine goes on from there"
     )
     step = re.fullmatch(last, ended.errors[-1])
-    assert step
+    assert step, ended.err
     run = shell.cwd / "runs" / "mine"
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == int(step[1])
     assert (run / "requeue").exists() == (number == signal.SIGTERM)

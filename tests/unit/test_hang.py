@@ -123,7 +123,14 @@ def test_departure_is_told_from_the_step_before() -> None:
 def test_departure_at_the_end_of_a_step_is_seen_in_the_next() -> None:
     departure = log_of("ab", "a", "a").departure()
     assert str(departure) == "left out broadcast of dp (float32[4])"
-    assert log_of("ab", "a", "a", "a").departure() is None
+    assert log_of("ab", "a", "a", "a", "a", "a").departure() is None  # a habit by now
+
+
+def test_departure_is_seen_over_what_lies_between_two_steps() -> None:
+    log = log_of("ab", "a")
+    log.boundary("evaluation")
+    log.boundary("train step")
+    assert str(log.departure()) == "left out broadcast of dp (float32[4])"
 
 
 def test_rank_that_departed_is_at_fault_and_state_survives_the_store() -> None:
