@@ -319,7 +319,8 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name":
                 continue  # already given beside it
-            fixed = config(**{**changes, key.name: key.type(value)})
+            typed = value == "true" if key.type is bool else key.type(value)
+            fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)
             followed += 1
     assert followed > 20
