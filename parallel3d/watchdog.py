@@ -12,10 +12,10 @@ rank 0's: if it does not answer either, rank 0 is the one.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,12 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel3d import failure, hang
 from parallel3d.config import Config
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
+from parallel3d.processes import born, kill, on_this_host, state_letter
 from parallel3d.worker import say
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-o
 ANSWER_S = 2.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
 VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
+
+
+T = TypeVar("T")
+# A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
+Found = tuple[hang.Verdict | None, list[tuple[int, int]]]
 
 
 @dataclass
@@ -60,6 +66,7 @@ class Watchdog:
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
+    _keeper: dict[str, Any] | None = None  # rank 0's process, should the store go with it
 
     @property
     def log(self) -> OperationLog:
@@ -70,7 +77,7 @@ class Watchdog:
         if self.store is not None:
             self.store = self.store.clone()  # calls of the main thread may block on its own
             self.store.set_timeout(timedelta(seconds=STORE_S))
-            me = {"pid": os.getpid(), "born": _born(os.getpid()), "host": socket.gethostname()}
+            me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             self.store.set(f"{KEY}/process/{self.worker.rank}", json.dumps(me))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -96,31 +103,33 @@ class Watchdog:
             # A gap means that this process itself was stopped meanwhile: that is no hang of others.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
-            looked, self._idle_s = now, now - moved
+            self._idle_s = now - moved
+            if self.store is not None and self._keeper is None:
+                self._keeper = _within(STORE_S, lambda: self._process(0), None)
             late = self._idle_s >= self.timeout_s
             if late or (self._idle_s >= self.timeout_s / 2 and self._is_asked()):
                 self._report()
+            looked = time.monotonic()
 
     def _is_asked(self) -> bool:
         """Whether another rank, which has waited longer, wants to know."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return False
-        try:
-            return self.store.check([f"{KEY}/asked"])
-        except RuntimeError:
-            return False  # this rank's own time-out will come, and say so
+        # Without an answer this rank's own time-out will come, and say so.
+        return _within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
     def _report(self) -> None:
         """State told, stacks dumped, verdict found or awaited; then the process ends."""
         with self._reporting:
             dump_stacks(self.worker)
             state = self._state()
-            try:
-                verdict, pids = self._agree(state)
-            except RuntimeError:  # the store is gone, or its host does not answer
-                verdict, pids = self._without_store(state), []
-            for pid, born in pids:
-                _kill(pid, born)
+            found = None
+            if self._store_answers():
+                found = _within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
+            verdict, pids = found or self._without_store(state)
+            for process in pids:
+                kill(*process)
             if verdict is not None:
                 self._speak(self._failure(verdict))
             sys.stdout.flush()
@@ -150,7 +159,11 @@ class Watchdog:
             departure=self.log.departure(),
         )
 
-    def _agree(self, state: hang.RankState) -> tuple[hang.Verdict | None, list[tuple[int, int]]]:
+    def _store_answers(self) -> bool:
+        store = self.store
+        return store is None or _within(STORE_S, lambda: store.check([KEY]) or True, False)
+
+    def _agree(self, state: hang.RankState) -> Found:
         """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
@@ -181,13 +194,15 @@ class Watchdog:
 
     def _look_at(self, rank: int) -> tuple[str, str]:
         """Who a silent rank is, and why it gives no answer."""
-        process = self._process(rank)
+        return self._look_at_process(rank, self._process(rank))
+
+    def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
         if process is None:
             return failure.who(self.config, rank), "has not started to train"
         who = failure.who(self.config, rank, process["host"])
         if process["host"] != socket.gethostname():
             return who, "gives no answer: its process or its host is stopped or gone"
-        letter = _state_letter(process["pid"], process["born"])
+        letter = state_letter(process["pid"], process["born"])
         if letter in ("T", "t"):
             return who, "is stopped (SIGSTOP)"
         if letter == "":
@@ -196,21 +211,18 @@ class Watchdog:
 
     def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
         """Silent processes of this host: a stopped one would outlive the job."""
-        processes = [p for rank in silent if (p := self._process(rank)) is not None]
-        here = socket.gethostname()
-        return [(p["pid"], p["born"]) for p in processes if p["host"] == here]
+        return on_this_host([self._process(rank) for rank in silent])
 
-    def _without_store(self, state: hang.RankState) -> hang.Verdict | None:
+    def _without_store(self, state: hang.RankState) -> Found:
         """What one rank can tell alone; the first to make the file speaks."""
+        who, why = self._look_at_process(0, self._keeper)
+        here = on_this_host([self._keeper])
         try:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
-            return None
-        who = failure.who(self.config, 0, "its host")
-        return hang.diagnose(
-            {state.rank: state},
-            {0: (who, "gives no answer, nor does the store that it keeps: stopped or gone")},
-        )
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
 
     def _failure(self, verdict: hang.Verdict) -> failure.Failure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"
@@ -268,32 +280,24 @@ def _in_torch_distributed(stack: list[tuple[str, int, str]]) -> str:
     return name
 
 
+def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+    """What `call` gives, or `otherwise` if it fails or takes too long.
+
+    A store whose process is stopped keeps its client waiting for ever, whatever its time-out.
+    """
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            answers.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise
+
+
 def _until(condition: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the state on; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _born(pid: int) -> int:
-    """When a process started, in ticks since boot: pid and this name it for good. 0: unknown."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else 0
-
-
-def _state_letter(pid: int, born: int) -> str:
-    """R, S, D, T, Z … as in ps; "" if that process is gone."""
-    fields = _stat(pid)
-    return fields[0] if fields and int(fields[19]) == born else ""
-
-
-def _kill(pid: int, born: int) -> None:
-    if _state_letter(pid, born):
-        os.kill(pid, signal.SIGKILL)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 
 import pytest
 
 from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import LONG, words
+from tests.e2e.test_runs import by_hand, free_port
 
 WATCHDOG_S = 2.0
 HOST = re.escape(socket.gethostname())
@@ -42,3 +44,19 @@ def test_hang_names_the_rank_at_fault(shell: Shell, fault: str) -> None:
     if fault == "hang:1:3":
         assert "in _fail" not in (run / "rank-0.stacks.txt").read_text()
         assert "in _fail" in (run / "rank-1.stacks.txt").read_text()
+
+
+def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) -> None:
+    shell.environ = shell.failing("stop:0:3")
+    more = (f"recovery.watchdog_s={WATCHDOG_S}", f"launch.master_port={free_port()}")
+    first, second = by_hand(shell, *words(shell, "tp=2", LONG, *more))
+    _, err = second.communicate(timeout=90)
+    first.communicate(timeout=10)  # its peer has ended it
+    assert shell.seconds_since_failure() < WATCHDOG_S + 10
+    assert (first.returncode, second.returncode) == (-signal.SIGKILL, 1)
+    assert re.fullmatch(
+        rf"parallel3d: hang: rank 0 \(pp 0, dp 0, tp 0\) on {HOST} is stopped \(SIGSTOP\), and the "
+        r"store that it keeps gives no answer: rank 1 waits in all_reduce \d+ of tp \S+ in train "
+        r"step 3, for \d+ s \(stacks: \S+\)",
+        err.splitlines()[-1],
+    )
