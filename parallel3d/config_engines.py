@@ -89,8 +89,8 @@ class RecoveryConfig:
 
     max_restarts: int = key(
         3,
-        "times that the local ranks are started again after one of them died; each goes on from "
-        "the newest good checkpoint, and without one the run ends",
+        "times that the local ranks are started again after one of them died, from the newest good "
+        "checkpoint (without one the run ends), and times that `after_skipped` rolls back",
         minimum=0,
     )
     max_skipped: int = key(
