@@ -15,6 +15,7 @@ from safetensors import safe_open
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell
 
 FILES = {
+    "breakdown.svg",
     "config.yaml",
     "metrics.jsonl",
     "summary.json",
