@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from parallel3d.run_directory import load_config
+from parallel3d.timed import FLOOR_TRIES
 from parallel3d.topology.cluster import LinkClass
 from parallel3d.topology.cluster_config import cluster_from_config
 from parallel3d.topology.placed_ranks import layout_of
@@ -88,7 +89,11 @@ def runs(shell: Shell) -> Iterator[Runs]:
 
 
 def priced_bytes(folder: Path) -> dict[LinkClass, float]:
-    """What the price says that the run's groups send in all steps, by link class."""
+    """What the price says that the run's groups send in all steps, by link class.
+
+    At the start neighbouring stages time round trips of a message: as many as FLOOR_TRIES of the
+    step's own, one for each micro-batch.
+    """
     config = load_config(folder)
     cluster = cluster_from_config(config.cluster, None)
     rows = Ran.map_in(folder)
@@ -98,8 +103,9 @@ def priced_bytes(folder: Path) -> dict[LinkClass, float]:
     sums = dict.fromkeys((LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE), 0.0)
     for dim, price in step.dims.items():
         if dim in DATA_KINDS:
+            timed = FLOOR_TRIES / config.num_microbatches if dim == "pp" else 0
             for kind, nbytes in price.nbytes.items():
-                sums[kind] += nbytes * config.train.steps
+                sums[kind] += nbytes * (config.train.steps + timed)
     return sums
 
 
