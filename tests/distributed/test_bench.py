@@ -294,7 +294,7 @@ def probed(
     return [[list(finding.ranks) for finding in findings] for findings in found]
 
 
-@pytest.mark.parametrize(("layout", "slow"), [((2, 2, 2), 0), ((2, 2, 2), 5), ((2, 1, 2), 3)])
+@pytest.mark.parametrize(("layout", "slow"), [((2, 2, 2), 5), ((2, 1, 2), 3)])
 def test_a_slowed_rank_is_named_and_no_other(
     pool: Pool, layout: tuple[int, int, int], slow: int
 ) -> None:
@@ -307,7 +307,7 @@ def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
     assert pool.run(8, probed, 2, 2, 2, 1, 3, 1) == [[[[1, 3]]]] * 8
 
 
-@pytest.mark.parametrize("layout", [(2, 2, 2), (2, 1, 2), (1, 1, 3)])
+@pytest.mark.parametrize("layout", [(2, 2, 2), (1, 1, 3)])
 def test_a_healthy_run_names_nobody(pool: Pool, layout: tuple[int, int, int]) -> None:
     tp, pp, dp = layout
     found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 6, timeout_s=120)
