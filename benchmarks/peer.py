@@ -6,8 +6,8 @@
 
 Each round runs every contender once per layout, so that a busy minute hurts all alike. A run's
 figure is its median step after the warm-up; the table shows the median over the rounds with the
-spread, and the ratio of the fastest peer variant's median to ours (above 1: we are faster). Memory is
-the largest resident set of any rank, compilation included. The peer's bf16 is autocast over fp32
+spread, and the ratio of the fastest peer variant's median to ours (above 1: we are faster). Memory
+is the largest resident set of any rank, compilation included. The peer's bf16 is autocast over fp32
 weights, ours keeps bf16 parameters with fp32 masters.
 """
 
