@@ -73,12 +73,18 @@ class Watchdog:
         return self.worker.log
 
     def start(self) -> None:
-        """Tells the other ranks where this process is, and begins to watch."""
+        """Tells the other ranks where this process is, and begins to watch.
+
+        Waits for rank 0, which keeps the store under srun: stopped, it could no longer be asked.
+        """
         if self.store is not None:
             self.store = self.store.clone()  # calls of the main thread may block on its own
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             self.store.set(f"{KEY}/process/{self.worker.rank}", json.dumps(me))
+            patience = timedelta(seconds=self.config.launch.timeout_s)
+            self.store.wait([f"{KEY}/process/0"], patience)
+            self._keeper = self._process(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -104,8 +110,6 @@ class Watchdog:
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
-            if self.store is not None and self._keeper is None:
-                self._keeper = _within(STORE_S, lambda: self._process(0), None)
             late = self._idle_s >= self.timeout_s
             if late or (self._idle_s >= self.timeout_s / 2 and self._is_asked()):
                 self._report()

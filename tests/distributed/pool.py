@@ -81,6 +81,7 @@ def _run(
         # Sooner than the parent's: a rank stuck in a collective then says where, with a traceback.
         timeout=timedelta(seconds=0.75 * timeout_s),
     )
+    dist.barrier()  # a rank that is done at once must not leave while another still connects
     result = function(*args)
     # Not in a `finally`: after a failure the peers are mid-collective, and the worker is ended.
     if dist.is_initialized():
