@@ -164,7 +164,7 @@ class _Writer(StorageWriter):
         self.path = path
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        raise NotImplementedError("a writer writes one file")
+        raise RuntimeError("a writer writes one file")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass  # the folder is there
@@ -256,7 +256,7 @@ class _Reader(StorageReader):
         self.stored = [stored for file in self.files for stored in file.boxes]
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        raise NotImplementedError("a reader reads one checkpoint")
+        raise RuntimeError("a reader reads one checkpoint")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         tensors: dict[str, TensorStorageMetadata] = {}
