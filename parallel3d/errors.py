@@ -1,4 +1,4 @@
-"""The two ways in which a run ends badly, apart: the user's input, and the run itself."""
+"""The two ways in which a run ends badly that are foreseen: the user's input, and the run itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterable
 
 class UserError(Exception):
     """Something that the user typed cannot work: one sentence, exit code 2, no traceback."""
+
+
+class TrainingFailure(RuntimeError):
+    """All ranks decided that the run cannot go on: started again, it would end so again."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Literal
 
 from parallel3d.config import Config
-from parallel3d.errors import UserError
+from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.launch import Worker
 from parallel3d.run_directory import FAILURES
 from parallel3d.topology.layout import Layout
@@ -36,14 +36,17 @@ NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
 
+Kind = Literal["error", "user", "decided", "hang", "killed"]
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's end: who (rank, coordinates, host), doing what, where in the code, and why.
 
-    `kind` "user" is a UserError and `error` its sentence; "hang" is a watchdog's verdict, all of it
-    in `error`; "killed" is a death by signal or a bare exit, of which nobody but the launcher can
-    tell. `departed`: the rank had left the way of its last step (`operation_log.Departure`). `time`
-    is seconds since the epoch.
+    `kind` "user" is a UserError and `error` its sentence; "decided" is a TrainingFailure, to which
+    all ranks came together; "hang" is a watchdog's verdict, all of it in `error`; "killed" is a
+    death by signal or a bare exit, of which nobody but the launcher can tell. `departed`: the rank
+    had left the way of its last step (`operation_log.Departure`). `time` is seconds since the epoch.
     """
 
     rank: int
@@ -53,7 +56,7 @@ class Failure:
     where: str
     error: str
     time: float
-    kind: Literal["error", "user", "hang", "killed"] = "error"
+    kind: Kind = "error"
     traceback_file: str | None = None
     departed: bool = False
 
@@ -105,6 +108,12 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
     awaited, departure = worker.log.awaited(), worker.log.departure()
+    kind: Kind = "error"
+    if isinstance(error, UserError):
+        text, kind, awaited, departure = str(error), "user", None, None
+    elif isinstance(error, TrainingFailure):
+        # How they came to it may be collectives that no earlier step had: that is no departure.
+        kind, awaited, departure = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"
     if departure is not None:
@@ -115,9 +124,9 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
         host=socket.gethostname(),
         phase=worker.phase,
         where=innermost_place(error.__traceback__),
-        error=str(error) if isinstance(error, UserError) else text,
+        error=text,
         time=time.time(),
-        kind="user" if isinstance(error, UserError) else "error",
+        kind=kind,
         departed=departure is not None,
     )
 
@@ -209,12 +218,12 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     # A rank that departed met calls that were not its own; unless all did, as at a skipped step.
     departed = [f for f in found if f.departed]
     if any(f.did_as_always for f in found) and departed:
-        found = [*departed, *(f for f in found if f.kind == "hang")]
+        found = [*departed, *(f for f in found if f.kind in ("hang", "decided"))]
     return min(found, key=_rank_of_cause)
 
 
 def _rank_of_cause(failure: Failure) -> tuple[int, float]:
-    if failure.kind == "hang":  # found over all ranks; what they died of then is its doing
+    if failure.kind in ("hang", "decided"):  # of all ranks; what some died of then is its doing
         return -1, failure.time
     if failure.kind == "killed":
         # Its time is only when the launcher saw it: an error of the same moment came first.

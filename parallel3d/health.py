@@ -14,9 +14,10 @@ from torch import Tensor
 
 from parallel3d import collectives
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.errors import TrainingFailure
 from parallel3d.failure import who
 from parallel3d.topology.process_groups import Group
-from parallel3d.trainer import StepResult, Trainer, TrainingFailure
+from parallel3d.trainer import StepResult, Trainer
 
 SPIKE_WINDOW = 50  # steps whose median a loss is compared with
 SPIKE_PAUSE = 10  # steps after a reported spike in which no other is

@@ -10,9 +10,6 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.failure import Failure
 from parallel3d.run_directory import keep_failures
 
-# The run itself has decided that it cannot go on: it would again.
-DECIDED = "TrainingFailure:"
-
 
 @dataclass
 class Restarts:
@@ -48,6 +45,6 @@ class Restarts:
         return True
 
     def _has_hope(self, cause: Failure) -> bool:
-        if cause.kind == "user" or cause.error.startswith(DECIDED):
+        if cause.kind in ("user", "decided"):
             return False
         return cause.kind == "killed" or self.last != (cause.phase, cause.error)

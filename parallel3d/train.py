@@ -14,6 +14,7 @@ from parallel3d.bench.preflight import preflight
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.errors import TrainingFailure
 from parallel3d.health import Health
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
@@ -23,7 +24,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
 from parallel3d.run_directory import status
 from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.trainer import StepResult, Trainer, TrainingFailure
+from parallel3d.trainer import StepResult, Trainer
 from parallel3d.watchdog import HANG_FILE, start_watchdog
 from parallel3d.worker import say
 

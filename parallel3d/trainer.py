@@ -46,10 +46,6 @@ from parallel3d.topology.process_groups import ProcessGroups
 log = logging.getLogger(__name__)
 
 
-class TrainingFailure(RuntimeError):
-    """The run cannot go on, on all ranks alike."""
-
-
 class StepResult(NamedTuple):
     """One optimizer step, the same on every rank.
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from parallel3d import failure
 from parallel3d.config import Config, ModelConfig
-from parallel3d.errors import UserError, nearest_divisor
+from parallel3d.errors import TrainingFailure, UserError, nearest_divisor
 from parallel3d.failure import Failure, from_exception, from_exit, root_cause
 from parallel3d.launch import Worker
+from parallel3d.operation_log import Departure, Operation, OperationLog
 
 CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
 
@@ -82,6 +84,28 @@ def test_killed_rank_is_said_by_the_signals_name() -> None:
 def test_user_error_is_said_as_it_is() -> None:
     failed = from_exception(CONFIG, worker(0), UserError("tp=3 is wrong"))
     assert (failed.kind, failed.sentence()) == ("user", "tp=3 is wrong.")
+
+
+def test_what_the_ranks_decided_is_the_cause_though_they_came_to_it_in_a_new_way() -> None:
+    class Departed(OperationLog):
+        """A log whose last step was unlike the one before it."""
+
+        def departure(self) -> Departure:
+            reduced = Operation("world", 3, "all_reduce", (2,), "torch.float32")
+            return Departure(reduced, reduced._replace(name="all_gather"), None)
+
+    def failed(rank: int, error: Exception) -> Failure:
+        log = Departed()
+        return from_exception(CONFIG, dataclasses.replace(worker(rank), log=log), error)
+
+    peer = failed(1, RuntimeError("Connection closed by peer [::1]:7"))
+    assert peer.departed
+    cause = root_cause([peer, failed(0, TrainingFailure("loss is nan"))])
+    assert (cause.kind, cause.error, cause.departed) == (
+        "decided",
+        "TrainingFailure: loss is nan",
+        False,
+    )
 
 
 def test_record_is_read_back_with_its_traceback(tmp_path: Path) -> None:
