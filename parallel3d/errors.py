@@ -1,4 +1,4 @@
-"""The two ways in which a run ends badly that are foreseen: the user's input, and the run itself."""
+"""The two ways in which a run ends badly that are foreseen: by the user's input, or by itself."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Failure:
     `kind` "user" is a UserError and `error` its sentence; "decided" is a TrainingFailure, to which
     all ranks came together; "hang" is a watchdog's verdict, all of it in `error`; "killed" is a
     death by signal or a bare exit, of which nobody but the launcher can tell. `departed`: the rank
-    had left the way of its last step (`operation_log.Departure`). `time` is seconds since the epoch.
+    had left the way of its last step (`operation_log.Departure`). `time`: seconds, epoch.
     """
 
     rank: int
