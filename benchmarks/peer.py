@@ -2,13 +2,17 @@
 
     python benchmarks/peer.py                                  # the table of docs/performance.md
     python benchmarks/peer.py --layouts 1,1,1 2,1,1 --rounds 5
-    python benchmarks/peer.py --precision bf16 --peers compile -- compile=true
+    python benchmarks/peer.py --precision bf16 --peers all -- compile=true
 
 Each round runs every contender once per layout, so that a busy minute hurts all alike. A run's
 figure is its median step after the warm-up; the table shows the median over the rounds with the
 spread, and the ratio of the fastest peer variant's median to ours (above 1: we are faster). Memory
 is the largest resident set of any rank, compilation included. The peer's bf16 is autocast over fp32
 weights, ours keeps bf16 parameters with fp32 masters.
+
+A peer variant is "eager" or "compile", with data parallelism followed by how gradients are reduced:
+"eager-ddp", "compile-flat" …; "all" is every one that a layout has. What does not compose in
+PyTorch (see the peer's page) fails in the first round and is left out of the others.
 """
 
 from __future__ import annotations
@@ -23,11 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PEER = HERE / "peers" / "torch_native.py"
 LAYOUTS = ["1,1,1", "2,1,1", "1,2,1", "1,1,2", "2,2,1", "2,1,2", "1,2,2", "2,2,2"]
+OURS_NAME = "parallel3d"
+MODES = ["eager", "compile"]
+DP_IMPLS = ["ddp", "flat", "fsdp2", "replicate"]
 GLOBAL_MICROBATCHES = 8  # of 2 sequences, over all data-parallel ranks: 4,096 tokens a step
 
 # The byte tokenizer has 257 tokens; both sides pad the table to 264 so that tp divides it.
@@ -95,43 +103,66 @@ def run_peer(
 ) -> dict:
     """Median step of the peer, as it prints it."""
     tp, pp, dp = layout
+    mode, _, dp_impl = variant.partition("-")
     flags = [f"--{name}={value}" for name, value in (MODEL | {"vocab": VOCAB}).items()]
+    flags += ["--compile"] if mode == "compile" else []
+    flags += [f"--dp-impl={dp_impl}"] if dp_impl else []
     flags += [f"--tp={tp}", f"--pp={pp}", f"--dp={dp}", "--micro-batch=2", f"--data={args.data}"]
     flags += [f"--num-microbatches={GLOBAL_MICROBATCHES // dp}", f"--precision={args.precision}"]
-    flags += [f"--steps={args.steps}", f"--warmup={args.warmup}", *variant_flags(layout, variant)]
+    flags += [f"--steps={args.steps}", f"--warmup={args.warmup}"]
     command = torchrun(tp * pp * dp, str(PEER), *flags)
     printed, memory = run(command)
     return {"ms": json.loads(printed.strip().splitlines()[-1])["ms_per_step"], "mib": memory}
 
 
-def variant_flags(layout: tuple[int, int, int], variant: str) -> list[str]:
-    """`compile` with data parallelism works only with the flat reduction (see the peer's page)."""
+def variants(layout: tuple[int, int, int], wanted: Sequence[str]) -> list[str]:
+    """The peer's variants of `wanted` that differ under this layout.
+
+    `compile` alone takes the reduction that composes with it: flat where dp meets tp or pp.
+    """
     tp, pp, dp = layout
-    flags = ["--compile"] if variant == "compile" else []
-    if dp > 1 and (variant == "flat" or (variant == "compile" and max(tp, pp) > 1)):
-        flags.append("--dp-impl=flat")
-    return flags
+    if dp == 1:
+        return sorted({w.partition("-")[0] for w in (MODES if "all" in wanted else wanted)})
+    if "all" in wanted:
+        return [f"{mode}-{dp_impl}" for mode in MODES for dp_impl in DP_IMPLS]
+    default = {"eager": "ddp", "compile": "flat" if max(tp, pp) > 1 else "ddp"}
+    return [w if "-" in w else f"{w}-{default[w]}" for w in wanted]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[dict]]]:
     """Layout → contender → one median step in ms, and the memory in MiB, per round."""
-    contenders = ["parallel3d", *args.peers]
-    result = {layout: {name: [] for name in contenders} for layout in args.layouts}
-    total, done = args.rounds * len(args.layouts) * len(contenders), 0
-    for _ in range(args.rounds):
-        for text in args.layouts:
-            layout = tuple(map(int, text.split(",")))
-            for name in contenders:
+    layouts = {text: tuple(map(int, text.split(","))) for text in args.layouts}
+    result: dict[str, dict[str, list[dict]]] = {
+        text: {name: [] for name in [OURS_NAME, *variants(layout, args.peers)]}
+        for text, layout in layouts.items()
+    }
+    for number in range(args.rounds):
+        for text, layout in layouts.items():
+            for name in list(result[text]):
                 start = time.time()
-                ours = name == "parallel3d"
-                seen = (
-                    run_ours(layout, args, folder) if ours else run_peer(layout, name, args, folder)
-                )
-                result[text][name].append(seen)
-                done += 1
-                said = f"[{done}/{total}] {text} {name}: {seen['ms']:.0f} ms, {seen['mib']:.0f} MiB"
-                print(f"{said} ({time.time() - start:.0f} s)", file=sys.stderr, flush=True)
+                seen = run_one(layout, name, args, folder)
+                if seen is None:
+                    del result[text][name]
+                    said = "failed"
+                else:
+                    result[text][name].append(seen)
+                    said = f"{seen['ms']:.0f} ms, {seen['mib']:.0f} MiB"
+                where = f"round {number + 1}/{args.rounds} {text} {name}"
+                took = f"{time.time() - start:.0f} s"
+                print(f"{where}: {said} ({took})", file=sys.stderr, flush=True)
     return result
+
+
+def run_one(
+    layout: tuple[int, int, int], name: str, args: argparse.Namespace, folder: Path
+) -> dict | None:
+    """One run; None for a variant of the peer that fails. Ours must not."""
+    if name == OURS_NAME:
+        return run_ours(layout, args, folder)
+    try:
+        return run_peer(layout, name, args, folder)
+    except subprocess.CalledProcessError:
+        return None
 
 
 def show(times: list[float]) -> str:
@@ -141,27 +172,22 @@ def show(times: list[float]) -> str:
 
 def table(result: dict[str, dict[str, list[dict]]]) -> str:
     """Markdown: ms a step as median (min–max) over the rounds, the ratio of medians, and MiB."""
-    peers = [name for name in next(iter(result.values())) if name != "parallel3d"]
-    heads = [
-        "tp,pp,dp",
-        "parallel3d ms",
-        *(f"PyTorch {p} ms" for p in peers),
-        "ratio",
-        "rounds' ratios",
-        "MiB a rank, ours",
-        "theirs",
-    ]
+    heads = ["tp,pp,dp", "parallel3d ms", "PyTorch's best ms", "ratio", "rounds' ratios"]
+    heads += ["MiB a rank, ours", "theirs", "its other variants, ms"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for layout, runs in result.items():
         times = {name: [seen["ms"] for seen in rounds] for name, rounds in runs.items()}
         mib = {n: statistics.median(seen["mib"] for seen in r) for n, r in runs.items()}
-        ours = times["parallel3d"]
-        best = min(peers, key=lambda p: statistics.median(times[p]))
+        ours = times.pop(OURS_NAME)
+        if not times:
+            raise SystemExit(f"{layout}: every variant of the peer failed")
+        best, *others = sorted(times, key=lambda name: statistics.median(times[name]))
         ratio = statistics.median(times[best]) / statistics.median(ours)
         each = [b / a for a, b in zip(ours, times[best], strict=True)]
-        cells = [layout, show(ours), *(show(times[p]) for p in peers)]
-        cells += [f"**{ratio:.2f}×** ({best})", f"{min(each):.2f}–{max(each):.2f}"]
-        cells += [f"{mib['parallel3d']:.0f}", f"{mib[best]:.0f}"]
+        cells = [layout, show(ours), f"{show(times[best])} {best}"]
+        cells += [f"**{ratio:.2f}×**", f"{min(each):.2f}–{max(each):.2f}"]
+        cells += [f"{mib[OURS_NAME]:.0f}", f"{mib[best]:.0f}"]
+        cells.append(", ".join(f"{name} {show(times[name])}" for name in others) or "—")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -176,8 +202,8 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, help="tp,pp,dp each")
-    variants = ["eager", "compile", "flat"]
-    parser.add_argument("--peers", nargs="+", default=variants[:2], choices=variants)
+    names = [*MODES, *(f"{mode}-{impl}" for mode in MODES for impl in DP_IMPLS), "all"]
+    parser.add_argument("--peers", nargs="+", default=MODES, choices=names, metavar="VARIANT")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
