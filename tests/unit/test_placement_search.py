@@ -21,7 +21,7 @@ from parallel3d.topology.placement import Placement, Tiling
 from parallel3d.topology.price import price_step
 from parallel3d.topology.search import place, search
 from parallel3d.topology.traffic import Transfer
-from tests.placements import a_cluster, random_cluster, random_layout, some_traffic
+from tests.placements import a_cluster, random_cluster, random_layout, slow_places, some_traffic
 
 
 def cost(placement: Placement, traffic: list[Transfer], fabric: Fabric | None = None) -> float:
@@ -62,10 +62,10 @@ def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Trans
 
 
 def test_search_never_loses_to_the_default_order() -> None:
-    """250 random clusters (uneven, without spine, with spare GPUs) and proportions of traffic."""
+    """100 random clusters (uneven, without spine, with spare GPUs) and proportions of traffic."""
     rng = random.Random(11)
     won = 0
-    for _ in range(250):
+    for _ in range(100):
         cluster = random_cluster(rng, 16)
         layout = random_layout(rng, min(cluster.size, 96))
         traffic = some_traffic(layout, rng)
@@ -78,7 +78,7 @@ def test_search_never_loses_to_the_default_order() -> None:
         assert found[0].placement.slots[0] == 0
         assert found[0].is_default or found[0].seconds < default
         won += found[0].seconds < 0.99 * default
-    assert won > 30  # it does find something, too
+    assert won > 12  # it does find something, too
 
 
 def test_search_never_loses_where_it_samples() -> None:
@@ -104,7 +104,7 @@ def test_search_never_loses_where_it_samples() -> None:
 def test_small_searches_find_the_best_of_all_tilings() -> None:
     rng = random.Random(13)
     compared = 0
-    while compared < 60:
+    while compared < 40:
         cluster = random_cluster(rng, 8)
         layout = random_layout(rng, min(cluster.size, 48))
         traffic, fabric = some_traffic(layout, rng), Fabric(cluster)
@@ -128,13 +128,26 @@ TINY = [
 ]
 
 
+def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
+    """Of the GPUs, with the first in place; of those that differ by like GPUs' names, one.
+
+    A renaming that keeps which GPUs share a node, domain, unit and rail changes no wire.
+    """
+    places = [(n, domain, unit, i % cluster.rails) for n, i, domain, unit in slow_places(cluster)]
+    shared = np.array(
+        [[[a == b for a, b in zip(x, y, strict=True)] for y in places] for x in places]
+    )
+    every = [(0, *p) for p in itertools.permutations(range(1, cluster.size))]
+    same = [g for g in every if np.array_equal(shared[np.ix_(g, g)], shared)]
+    return [np.array(p) for p in every if all(p <= tuple(g[gpu] for gpu in p) for g in same)]
+
+
 @pytest.mark.parametrize(("cluster", "layout"), TINY)
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
     """All permutations of 6 or 8 GPUs with rank 0 on the first."""
     traffic, fabric = some_traffic(layout), Fabric(cluster)
-    rest = itertools.permutations(range(1, cluster.size))
-    slots = (np.array((0, *p)) for p in rest)
-    best = min(cost(Placement(cluster, layout, s, "tried"), traffic, fabric) for s in slots)
+    tried = (Placement(cluster, layout, p, "tried") for p in unlike_permutations(cluster))
+    best = min(cost(placement, traffic, fabric) for placement in tried)
     assert math.isfinite(best)
     assert search(cluster, layout, traffic)[0].seconds == pytest.approx(best)
 
@@ -164,7 +177,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
 def test_rank_0_stays_where_the_launcher_is() -> None:
     """Nodes in any order, one missing, one with fewer GPUs: rank 0 on the first of the slots."""
     rng = np.random.default_rng(5)
-    for _ in range(40):
+    for _ in range(12):
         cluster = a_cluster(6, 4, node_gpus=(4, 4, 3, 4, 4, 4), unit_nodes=2)
         nodes = rng.permutation(6)[:5]
         slots = np.concatenate([np.flatnonzero(cluster.node == n) for n in nodes])
