@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, make_trainer, run_cases
 from tests.distributed.pool import Pool
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
+LAYOUTS = [*product((1, 2), repeat=3), (4, 1, 1), (1, 3, 1), (1, 1, 3)]
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 ZERO = (("zero", 1),)
