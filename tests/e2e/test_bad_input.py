@@ -1,6 +1,7 @@
 """Every bad input: one sentence that names the key, exit code 2, at once, nothing written.
 
 A loaded machine stretches wall time, so "at once" is measured as the process's own CPU time.
+Each way to be refused is taken by a process of its own; further sentences of it by this one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
+from tests.e2e.here import answer
 
 SECONDS = 2.0
 RANK_0 = {
@@ -47,6 +49,21 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
     ("words", "parts"),
     [
         pytest.param("tp=3", ["tp=3", "heads", "hidden", "ffn", "tp=2"], id="tp"),
+        pytest.param("tpp=2", ["tpp", "tp"], id="unknown key"),
+        pytest.param("--tpp=2", ["--tpp=2", "tp"], id="flag"),
+        pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
+        pytest.param("data=text data.path=missing.txt", ["missing.txt"], id="missing data"),
+        pytest.param("run=a/b", ["a/b"], id="run name"),
+        pytest.param("runs_dir=/dev/null/runs", ["runs_dir=/dev/null/runs"], id="runs_dir"),
+    ],
+)
+def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
+    assert_refusal(shell, ("train", *words.split()), *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
         pytest.param(
             "model=llama_tiny model.num_attention_heads=12 model.hidden_size=192 tp=6 "
             "model.ffn_hidden_size=384",
@@ -56,20 +73,17 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
         pytest.param("pp=5", ["pp=5", "num_layers=4"], id="layers"),
         pytest.param("global_batch_size=6", ["global_batch_size=6"], id="batch"),
         pytest.param("tp=2 sp=true model.seq_length=255", ["seq_length=255", "tp=2"], id="sp"),
-        pytest.param("tpp=2", ["tpp", "tp"], id="unknown key"),
         pytest.param("model=gpt_tinny", ["gpt_tinny", "gpt_tiny"], id="unknown option"),
         pytest.param("tp=two", ["tp=two", "whole number"], id="type"),
         pytest.param("vpp=2", ["vpp=2", "later"], id="later engine"),
-        pytest.param("--tpp=2", ["--tpp=2", "tp"], id="flag"),
-        pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
         pytest.param("data=text", ["data.path"], id="no path"),
-        pytest.param("data=text data.path=missing.txt", ["missing.txt"], id="missing data"),
-        pytest.param("run=a/b", ["a/b"], id="run name"),
-        pytest.param("runs_dir=/dev/null/runs", ["runs_dir=/dev/null/runs"], id="runs_dir"),
     ],
 )
-def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
-    assert_refusal(shell, ("train", *words.split()), *parts)
+def test_further_bad_override_is_refused(
+    shell: Shell, capfd: pytest.CaptureFixture[str], words: str, parts: list[str]
+) -> None:
+    assert_refused(answer(shell, capfd, "train", *words.split()), *parts)
+    assert list(shell.cwd.iterdir()) == []
 
 
 def test_unknown_subcommand_names_the_nearest(shell: Shell) -> None:
@@ -117,10 +131,14 @@ def test_port_in_use_is_refused(shell: Shell) -> None:
         assert_refusal(shell, words, f"launch.master_port={port}", "in use")
 
 
+def test_contradicting_launcher_is_refused(shell: Shell) -> None:
+    words = ("train", "tp=2", *TINY, *shell.text())
+    assert_refusal(shell, words, "RANK=2", "WORLD_SIZE=2", **(RANK_0 | {"RANK": "2"}))
+
+
 @pytest.mark.parametrize(
     ("environ", "parts"),
     [
-        ({"RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
         ({"RANK": "one"}, ["RANK='one'", "number"]),
         ({"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1"]),
@@ -129,10 +147,13 @@ def test_port_in_use_is_refused(shell: Shell) -> None:
         ({"WORLD_SIZE": ""}, ["WORLD_SIZE", "RANK=0"]),
     ],
 )
-def test_contradicting_launcher_is_refused(
-    shell: Shell, environ: dict[str, str], parts: list[str]
+def test_further_contradicting_launcher_is_refused(
+    shell: Shell, capfd: pytest.CaptureFixture[str], environ: dict[str, str], parts: list[str]
 ) -> None:
-    assert_refusal(shell, ("train", "tp=2", *TINY, *shell.text()), *parts, **(RANK_0 | environ))
+    words = ("train", "tp=2", *TINY, *shell.text())
+    before = shell.snapshot()
+    assert_refused(answer(shell, capfd, *words, **(RANK_0 | environ)), *parts)
+    assert shell.snapshot() == before
 
 
 def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -> None:

@@ -14,6 +14,7 @@ import yaml
 
 import parallel3d
 from tests.e2e.command import PARALLEL3D, ROOT, Shell
+from tests.e2e.here import answer
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
@@ -74,10 +75,14 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d verify tp=2 schedule.n", {"schedule.name="}),
     ],
 )
-def test_completion_knows_the_subcommand(shell: Shell, line: str, expected: set[str]) -> None:
-    point = str(len(line))
-    query = (*PARALLEL3D, "-sc", "query=bash")
-    ended = shell.run(*query, COMP_LINE=line + " tail", COMP_POINT=point)
+def test_completion_knows_the_subcommand(
+    shell: Shell, capfd: pytest.CaptureFixture[str], line: str, expected: set[str]
+) -> None:
+    asked = {"COMP_LINE": line + " tail", "COMP_POINT": str(len(line))}
+    if line == "parallel3d topology cluster=dgx_h":  # once as the shell asks
+        ended = shell.run(*PARALLEL3D, "-sc", "query=bash", **asked)
+    else:
+        ended = answer(shell, capfd, "-sc", "query=bash", **asked)
     assert ended.code == 0, ended
     assert set(ended.out.split()) == expected
 

@@ -30,12 +30,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def local(shell: Shell, *words: str) -> list[Ended]:
-    return [shell.run(*PARALLEL3D, "train", *words)]
+def local(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
+    return [shell.start(*PARALLEL3D, "train", *words)]
 
 
-def torchrun(shell: Shell, *words: str) -> list[Ended]:
-    return [shell.run(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", "train", *words)]
+def torchrun(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
+    return [shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", "train", *words)]
 
 
 def slurm_environment(rank: int) -> dict[str, str]:
@@ -53,13 +53,9 @@ def slurm_environment(rank: int) -> dict[str, str]:
     }
 
 
-def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    return [shell.start(*PARALLEL3D, *words, **slurm_environment(r)) for r in (0, 1)]
-
-
-def slurm(shell: Shell, *words: str) -> list[Ended]:
-    started = time.monotonic()
-    return [shell.finish(p, started) for p in reversed(by_hand(shell, "train", *words))]
+def slurm(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
+    words = (*words, f"launch.master_port={free_port()}")
+    return [shell.start(*PARALLEL3D, "train", *words, **slurm_environment(r)) for r in (1, 0)]
 
 
 def weights(path: Path) -> dict[str, bytes]:
@@ -67,28 +63,43 @@ def weights(path: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
+def left_by(name: str, shell: Shell) -> Path:
+    """The only run directory; nothing else is left."""
+    assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
+    if name != "torchrun":  # which leaves its log folder
+        # torch's own cache stays; the agent's folders and ours do not.
+        left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
+        assert left <= {"torchinductor"}
+    (folder,) = (shell.cwd / "runs").iterdir()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The run directory of one configuration under each launcher, and of one process."""
     folders = {}
-    for name, launch, layout in (
-        ("alone", local, "tp=1"),
-        ("local", local, "tp=2"),
-        ("torchrun", torchrun, "tp=2"),
-        ("slurm", slurm, "tp=2"),
+    for together in (
+        (("alone", local, 1), ("local", local, 2)),
+        (("torchrun", torchrun, 2), ("slurm", slurm, 2)),
     ):
-        shell = Shell(tmp_path_factory.mktemp(name), tmp_path_factory.mktemp("scratch"))
-        words = (layout, *TINY, *shell.text(), "train.save_weights=true")
-        if name == "slurm":
-            words = (*words, f"launch.master_port={free_port()}")
-        for ended in launch(shell, *words):
-            assert ended.code == 0, ended
-        assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
-        if name != "torchrun":  # which leaves its log folder
-            # torch's own cache stays; the agent's folders and ours do not.
-            left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
-            assert left <= {"torchinductor"}
-        (folders[name],) = (shell.cwd / "runs").iterdir()
+        shells = {
+            name: Shell(tmp_path_factory.mktemp(name), tmp_path_factory.mktemp("scratch"))
+            for name, _, _ in together
+        }
+        started = time.monotonic()
+        try:
+            processes = {}
+            for name, launch, tp in together:
+                words = (f"tp={tp}", *TINY, *shells[name].text(), "train.save_weights=true")
+                processes[name] = launch(shells[name], *words)
+            for name, shell in shells.items():
+                for process in processes[name]:
+                    ended = shell.finish(process, started)
+                    assert ended.code == 0, ended
+        finally:
+            for shell in shells.values():
+                shell.end_all()
+        folders |= {name: left_by(name, shell) for name, shell in shells.items()}
     return folders
 
 
@@ -138,26 +149,58 @@ def test_saved_config_runs_again_and_differs_in_its_name_alone(runs: dict[str, P
     assert "${" not in texts["torchrun"]
 
 
-def test_sweep_runs_every_job_in_a_directory_of_its_own(shell: Shell) -> None:
-    words = (*TINY, *shell.text(), "run=sweep", "train.steps=1")
-    ended = shell.run(*PARALLEL3D, "train", "--multirun", "tp=1,2", *words)
+SWEEP = ("run=sweep", "train.steps=1")
+COMMANDS = {
+    "sweep": ("train", "--multirun", "tp=1,2", *SWEEP),
+    "failing sweep": ("train", "-m", "tp=1,3,1", *SWEEP),
+    "verify": ("verify", "tp=2", "verify.steps=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
+    """How each command ended, and where; they run at once."""
+    shells = {
+        name: Shell(tmp_path_factory.mktemp("command"), tmp_path_factory.mktemp("scratch"))
+        for name in COMMANDS
+    }
+    started = time.monotonic()
+    try:
+        processes = {
+            name: shell.start(
+                *PARALLEL3D, COMMANDS[name][0], *TINY, *shell.text(), *COMMANDS[name][1:]
+            )
+            for name, shell in shells.items()
+        }
+        return {
+            name: (shell.finish(processes[name], started), shell.cwd)
+            for name, shell in shells.items()
+        }
+    finally:
+        for shell in shells.values():
+            shell.end_all()
+
+
+def test_sweep_runs_every_job_in_a_directory_of_its_own(
+    commands: dict[str, tuple[Ended, Path]],
+) -> None:
+    ended, cwd = commands["sweep"]
     assert ended.code == 0, ended
-    assert {p.name for p in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
+    assert {p.name for p in cwd.iterdir()} == {"book.txt", "cache", "runs"}
     for number, tp in enumerate((1, 2)):
-        folder = shell.cwd / "runs" / f"sweep-{number}"
+        folder = cwd / "runs" / f"sweep-{number}"
         assert f"tp: {tp}\n" in (folder / "config.yaml").read_text()
         assert (folder / "summary.json").exists()
 
 
-def test_sweep_stops_at_the_job_that_fails(shell: Shell) -> None:
-    words = (*TINY, *shell.text(), "run=sweep", "train.steps=1")
-    ended = shell.run(*PARALLEL3D, "train", "-m", "tp=1,3,1", *words)
+def test_sweep_stops_at_the_job_that_fails(commands: dict[str, tuple[Ended, Path]]) -> None:
+    ended, cwd = commands["failing sweep"]
     assert ended.code == 2
     assert "parallel3d: tp=3" in ended.errors[-1]
-    assert [p.name for p in (shell.cwd / "runs").glob("sweep-*")] == ["sweep-0"]
+    assert [p.name for p in (cwd / "runs").glob("sweep-*")] == ["sweep-0"]
 
 
-def test_verify_answers_by_its_exit_code(shell: Shell) -> None:
-    ended = shell.run(*PARALLEL3D, "verify", "tp=2", *TINY, *shell.text(), "verify.steps=2")
+def test_verify_answers_by_its_exit_code(commands: dict[str, tuple[Ended, Path]]) -> None:
+    ended, _ = commands["verify"]
     assert ended.code == 0, ended
     assert "fp64" in ended.out

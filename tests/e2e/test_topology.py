@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, ROOT, Shell
+from tests.e2e.command import PARALLEL3D, ROOT, Ended, Shell
+from tests.e2e.here import answer
 
 TOPOLOGY = (*PARALLEL3D, "topology")
 H100 = ("cluster=dgx_h100", "cluster.nodes=16", "tp=8", "pp=4")
@@ -82,12 +83,14 @@ def test_slurm_task_other_than_the_first_is_silent(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("columns", ["60", "200"])
-def test_a_pipe_gets_the_columns_asked_for(shell: Shell, columns: str) -> None:
+def test_a_pipe_gets_the_columns_asked_for(
+    shell: Shell, capfd: pytest.CaptureFixture[str], columns: str
+) -> None:
     ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS=columns)
     assert ended.code == 0
     widest = max(map(len, ended.out.splitlines()))
     assert int(columns) * 0.6 < widest <= int(columns)
-    given = shell.run(*TOPOLOGY, *NVL72, f"topology.width={columns}")
+    given = answer(shell, capfd, "topology", *NVL72, f"topology.width={columns}")
     assert given.out == ended.out
 
 
@@ -128,7 +131,6 @@ def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("cluster=dgx_h100 tp=8 pp=4", ["32 GPUs", "cluster.nodes=4"]),
         ("cluster=dgx_h100 tp=3 model=llama3_70b", ["tp=3", "num_attention_heads", "tp=2"]),
         ("cluster=rail_only cluster.nodes=2 tp=16", ["tp=16", "no spine", "tp=8"]),
         ("cluster=dgx_h100 cluster.domain_gpus=5 tp=2", ["cluster.domain_gpus=5", "=4"]),
@@ -141,8 +143,18 @@ def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
         ("cluster=slurm", ["Slurm"]),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence(shell: Shell, words: str, parts: list[str]) -> None:
-    ended = shell.run(*TOPOLOGY, *words.split())
+def test_what_cannot_work_ends_in_one_sentence(
+    shell: Shell, capfd: pytest.CaptureFixture[str], words: str, parts: list[str]
+) -> None:
+    assert_refused(answer(shell, capfd, "topology", *words.split()), shell, parts)
+
+
+def test_the_command_ends_at_what_cannot_work(shell: Shell) -> None:
+    ended = shell.run(*TOPOLOGY, "cluster=dgx_h100", "tp=8", "pp=4")
+    assert_refused(ended, shell, ["32 GPUs", "cluster.nodes=4"])
+
+
+def assert_refused(ended: Ended, shell: Shell, parts: list[str]) -> None:
     assert (ended.code, ended.out) == (2, "")
     assert len(ended.errors) == 1, ended.err
     assert ended.errors[0].startswith("parallel3d: ")
@@ -187,8 +199,10 @@ def test_docs_show_figures_of_several_clusters() -> None:
 
 
 @pytest.mark.parametrize(("words", "lines"), SHOWN, ids=[words for words, _ in SHOWN])
-def test_docs_show_what_the_command_prints(shell: Shell, words: str, lines: str) -> None:
-    ended = shell.run(*TOPOLOGY, *words.split())
+def test_docs_show_what_the_command_prints(
+    shell: Shell, capfd: pytest.CaptureFixture[str], words: str, lines: str
+) -> None:
+    ended = answer(shell, capfd, "topology", *words.split())
     if ended.code:
         assert ended.err.split() == lines.split()
         return
@@ -197,9 +211,11 @@ def test_docs_show_what_the_command_prints(shell: Shell, words: str, lines: str)
     assert not missing, ended.out
 
 
-def test_docs_name_only_commands_that_compose(shell: Shell) -> None:
+def test_docs_name_only_commands_that_compose(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
     lines = re.findall(r"^parallel3d topology ([^\n#]*)", PAGE, re.M)
     assert len(lines) >= 3
     for line in lines:
-        ended = shell.run(*TOPOLOGY, *line.split(), "--cfg", "job")
+        ended = answer(shell, capfd, "topology", *line.split(), "--cfg", "job")
         assert ended.code == 0, ended

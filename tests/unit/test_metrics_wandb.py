@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -211,32 +210,44 @@ def test_the_id_of_a_run_is_its_name_made_safe() -> None:
     assert run_id("x" * 200) != run_id("x" * 201)
 
 
-# A session in a process of its own: it trains `first` … `last` and evaluates every 10 steps. With
-# `kill` it dies as its node would, with W&B's own process and the rows in its buffers.
-SESSION = """
+# Sessions `first-last-how`, one after another, each in a process of its own: it trains these steps
+# and evaluates every 10. With `kill` it dies as its node would, with W&B's own process and the rows
+# in its buffers. They are forked from one process, which imports everything and starts nothing.
+SESSIONS = """
 import os, sys
 from pathlib import Path
+import torch, wandb
 from parallel3d.config import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 
-run_dir, first, last, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-config = Config()
-config.model = ModelConfig(name="gpt_tiny")
-config.train.steps = 400
-config.logger = LoggerConfig(name="wandb")
-with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first_step=first) as recorder:
-    recorder.start({})
-    for step in range(first, last + 1):
-        loss = float("nan") if step == 7 else 4.0 / step
-        recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1)
-        if step % 10 == 0:
-            recorder.evaluation(step, 5.0 / step)
-    if how == "kill":
-        for task in Path("/proc/self/task").iterdir():
-            for child in (task / "children").read_text().split():
-                os.kill(int(child), 9)
-        os.kill(os.getpid(), 9)
+def session(run_dir, first, last, how):
+    config = Config()
+    config.model = ModelConfig(name="gpt_tiny")
+    config.train.steps = 400
+    config.logger = LoggerConfig(name="wandb")
+    with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test"), first_step=first) as recorder:
+        recorder.start({})
+        for step in range(first, last + 1):
+            loss = float("nan") if step == 7 else 4.0 / step
+            recorder.step(step, loss, 0.5, 1e-3, 4096, 0.1)
+            if step % 10 == 0:
+                recorder.evaluation(step, 5.0 / step)
+        if how == "kill":
+            for task in Path("/proc/self/task").iterdir():
+                for child in (task / "children").read_text().split():
+                    os.kill(int(child), 9)
+            os.kill(os.getpid(), 9)
+
+for asked in sys.argv[2:]:
+    first, last, how = asked.split("-")
+    child = os.fork()
+    if child == 0:
+        session(Path(sys.argv[1]), int(first), int(last), how)
+        sys.exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != (-9 if how == "kill" else 0):
+        sys.exit(f"session {asked} ended with {code}")
 """
 
 
@@ -247,19 +258,18 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
 
-    def session(first: int, last: int, how: str) -> None:
-        words = (str(run_dir), str(first), str(last), how)
-        # Tests before this one have left the address of their W&B process: each has its own here.
-        own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
-        command = (sys.executable, "-c", SESSION, *words)
-        done = subprocess.run(command, capture_output=True, env=own)
-        assert done.returncode == (-signal.SIGKILL if how == "kill" else 0), done.stderr.decode()
-        assert b"W&B offline failed" not in done.stdout, done.stdout.decode()
-
-    session(1, 300, "kill")  # many blocks reach the file, the last rows do not
-    session(300, 310, "kill")  # a checkpoint after the file's last row; nothing reaches a file
-    session(305, 320, "end")  # all that is missing is filled in
-    session(311, 325, "end")  # a checkpoint before the last row: some steps are trained twice
+    sessions = (
+        "1-300-kill",  # many blocks reach the file, the last rows do not
+        "300-310-kill",  # a checkpoint after the file's last row; nothing reaches a file
+        "305-320-end",  # all that is missing is filled in
+        "311-325-end",  # a checkpoint before the last row: some steps are trained twice
+    )
+    # Tests before this one have left the address of their W&B process: each has its own here.
+    own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
+    command = (sys.executable, "-c", SESSIONS, str(run_dir), *sessions)
+    done = subprocess.run(command, capture_output=True, env=own)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"W&B offline failed" not in done.stdout, done.stdout.decode()
 
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
     records = [wandb_records(path) for path in files]
@@ -327,5 +337,5 @@ def test_system_metrics_are_sampled_when_asked_for(
     run_dir.mkdir()
     with Recorder(config, run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
-        time.sleep(1)
+        time.sleep(1 if asked else 0.5)  # ten samples, or five that must not be
     assert ("stats" in inspect(run_dir)) == asked

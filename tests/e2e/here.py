@@ -1,0 +1,36 @@
+"""Command lines answered by this process: where the claim is about words, not about processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+
+from parallel3d import cli
+from tests.e2e.command import FOREIGN, FOREIGN_PREFIXES, Ended, Shell
+
+
+def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **environ: str) -> Ended:
+    """What `parallel3d WORDS` says in the shell's directory; it may not start to train."""
+
+    def accepted(*_: object, **__: object) -> None:
+        raise AssertionError(f"not refused: {words}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "make_run_directory", accepted)
+        patch.setattr(cli, "run_joined", accepted)
+        patch.setattr(sys, "argv", list(sys.argv))  # main sets it for Hydra
+        patch.chdir(shell.cwd)
+        for name in list(os.environ):
+            if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
+                patch.delenv(name)
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        capfd.readouterr()
+        started, cpu = time.monotonic(), time.process_time()
+        code = cli.main(words)
+        cpu = time.process_time() - cpu
+        out, err = capfd.readouterr()
+    return Ended(code, out, err, time.monotonic() - started, cpu)
