@@ -84,12 +84,11 @@ def expected_rows(dims: dict[str, int], sizes: tuple[int, ...]) -> set[tuple]:
     return keys
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize(("world", "sizes"), [(4, (1024,)), (8, (1024, 65536))])
 def test_every_collective_has_its_row_in_every_dimension_size_and_mode(
-    pool: Pool, world: int
+    pool: Pool, world: int, sizes: tuple[int, ...]
 ) -> None:
     tp, pp, dp = LAYOUTS[world]
-    sizes = (1024, 65536)
     results = pool.run(world, all_results, tp, pp, dp, sizes, timeout_s=120)
     assert results[1:] == [[]] * (world - 1)  # rank 0 alone holds them
     rows = results[0]
@@ -180,7 +179,7 @@ def test_what_the_backend_does_not_offer_is_a_row_that_says_so(pool: Pool) -> No
 
 def in_a_hurry(budget_s: float) -> tuple[list[int], int]:
     bench = Bench()
-    measurement = bench.measurement(bench.rows(1024), calls=20, budget_s=budget_s)
+    measurement = bench.measurement(bench.rows(1024), calls=5, budget_s=budget_s)
     calls = [row["calls"] for _, rows in measurement.results() for row in rows]
     bench.close()
     return calls, measurement.rows_cut
@@ -188,7 +187,7 @@ def in_a_hurry(budget_s: float) -> tuple[list[int], int]:
 
 def test_a_small_budget_cuts_calls_and_no_row(pool: Pool) -> None:
     full, _ = pool.run(4, in_a_hurry, 1e6)[0]
-    assert set(full) == {20}
+    assert set(full) == {5}
     short, cut = pool.run(4, in_a_hurry, 0.01)[0]
     assert (len(short), set(short), cut) == (len(full), {1}, len(full))
 
@@ -294,13 +293,9 @@ def probed(
     return [[list(finding.ranks) for finding in findings] for findings in found]
 
 
-@pytest.mark.parametrize(("layout", "slow"), [((2, 2, 2), 5), ((2, 1, 2), 3)])
-def test_a_slowed_rank_is_named_and_no_other(
-    pool: Pool, layout: tuple[int, int, int], slow: int
-) -> None:
-    tp, pp, dp = layout
-    found = pool.run(tp * pp * dp, probed, tp, pp, dp, slow, None, 2)
-    assert found == [[[[slow]], [[slow]]]] * (tp * pp * dp)  # and all ranks agree
+def test_a_slowed_rank_is_named_and_no_other(pool: Pool) -> None:
+    """Of four ranks, and all agree; of eight: see the tests of the whole below."""
+    assert pool.run(4, probed, 2, 1, 2, 3, None, 1) == [[[[3]]]] * 4
 
 
 def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
@@ -310,8 +305,8 @@ def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", [(2, 2, 2), (1, 1, 3)])
 def test_a_healthy_run_names_nobody(pool: Pool, layout: tuple[int, int, int]) -> None:
     tp, pp, dp = layout
-    found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 6, timeout_s=120)
-    assert found[0] == [[]] * 6
+    found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 3, timeout_s=120)
+    assert found[0] == [[]] * 3
 
 
 def test_two_ranks_are_not_compared_with_each_other(pool: Pool) -> None:
@@ -370,7 +365,4 @@ def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path)
 
 
 def test_preflight_of_a_healthy_run_says_nothing(pool: Pool, tmp_path: Path) -> None:
-    for repeat in range(2):
-        folder = tmp_path / str(repeat)
-        folder.mkdir()
-        assert pool.run(8, flown, str(folder), -1) == [[]] * 8
+    assert pool.run(8, flown, str(tmp_path), -1) == [[]] * 8

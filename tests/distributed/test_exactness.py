@@ -44,18 +44,36 @@ def levels(case: Case) -> tuple[bool, ...]:
 def main_cases(tp: int, pp: int, dp: int) -> list[Case]:
     """Model × optimizer × tied × schedule × sp in fp64, as far as the layout tells them apart.
 
-    On eight ranks, where a case takes longest, every other one: any four of the factors are still
-    fully crossed. Which half takes turns, so that each combination runs on eight ranks somewhere.
+    On more than two ranks, where a case takes longest, a part of them in which any three factors
+    are fully crossed. Which part takes turns, so that each combination runs on some such layout.
     """
     cases = [
         Case(Problem(model, optimizer, tied), microbatches=MICROBATCHES[pp], **way)
         for model, optimizer, tied in product(MODELS, OPTIMIZERS, (True, False))
         for way in ways(tp, pp)
     ]
-    if tp * pp * dp < 8:
+    if tp * pp * dp <= 2 or tp == pp == 1:
         return cases
-    half = LAYOUTS.index((tp, pp, dp)) % 2
-    return [case for case in cases if sum(levels(case)) % 2 == half]
+    turn = alike(tp, pp).index((tp, pp, dp))
+    return [case for case in cases if is_chosen(levels(case), turn, both=min(tp, pp) > 1)]
+
+
+def alike(tp: int, pp: int) -> list[tuple[int, ...]]:
+    """The layouts of more than two ranks that tell the same factors apart."""
+    kind = tp > 1, pp > 1
+    return [s for s in LAYOUTS if math.prod(s) > 2 and (s[0] > 1, s[1] > 1) == kind]
+
+
+def is_chosen(levels: tuple[bool, ...], turn: int, both: bool) -> bool:
+    """Whether a turn's part has a combination of five factors (`both` tensor and pipeline) or four.
+
+    Of four: those of one parity. Of five: those with one or four levels set, counted after flipping
+    the first two by turns; ten combinations, and with all four turns there is none left.
+    """
+    if not both:
+        return sum(levels) % 2 == turn % 2
+    flips = (turn % 2 == 1, turn // 2 == 1, False, False, False)
+    return sum(a != b for a, b in zip(levels, flips, strict=True)) in (1, 4)
 
 
 def in_turn(problems: Sequence[Problem], tp: int, pp: int) -> list[Case]:
@@ -64,14 +82,19 @@ def in_turn(problems: Sequence[Problem], tp: int, pp: int) -> list[Case]:
     return [Case(p, microbatches=MICROBATCHES[pp], **next(turns)) for p in problems]
 
 
-def fp32_cases(tp: int, pp: int, turn: int) -> list[Case]:
-    """Half of the models × optimizers in fp32, the other half at the next turn."""
+def fp32_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
+    """Half of the models × optimizers in fp32, the other half at the next turn.
+
+    On more than two ranks, one of the four.
+    """
     problems = (
         Problem("gpt_tiny", "sgd", True, "fp32"),
         Problem("llama_tiny", "adamw", True, "fp32"),
         Problem("gpt_tiny", "adamw", False, "fp32"),
         Problem("llama_tiny", "sgd", False, "fp32"),
     )
+    if tp * pp * dp > 2:
+        return in_turn([problems[turn % 4]], tp, pp)
     return in_turn(problems[:2] if turn % 2 else problems[2:], tp, pp)
 
 
@@ -100,7 +123,10 @@ def odd_problems() -> list[Problem]:
 
 
 def odd_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
-    """The odd problems, each placed in an odd way; with the turn other pairs meet."""
+    """The odd problems, each placed in an odd way; with the turn other pairs meet.
+
+    On eight ranks three of the five, in turn.
+    """
     stages = {1: (None, None), 2: ((1, 2), (2, 1)), 4: ((2, 1, 1, 1), (1, 1, 2, 1))}[pp]
     whole_table = {"embedding": "replicated"}
     whole_logits = {"parallel_output": False}
@@ -114,16 +140,17 @@ def odd_cases(tp: int, pp: int, dp: int, turn: int) -> list[Case]:
     ]
     cases = in_turn(odd_problems(), tp, pp)
     shift = turn % len(placements)
-    return [
+    placed = [
         replace(case, **placement)
         for case, placement in zip(cases, placements[shift:] + placements[:shift], strict=True)
     ]
+    return placed if tp * pp * dp < 8 else [placed[(turn + i) % 5] for i in range(3)]
 
 
 def all_cases(tp: int, pp: int, dp: int) -> list[Case]:
     """Everything that a layout runs."""
     turn = LAYOUTS.index((tp, pp, dp))
-    cases = main_cases(tp, pp, dp) + fp32_cases(tp, pp, turn) + odd_cases(tp, pp, dp, turn)
+    cases = main_cases(tp, pp, dp) + fp32_cases(tp, pp, dp, turn) + odd_cases(tp, pp, dp, turn)
     return [replace(c, problem=replace(c.problem, layers=LAYERS[pp])) for c in cases]
 
 
@@ -145,24 +172,31 @@ def test_layout_trains_as_the_reference_does(
 
 
 def test_the_matrix_is_what_it_says() -> None:
-    """17 layouts, five factors fully crossed (any four on eight ranks), sizes that divide badly."""
+    """17 layouts, factors fully crossed (any three on many ranks), sizes that divide badly."""
     assert len(LAYOUTS) == 17
-    on_eight = set()
+    on_many: dict[tuple[int, ...], set[tuple[bool, ...]]] = {}
+    odd_on_eight = set()
     for sizes in LAYOUTS:
         tp, pp, dp = sizes
         seen = {levels(case) for case in main_cases(*sizes)}
         number = (2, 2, 2, min(pp, 2), min(tp, 2))
-        if tp * pp * dp < 8:
+        if tp * pp * dp <= 2:
             assert len(seen) == math.prod(number)
         else:
-            on_eight |= seen
-            for four in combinations(range(5), 4):
-                crossed = {tuple(levels[f] for f in four) for levels in seen}
-                assert len(crossed) >= math.prod(number[f] for f in four) / (1 + (1 in number))
+            on_many.setdefault(number, set()).update(seen)
+            for three in combinations(range(5), 3):
+                crossed = {tuple(levels[f] for f in three) for levels in seen}
+                assert len(crossed) == math.prod(number[f] for f in three)
+        if tp * pp * dp == 8:
+            problems = {replace(c.problem, layers=0) for c in all_cases(*sizes)}
+            odd_on_eight |= {p for p in problems if p.model or p.optim}
         for case in all_cases(*sizes):
             model = case.config(Layout(*sizes)).model
             assert pp == 1 or model.num_layers % pp != 0
             assert tp == 1 or model.vocab_size % tp != 0
-    assert len(on_eight) == 32
+    assert {number: len(seen) for number, seen in on_many.items()} == {
+        number: math.prod(number) for number in product((2,), (2,), (2,), (1, 2), (1, 2))
+    }
+    assert len(odd_on_eight) == len(odd_problems())
     llama = Case(Problem("llama_tiny", "sgd", False)).config(Layout(1, 1, 1)).model
     assert llama.num_query_groups < llama.num_attention_heads  # grouped queries
