@@ -3,11 +3,14 @@
 Each engine alone has its own tests. Bugs live where two meet (a recomputed forward inside a piece
 of an overlapped gather, FSDP's resharding under 1F1B …), so here all factors vary at once. A small
 set of cases, made by a greedy search, holds every pair of levels at least once in fp64, where
-nothing hides behind rounding; a second one every level beside each of the other precisions.
+nothing hides behind rounding; a second one every level beside each of the other precisions, which
+meet other combinations each. Compiling takes seconds on every rank, so what is compiled has two
+layers and, below fp64, two ranks.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
@@ -35,6 +38,8 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "precision": ("fp64", "fp32", "bf16", "fp16"),
 }
 NAMES = tuple(FACTORS)
+# Where each of the lower precisions is compiled, instead of a layout of the four.
+COMPILED_LOW = {"fp32": (1, 2, 1), "bf16": (2, 1, 1), "fp16": (1, 1, 2)}
 
 
 def works_together(levels: Mapping[str, Any]) -> bool:
@@ -62,8 +67,11 @@ def pairs_of(levels: Levels) -> Pairs:
 
 def every_combination() -> Iterator[Levels]:
     for levels in product(*FACTORS.values()):
-        if works_together(dict(zip(NAMES, levels, strict=True))):
-            yield levels
+        of = dict(zip(NAMES, levels, strict=True))
+        if of["compile"] and of["precision"] in COMPILED_LOW:
+            of["layout"] = COMPILED_LOW[of["precision"]]
+        if works_together(of):
+            yield tuple(of.values())
 
 
 def pairwise() -> list[Levels]:
@@ -71,12 +79,22 @@ def pairwise() -> list[Levels]:
     candidates = {levels: pairs_of(levels) for levels in every_combination()}
     missing = set().union(*candidates.values())
     compiled = NAMES.index("compile")
-    chosen = []
+    chosen: list[Levels] = []
+
+    def likeness(levels: Levels) -> int:
+        """The most levels that it has in common with one of those chosen below fp64."""
+        low = [c for c in chosen if c[-1] != "fp64"]
+        return max((sum(map(operator.eq, levels, c)) for c in low), default=0)
+
     while missing:
-        # Of equals one that is not compiled: compiling takes seconds.
-        best = max(candidates, key=lambda c: (len(candidates[c] & missing), not c[compiled]))
+        most = max(map(len, candidates.values()))
+        # Of equals one that is not compiled, and unlike what another precision has met.
+        equals = [levels for levels, pairs in candidates.items() if len(pairs) == most]
+        best = min(equals, key=lambda c: (c[compiled], c[-1] != "fp64" and likeness(c)))
         chosen.append(best)
         missing -= candidates[best]
+        left = ((levels, pairs & missing) for levels, pairs in candidates.items())
+        candidates = {levels: pairs for levels, pairs in left if pairs}
     return chosen
 
 
@@ -88,8 +106,9 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
         ("tensor_parallel.chunks", of["chunks"]),
         ("ddp.bucket_order", of["bucket_order"]),
     )
+    layers = 2 if of["compile"] else 3
     case = Case(
-        Problem(of["model"], of["optimizer"], of["tied"], of["precision"]),
+        Problem(*(of[n] for n in ("model", "optimizer", "tied", "precision")), layers=layers),
         schedule=of["schedule"],
         sp=of["sp"],
         compile=of["compile"],
@@ -124,4 +143,6 @@ def test_engines_together_train_as_the_reference_does(
 def test_every_pair_that_can_meet_is_there() -> None:
     possible = set().union(*map(pairs_of, every_combination()))
     assert set().union(*map(pairs_of, CHOSEN)) == possible
+    low = [levels[:-1] for levels in CHOSEN if levels[-1] != "fp64"]
+    assert len(set(low)) == len(low) >= 12  # no two precisions meet the same
     assert len(CASES) < 40

@@ -129,7 +129,7 @@ def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, f
     groups = plain_groups(Layout(*sizes))
     problem = Problem("gpt_tiny", "adamw", True, precision, model=(("hidden_size", 128),))
     before = bytes_of_tensors()
-    trainer = make_trainer(Case(problem, keys=(("zero", stage),)), groups)
+    trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
     for _ in range(2):
         trainer.train_step()
     trainer.data_parallel.wait_for_all()
