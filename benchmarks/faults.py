@@ -220,9 +220,9 @@ def finish(command: Command) -> None:
 
 
 def undisturbed(folder: Path, number: int, layout: tuple[str, ...]) -> Command:
+    """Starts it; it trains beside the first run that is compared with it."""
     command = Command(folder, f"undisturbed-{number}", layout)
     command.start()
-    finish(command)
     return command
 
 
@@ -282,7 +282,9 @@ def one_run(folder: Path, number: int, reference: Command, chance: random.Random
         disturb(command, kill, chance)
         go_on(command)
     finish(command)
-    return compare(command, reference, kills, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    finish(reference)
+    return compare(command, reference, kills, seconds)
 
 
 def say(number: int, result: Result) -> None:

@@ -19,6 +19,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 HOOKS = Path(__file__).parent / "hooks"
 # Of another launcher around the tests, or of the user: a test says what it wants.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN += ("PYTHONDONTWRITEBYTECODE",)  # else every process compiles the package again
 FOREIGN_PREFIXES = ("SLURM_", "TORCHELASTIC_", "HYDRA_", "WANDB_")
 TINY = (
     "model.num_layers=2",

@@ -1,4 +1,4 @@
-"""A shell in an empty directory for each test."""
+"""A shell in an empty directory for each test; tests that are beside each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.at_once import (  # noqa: F401
+    beside,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_pyfunc_call,
+)
 from tests.e2e.command import Shell
 
 

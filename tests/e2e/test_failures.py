@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -14,15 +16,27 @@ import pytest
 
 from parallel3d.metrics.jsonl import read_metrics
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Shell, wait_for
-from tests.e2e.test_runs import by_hand, free_port
+from tests.e2e.test_runs import slurm_environment
 
 SECONDS = 10
 HOST = re.escape(socket.gethostname())
 LONG = "train.steps=100000"
+pytestmark = pytest.mark.at_once(2)
 
 
 def words(shell: Shell, *more: str) -> tuple[str, ...]:
     return ("train", *TINY, *shell.text(), "run=mine", *more)
+
+
+def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
+    """Two ranks as srun would start them, of a job whose port, made of its number, is free."""
+    while True:
+        job = random.randrange(1, 12000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 20000 + job))
+            break
+    environments = [slurm_environment(rank) | {"SLURM_JOB_ID": str(job)} for rank in (0, 1)]
+    return [shell.start(*PARALLEL3D, *words, **environ) for environ in environments]
 
 
 def start_training(shell: Shell, *more: str) -> subprocess.Popen[str]:
@@ -180,8 +194,7 @@ def test_failing_rank_says_so_under_torchrun(shell: Shell) -> None:
 
 def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
     shell.environ = shell.failing("raise:1:3")
-    port = f"launch.master_port={free_port()}"
-    first, second = by_hand(shell, *words(shell, "tp=2", LONG, port))
+    first, second = by_hand(shell, *words(shell, "tp=2", LONG))
     started = time.monotonic()
     _, err = second.communicate(timeout=60)
     assert second.returncode == 1
@@ -195,8 +208,7 @@ def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
 def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
     taken = shell.cwd / "runs" / "mine"
     taken.mkdir(parents=True)
-    port = f"launch.master_port={free_port()}"
-    processes = by_hand(shell, *words(shell, "tp=2", port))
+    processes = by_hand(shell, *words(shell, "tp=2"))
     results = [(*process.communicate(timeout=60), process.returncode) for process in processes]
     assert [code for *_, code in results] == [2, 2]
     said = [line for _, err, _ in results for line in err.splitlines()]

@@ -9,10 +9,10 @@ import socket
 import pytest
 
 from tests.e2e.command import PARALLEL3D, Shell
-from tests.e2e.test_failures import LONG, words
-from tests.e2e.test_runs import by_hand, free_port
+from tests.e2e.test_failures import LONG, by_hand, words
 
 WATCHDOG_S = 2.0
+pytestmark = pytest.mark.at_once(3)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
@@ -48,8 +48,8 @@ def test_hang_names_the_rank_at_fault(shell: Shell, fault: str) -> None:
 
 def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) -> None:
     shell.environ = shell.failing("stop:0:3")
-    more = (f"recovery.watchdog_s={WATCHDOG_S}", f"launch.master_port={free_port()}")
-    first, second = by_hand(shell, *words(shell, "tp=2", LONG, *more))
+    watchdog = f"recovery.watchdog_s={WATCHDOG_S}"
+    first, second = by_hand(shell, *words(shell, "tp=2", LONG, watchdog))
     _, err = second.communicate(timeout=90)
     first.communicate(timeout=10)  # its peer has ended it
     assert shell.seconds_since_failure() < WATCHDOG_S + 10

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TRAIN, SWEEP = ROOT / "slurm" / "train.sbatch", ROOT / "slurm" / "sweep.sbatch"
 SLOW_STEPS = Path(__file__).parent / "slow_steps"
-STEPS = 60
+STEPS = 40
 DISTURB_AT = 12  # the first slow step: jobs wait there, a checkpoint is two steps older
 WORDS = (f"train.steps={STEPS}", "train.save_weights=true", "checkpoint.every=10")
 WANDB = "logger=wandb"
@@ -50,7 +50,7 @@ class Story:
 
     shell: Shell
     numbers: dict[str, str] = field(default_factory=dict)  # name → job
-    disturbed: dict[str, Job] = field(default_factory=dict)  # name → the job just before
+    disturbed: dict[str, Job] = field(default_factory=dict)  # "crash" → the job just before
     ended: dict[str, Job] = field(default_factory=dict)  # number → the job at the end
     submitted: Ended | None = None  # the sweep by Hydra's launcher
 
@@ -139,18 +139,19 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
 
 def disturb_all(story: Story, slurm: Slurm) -> None:
     """Disturbs each job once it trains and has a checkpoint; returns when all jobs are over."""
-    todo = {"crash", "preempt", "killed", "array", "cancel", "limit"}
+    names = {"crash", "preempt", "killed", "array", "cancel", "limit"}
+    todo = set(names)
     deadline = time.monotonic() + 400
     while True:
         jobs = slurm.jobs()
         if not todo and all(job.state in OVER for job in jobs.values()):
             break
         assert time.monotonic() < deadline, f"still to disturb: {todo}; {jobs}"
-        for name in sorted(todo):
+        for name in sorted(names):
             number = story.numbers[name] + ("_2" if name == "array" else "")
-            if number in jobs and disturb(name, jobs[number], story, slurm):
+            if name in todo and number in jobs and disturb(name, jobs[number], story, slurm):
                 todo.remove(name)
-                story.disturbed[name] = jobs[number]
+            if (story.shell.cwd / "logs" / number / "2").exists():  # its second start
                 (story.shell.cwd / f"{name}.go").touch()
         time.sleep(0.3)
     story.ended = jobs
@@ -158,8 +159,12 @@ def disturb_all(story: Story, slurm: Slurm) -> None:
 
 def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
     """Does to a job what its name says, if the time has come; whether it had."""
+    if name == "limit" and job.restarts:  # Slurm has; what is left is to let it train on
+        slurm.call("scontrol", "update", f"jobid={job.number}", "timelimit=10")
+    if job.restarts:
+        return True
     if name == "limit":
-        return job.restarts > 0  # Slurm's part; what is left is to let it train on
+        return False
     run_dir = story.run_dir(run_of(job))
     saved, metrics = run_dir / "checkpoints" / "step-00000010", run_dir / "metrics.jsonl"
     if job.state != "RUNNING" or not saved.exists():
@@ -167,7 +172,13 @@ def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
     if len(metrics.read_text().splitlines()) < DISTURB_AT:
         return False
     if name == "crash":
-        slurm.crash(job.nodes[1])
+        # Slurm learns of it when the other node's rank has failed of it: half a minute sooner.
+        if name not in story.disturbed:
+            story.disturbed[name] = job
+            slurm.crash(job.nodes[1])
+        if "Exited with exit code" not in story.output(name):
+            return False
+        slurm.down(job.nodes[1])
     elif name == "preempt":
         # More important, and it wants the very nodes that this one has.
         nodes = ("--nodes=2", "--exclusive", f"--nodelist={','.join(job.nodes)}")

@@ -34,13 +34,19 @@ class _PatchTrainer(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _wait(let_go: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not let_go.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def _patch(module: ModuleType) -> None:
     train_step = module.Trainer.train_step
     let_go = Path(os.environ["LET_GO"]) / f"{os.environ['SLURM_JOB_NAME']}.go"
 
     def slow(self):
         if self.steps_done + 1 >= FIRST_SLOW_STEP and not let_go.exists():
-            time.sleep(SECONDS)
+            _wait(let_go)
         return train_step(self)
 
     module.Trainer.train_step = slow
