@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from parallel3d.checkpoint.command import checkpoint
 from parallel3d.checkpoint.storage import read_whole
 from parallel3d.errors import UserError
-from tests.e2e.command import PARALLEL3D, TINY, Shell
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48")
 
@@ -37,6 +39,18 @@ def runs(trained: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     shutil.copytree(trained.cwd / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs"
+
+
+@contextmanager
+def at_once(shell: Shell, *words: str) -> Iterator[Callable[[], Ended]]:
+    """A command beside others of `shell`, with processes of its own; gives how to await it."""
+    other = Shell(shell.cwd, shell.scratch)
+    started = time.monotonic()
+    process = other.start(*PARALLEL3D, *words)
+    try:
+        yield lambda: other.finish(process, started)
+    finally:
+        other.end_all()
 
 
 def newest(runs: Path) -> Path:
@@ -164,12 +178,13 @@ def test_an_imported_run_trains_on_under_another_layout(
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=60", "device=cpu")
     before = trained.snapshot()
-    one = trained.run(*PARALLEL3D, "generate", *words)
+    with at_once(trained, "generate", *words, "tp=2", "pp=2") as other:
+        one = trained.run(*PARALLEL3D, "generate", *words)
+        four = other()
     assert one.code == 0, one
     assert one.out.startswith("12 bot")
     assert len(one.out.encode()) > 40
     assert one.errors == ["parallel3d: run=mine, step 20, seed=1234"]
-    four = trained.run(*PARALLEL3D, "generate", *words, "tp=2", "pp=2")
     assert (four.code, four.out) == (0, one.out), four
     assert trained.snapshot() == before  # looking at a run leaves nothing in it
     assert list(trained.scratch.iterdir()) == []
@@ -178,11 +193,12 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
 def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
-    ended = trained.run(*PARALLEL3D, "generate", *words)
+    with at_once(trained, "generate", *words, "generate.step=20") as other:
+        ended = trained.run(*PARALLEL3D, "generate", *words)
+        refused = other()
     assert ended.code == 0, ended
     assert "step-00000020" in ended.errors[0]
     assert ended.errors[-1] == "parallel3d: run=mine, step 10, seed=1234"
-    refused = trained.run(*PARALLEL3D, "generate", *words, "generate.step=20")
     assert refused.code == 2
     assert "no checkpoint that is whole" in refused.errors[-1]
 

@@ -14,8 +14,8 @@ HOST = socket.gethostname()
 FOUR = ("tp=2", "pp=2", "run=mine", *TINY)
 
 
-def train(shell: Shell, *words: str) -> Ended:
-    return shell.run(*PARALLEL3D, "train", *FOUR, *shell.text(), *words)
+def train_on_two(shell: Shell, *words: str) -> Ended:
+    return shell.run(*PARALLEL3D, "train", "tp=2", "run=mine", *TINY, *shell.text(), *words)
 
 
 def saved(shell: Shell) -> dict:
@@ -40,7 +40,13 @@ def test_torchrun_by_a_rank_file_says_once_what_does_not_fit_and_saves_the_map(
 ) -> None:
     lines = [f"{rank} {HOST} {local}" for rank, local in enumerate([0, 3, 1, 2])]
     (shell.cwd / "ranks").write_text("\n".join(lines))
-    more = ("placement=file", "rank_file=ranks", "preflight=false", "cluster.rail_interface=lo")
+    more = (
+        "placement=file",
+        "rank_file=ranks",
+        "preflight=false",
+        "cluster.rail_interface=lo",
+        "train.steps=1",
+    )
     ended = shell.run(
         *TORCHRUN,
         "--nproc-per-node=4",
@@ -60,7 +66,7 @@ def test_torchrun_by_a_rank_file_says_once_what_does_not_fit_and_saves_the_map(
 
 def test_a_wrong_rank_file_is_refused_once_and_leaves_no_run(shell: Shell) -> None:
     (shell.cwd / "ranks").write_text(f"0 {HOST} 0\n1 nowhere.else 1\n")
-    ended = train(shell, "placement=file", "rank_file=ranks")
+    ended = train_on_two(shell, "placement=file", "rank_file=ranks")
     assert ended.code == 2
     assert ended.errors == [
         "parallel3d: rank_file: ranks line 2 names host nowhere.else, on which no rank of this run "
@@ -70,9 +76,11 @@ def test_a_wrong_rank_file_is_refused_once_and_leaves_no_run(shell: Shell) -> No
 
 
 def test_an_interface_that_no_host_has_is_refused(shell: Shell) -> None:
-    ended = train(shell, "cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.rail_interface=ib*")
+    ended = train_on_two(
+        shell, "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.rail_interface=ib*"
+    )
     assert ended.code == 2
-    assert len(ended.errors) == 2  # four ranks on a host of two GPUs, said first
+    assert len(ended.errors) == 2  # two ranks on a host of one GPU, said first
     assert ended.errors[-1].startswith(
         f"parallel3d: cluster.rail_interface=ib*: host {HOST} has no such network interface; it "
         "must be one of lo"
