@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import socket
 
+import pytest
+
 from parallel3d.metrics.jsonl import read_metrics
 from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import words
 
 HOST = re.escape(socket.gethostname())
 SETTINGS = ("dp=2", "checkpoint.every=2", "recovery.max_skipped=2")
+pytestmark = pytest.mark.at_once(2)
 
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:

@@ -6,6 +6,7 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
@@ -15,6 +16,7 @@ EVERY = 2
 # Saved every two steps; the schedule does not depend on where a start ends.
 SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
 SECRET = "d41d8cd98f00b204e9800998ecf8427e"
+pytestmark = pytest.mark.at_once(2)
 
 
 def train(shell: Shell, *words: str) -> Ended:
