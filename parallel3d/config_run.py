@@ -108,7 +108,10 @@ class LaunchConfig:
     """How the local workers start and fail."""
 
     master_port: int = key(
-        0, "port of the rendezvous; 0 picks a free one", minimum=0, maximum=65535
+        0,
+        "port of the rendezvous; 0 picks a free one, under Slurm one by the job's number",
+        minimum=0,
+        maximum=65535,
     )
     timeout_s: float = key(
         600.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -70,6 +70,12 @@ class Place:
     master_addr: str
     master_port: int
     job_id: str | None = None
+
+    def with_port(self, chosen: int) -> Place:
+        """With the port of `launch.master_port`, unless that is 0 or torchrun has its own."""
+        if self.launcher != "slurm" or chosen == 0:
+            return self
+        return replace(self, master_port=chosen)
 
 
 def detect(environ: Mapping[str, str]) -> Place | None:

@@ -99,6 +99,7 @@ def run_joined(app: str, config: Config, place: Place) -> int:
     Rank 0 names and makes the run directory and tells the others through the store. Every failing
     rank says its own line; a UserError is said by one rank. Returns the exit code.
     """
+    place = place.with_port(config.launch.master_port)
     worker = Worker(
         place.rank,
         place.local_rank,

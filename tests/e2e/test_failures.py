@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
 import signal
 import socket
@@ -16,7 +14,7 @@ import pytest
 
 from parallel3d.metrics.jsonl import read_metrics
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Shell, wait_for
-from tests.e2e.test_runs import slurm_environment
+from tests.e2e.test_runs import free_port, slurm_environment
 
 SECONDS = 10
 HOST = re.escape(socket.gethostname())
@@ -29,14 +27,9 @@ def words(shell: Shell, *more: str) -> tuple[str, ...]:
 
 
 def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    """Two ranks as srun would start them, of a job whose port, made of its number, is free."""
-    while True:
-        job = random.randrange(1, 12000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", 20000 + job))
-            break
-    environments = [slurm_environment(rank) | {"SLURM_JOB_ID": str(job)} for rank in (0, 1)]
-    return [shell.start(*PARALLEL3D, *words, **environ) for environ in environments]
+    """Two ranks as srun would start them."""
+    words = (*words, f"launch.master_port={free_port()}")
+    return [shell.start(*PARALLEL3D, *words, **slurm_environment(rank)) for rank in (0, 1)]
 
 
 def start_training(shell: Shell, *more: str) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import LONG, by_hand, words
 
 WATCHDOG_S = 2.0
-pytestmark = pytest.mark.at_once(3)
+pytestmark = pytest.mark.at_once(2)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -40,7 +41,16 @@ def test_torchrun_gives_the_place() -> None:
 
 
 def test_srun_gives_the_place_its_first_host_and_a_port_of_the_job() -> None:
-    assert detect(SRUN) == Place("slurm", 5, 1, 6, 2, "node08", 20000 + 123456 % 20000, "123456")
+    place = Place("slurm", 5, 1, 6, 2, "node08", 20000 + 123456 % 20000, "123456")
+    assert detect(SRUN) == place
+    assert place.with_port(0) == place
+    assert place.with_port(29600) == replace(place, master_port=29600)
+
+
+def test_torchruns_port_is_not_ours_to_choose() -> None:
+    place = detect(TORCHRUN)
+    assert place is not None
+    assert place.with_port(29600).master_port == 29500
 
 
 def test_torchrun_inside_srun_comes_first() -> None:
