@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.config import ModelConfig
 from parallel3d.models.attention import causal_attention
+from parallel3d.models.compilation import shared_inductor
 from parallel3d.models.context import BuildContext
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ends import Embedding, Head
@@ -197,7 +198,9 @@ class Stage(nn.Module):
         own_code = {}  # models of other shapes in this process are not counted as recompilations
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
             own_code["isolate_recompiles"] = True
-        self.run_blocks = torch.compile(_run_blocks, fullgraph=True, dynamic=False, **own_code)
+        self.run_blocks = torch.compile(
+            _run_blocks, backend=shared_inductor, fullgraph=True, dynamic=False, **own_code
+        )
 
     def forward(
         self,

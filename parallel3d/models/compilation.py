@@ -1,0 +1,47 @@
+"""torch.compile for ranks that share a host: each graph is lowered by one of them.
+
+Ranks of equal place hold equal graphs. Left alone they would all lower the same one at the same
+time, each on its share of the cores. Here the first takes a lock while it does; the others wait
+for it and then find the result in TorchInductor's cache, which the ranks of a host share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+
+def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile`: TorchInductor, one rank of the host at a time for each graph.
+
+    The lock is held while a graph is compiled and never while one runs, so that a rank that
+    waits in a collective is never waited for here. A rank that dies loses its lock.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def one_at_a_time(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        with _lock(graph, inputs):
+            return compile_fx_inner(graph, inputs, **how)
+
+    return compile_fx(graph, inputs, inner_compile=one_at_a_time)
+
+
+@contextmanager
+def _lock(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Held by one process of the host for this graph; other graphs have locks of their own."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    kinds = [(x.dtype, x.shape) if isinstance(x, torch.Tensor) else type(x) for x in inputs]
+    name = hashlib.sha256(f"{graph.code}{kinds}".encode()).hexdigest()[:16]
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"parallel3d-{name}.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
