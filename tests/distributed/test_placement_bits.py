@@ -26,18 +26,13 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 
 WORLD = 8
-STEPS = 3
+STEPS = 2
 # What a step leaves behind, but for how long it took.
 NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 PLACEMENTS = {
-    "tp=2 pp=2 dp=2": [
-        "tp-cp-pp-dp",
-        "pp-dp-tp",
-        "auto",
-        "file",
-    ],
+    "tp=2 pp=2 dp=2": ["pp-dp-tp", "auto", "file"],
     "tp=2 pp=1 dp=4": ["dp2-tp2-dp2", "file"],
-    "tp=1 pp=4 dp=2": ["pp2-dp2-pp2", "file"],
+    "tp=1 pp=4 dp=2": ["file"],
 }
 OPTIM = {
     "sgd": OptimConfig(name="sgd", lr=0.5, weight_decay=0.0),
@@ -150,7 +145,7 @@ def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
 
 def test_the_network_gives_the_bits_of_shared_memory(runs: Runs) -> None:
     """With two members to a group both ways add the same two numbers."""
-    of = ("tp=2 pp=2 dp=2", "adamw", "tp-cp-pp-dp")
+    of = ("tp=2 pp=2 dp=2", "adamw", "pp-dp-tp")
     by_memory, by_network = runs(*of), runs(*of, shared_memory=False)
     assert by_network["records"] == by_memory["records"]
     assert by_network["bits"] == by_memory["bits"]
