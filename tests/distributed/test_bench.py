@@ -84,7 +84,7 @@ def expected_rows(dims: dict[str, int], sizes: tuple[int, ...]) -> set[tuple]:
     return keys
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(4, (1024,)), (8, (1024, 65536))])
+@pytest.mark.parametrize(("world", "sizes"), [(4, (1024, 65536)), (8, (1024,))])
 def test_every_collective_has_its_row_in_every_dimension_size_and_mode(
     pool: Pool, world: int, sizes: tuple[int, ...]
 ) -> None:
@@ -179,7 +179,7 @@ def test_what_the_backend_does_not_offer_is_a_row_that_says_so(pool: Pool) -> No
 
 def in_a_hurry(budget_s: float) -> tuple[list[int], int]:
     bench = Bench()
-    measurement = bench.measurement(bench.rows(1024), calls=5, budget_s=budget_s)
+    measurement = bench.measurement(bench.rows(1024), calls=3, budget_s=budget_s)
     calls = [row["calls"] for _, rows in measurement.results() for row in rows]
     bench.close()
     return calls, measurement.rows_cut
@@ -187,7 +187,7 @@ def in_a_hurry(budget_s: float) -> tuple[list[int], int]:
 
 def test_a_small_budget_cuts_calls_and_no_row(pool: Pool) -> None:
     full, _ = pool.run(4, in_a_hurry, 1e6)[0]
-    assert set(full) == {5}
+    assert set(full) == {3}
     short, cut = pool.run(4, in_a_hurry, 0.01)[0]
     assert (len(short), set(short), cut) == (len(full), {1}, len(full))
 
