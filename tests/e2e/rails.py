@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.command import ROOT, Shell
+from tests.e2e.command import ROOT
+from tests.e2e.forked import Forked
 
 RAILNET = ROOT / "tests" / "tools" / "railnet"
 TOOLS = ("ip", "tc", "nsenter", "unshare")
@@ -55,70 +55,33 @@ class Rails:
     def bytes_so_far(self) -> dict[str, Any]:
         return json.loads(_railnet(self.state, "counters"))
 
-    def train(self, shell: Shell, ranks: Ranks, slots: list[str], *words: str) -> Ran:
+    def train(self, forked: Forked, slots: list[str], *words: str) -> Ran:
         """One run: a process on every slot (`h2g1`), which the launcher numbers in this order."""
         before = self.bytes_so_far()
         spaces = json.loads((self.state / "railnet.json").read_text())["spaces"]
-        number = len(list(shell.cwd.glob("run-*")))
-        jobs = [
-            {
-                "host": slot.split("g")[0],
-                "netns": spaces[slot.removesuffix("g0")]["netns_path"],
-                "etc": str(self.state),
-                "out": str(shell.scratch / f"{number}-{launch_rank}.out"),
-                "err": str(shell.scratch / f"{number}-{launch_rank}.err"),
-                "environ": shell.environment(
-                    RANK=str(launch_rank),
-                    WORLD_SIZE=str(len(slots)),
-                    LOCAL_RANK=slot.split("g")[1],
-                    LOCAL_WORLD_SIZE=str(self.gpus),
-                    MASTER_ADDR=slots[0].split("g")[0],
-                    MASTER_PORT="29511",
-                    GLOO_SOCKET_IFNAME="eth0",  # where the hosts meet; groups have their own
-                ),
-            }
-            for launch_rank, slot in enumerate(slots)
-        ]
-        codes = ranks.run(["train", *words], jobs)
-        said = [Path(job["err"]).read_text() for job in jobs]
-        failed = [text for text, code in zip(said, codes, strict=True) if code]
-        assert not failed, "\n".join(failed)
-        (folder,) = (path for path in (shell.cwd / "runs").iterdir())
-        folder = folder.rename(shell.cwd / f"run-{number}")
+        for launch_rank, slot in enumerate(slots):
+            forked.add(
+                "train",
+                *words,
+                slot={
+                    "host": slot.split("g")[0],
+                    "netns": spaces[slot.removesuffix("g0")]["netns_path"],
+                    "etc": str(self.state),
+                },
+                RANK=str(launch_rank),
+                WORLD_SIZE=str(len(slots)),
+                LOCAL_RANK=slot.split("g")[1],
+                LOCAL_WORLD_SIZE=str(self.gpus),
+                MASTER_ADDR=slots[0].split("g")[0],
+                MASTER_PORT="29511",
+                GLOO_SOCKET_IFNAME="eth0",  # where the hosts meet; the groups have their own
+            )
+        forked.start()
+        forked.finish()
+        cwd = forked.shell.cwd
+        (folder,) = (path for path in (cwd / "runs").iterdir())
+        folder = folder.rename(cwd / f"run-{len(list(cwd.glob('run-*')))}")
         return Ran(folder, _less(self.bytes_so_far(), before))
-
-
-@dataclass
-class Ranks:
-    """A process that has imported torch, and forks the ranks of one run after another."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    def start(cls, shell: Shell) -> Ranks:
-        """Returns at once: it imports while networks are made."""
-        command = (sys.executable, "-m", "tests.e2e.rail_ranks")
-        process = subprocess.Popen(
-            command,
-            cwd=shell.cwd,
-            env=shell.environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return cls(process)
-
-    def run(self, words: list[str], jobs: list[dict[str, Any]], timeout_s: float = 120) -> list:
-        """Exit codes of all ranks, once they have ended."""
-        self.process.stdin.write(json.dumps({"words": words, "ranks": jobs}) + "\n")
-        self.process.stdin.flush()
-        answered, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert answered, f"still running after {timeout_s} s"
-        return json.loads(self.process.stdout.readline())
-
-    def end(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(30)
 
 
 @dataclass(frozen=True)

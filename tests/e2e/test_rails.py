@@ -26,7 +26,8 @@ from parallel3d.topology.price import price_step
 from parallel3d.topology.process_groups import DATA_KINDS
 from parallel3d.topology.traffic import transfers
 from tests.e2e.command import Shell
-from tests.e2e.rails import Rails, Ran, Ranks, why_not
+from tests.e2e.forked import Forked
+from tests.e2e.rails import Rails, Ran, why_not
 
 # CI has all of it, and must not pass by skipping.
 REASON = None if os.environ.get("CI") else why_not()
@@ -67,10 +68,10 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 
 @pytest.fixture(scope="module")
-def ranks(shell: Shell) -> Iterator[Ranks]:
-    ranks = Ranks.start(shell)
-    yield ranks
-    ranks.end()
+def forked(shell: Shell) -> Iterator[Forked]:
+    forked = Forked.begin(shell)
+    yield forked
+    forked.end()
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(shell: Shell, ranks: Ranks) -> Iterator[Runs]:
+def runs(shell: Shell, forked: Forked) -> Iterator[Runs]:
     limits = ("--rail-mbit", str(RAIL_MBIT), "--spine-mbit", str(SPINE_MBIT))
     network = Rails.start(shell.scratch / "net", hosts=4, gpus=2, options=limits)
     try:
         words = (*EIGHT, *SMALL, *shell.text(), f"train.steps={STEPS}")
         yield Runs(
-            placed=network.train(shell, ranks, SCRAMBLED, *words, "placement=auto"),
-            naive=network.train(shell, ranks, SCRAMBLED, *words, "placement=default"),
+            placed=network.train(forked, SCRAMBLED, *words, "placement=auto"),
+            naive=network.train(forked, SCRAMBLED, *words, "placement=default"),
         )
     finally:
         network.stop()
@@ -164,12 +165,12 @@ def test_the_runs_train_to_the_same_numbers(runs: Runs) -> None:
     assert len(runs.placed.losses) == STEPS
 
 
-def test_six_gpus_on_two_rails_leave_the_spine_untouched(shell: Shell, ranks: Ranks) -> None:
+def test_six_gpus_on_two_rails_leave_the_spine_untouched(shell: Shell, forked: Forked) -> None:
     network = Rails.start(shell.scratch / "six", hosts=3, gpus=2)
     try:
         slots = ["h2g0", "h2g1", "h3g0", "h3g1", "h1g0", "h1g1"]
         words = (*SIX, *SMALL, *shell.text(), "train.steps=2", "placement=auto")
-        ran = network.train(shell, ranks, slots, *words)
+        ran = network.train(forked, slots, *words)
     finally:
         network.stop()
     rows = ran.placed

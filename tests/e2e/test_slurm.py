@@ -1,9 +1,9 @@
 """slurm/train.sbatch and sweep.sbatch on a real Slurm: whatever happens, the undisturbed result.
 
-Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: two ranks on
-two nodes, disturbed while they train. All go on at the same time on one cluster. The scripts are
-those that users are told to use; options on sbatch's command line make them small. CI runs this as
-root with Slurm; where that is not so, the tests are skipped with the reason.
+Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: mostly two
+ranks on two nodes, disturbed while they train. All go on at the same time on one cluster. The
+scripts are those that users are told to use; options on sbatch's command line make them small. CI
+runs this as root with Slurm; where that is not so, the tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
+from tests.e2e.forked import Forked
 from tests.e2e.private_slurm import OVER, Job, Slurm, why_not
 from tests.wandb_records import wandb_records
 
@@ -57,11 +58,16 @@ class Story:
     def run_dir(self, run: str) -> Path:
         return self.shell.cwd / "runs" / run
 
+    def number(self, name: str) -> str:
+        """Of a job, or of an element of an array: array_2 → 12_2."""
+        name, *element = name.split("_")
+        return "_".join((self.numbers[name], *element))
+
     def of(self, name: str) -> Job:
-        return self.ended[self.numbers[name]]
+        return self.ended[self.number(name)]
 
     def output(self, name: str) -> str:
-        return (self.shell.cwd / f"slurm-{self.numbers[name]}.out").read_text()
+        return (self.shell.cwd / f"slurm-{self.number(name)}.out").read_text()
 
     def weights(self, run: str) -> bytes:
         return (self.run_dir(run) / "weights-final.safetensors").read_bytes()
@@ -88,22 +94,19 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     environ = SECRETS | {"WANDB_MODE": "offline", "GLOO_SOCKET_IFNAME": "lo"}
     shell = Shell(cwd, scratch=tmp_path_factory.mktemp("scratch"), environ=environ)
     alone = Shell(cwd, scratch=shell.scratch)  # the runs to compare with: not the jobs' processes
+    forked = Forked.begin(alone)
     story = Story(shell)
     words = (*TINY, *shell.text(), *WORDS)
-    slurm = Slurm.start(shell, nodes=11)
+    slurm = Slurm.start(shell, nodes=10)
     try:
         submit(story, slurm, words)
+        reference(forked, words)
         train = (*PARALLEL3D, "train", *words)
         elsewhere = ("run=submitted", "seed=1", "tp=1,3", "hydra/launcher=submitit_slurm")
         submitted = shell.start(*train, "--multirun", *elsewhere, SLURM_CONF=str(slurm.conf))
-        started = time.monotonic()
-        one = alone.start(*train, "--multirun", "run=undisturbed", "seed=1,2")
-        two = alone.start(*train, "dp=2", "run=undisturbed")
         disturb_all(story, slurm)
-        one.wait(timeout=300)
-        for process in (two, one):
-            ended = alone.finish(process, started)
-            assert ended.code == 0, ended.err
+        forked.finish()
+        forked.end()
         out, err = submitted.communicate(timeout=120)  # it looks ever more seldom
         story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
@@ -111,6 +114,14 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         slurm.stop(cwd / "slurm-logs")
         shell.end_all()
         alone.end_all()
+
+
+def reference(forked: Forked, words: tuple[str, ...]) -> None:
+    """Starts the runs to compare with: on two ranks, and those of the sweeps."""
+    forked.add_world(2, "train", *words, "dp=2", "run=undisturbed")
+    for seed in (1, 2):
+        forked.add("train", *words, f"run=undisturbed-{seed - 1}", f"seed={seed}")
+    forked.start()
 
 
 def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
@@ -129,8 +140,6 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
     job("limit", *TWO_NODES, "--time=1", "--signal=USR1@15", str(TRAIN), *words)
     job("crash", *TWO_NODES, str(TRAIN), *words, WANDB)
     job("preempt", *TWO_NODES, str(TRAIN), *words, WANDB)
-    ranks = ("--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
-    job("killed", *SMALL, *ranks, str(TRAIN), *words)
     one = (*SMALL, "--nodes=1", "--ntasks-per-node=1")
     job("array", *one, "--array=1-2", str(SWEEP), "runs.txt", *words)
     job("cancel", *one, str(TRAIN), *words)
@@ -139,7 +148,7 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
 
 def disturb_all(story: Story, slurm: Slurm) -> None:
     """Disturbs each job once it trains and has a checkpoint; returns when all jobs are over."""
-    names = {"crash", "preempt", "killed", "array", "cancel", "limit"}
+    names = {"crash", "preempt", "array_1", "array_2", "cancel", "limit"}
     todo = set(names)
     deadline = time.monotonic() + 400
     while True:
@@ -148,7 +157,7 @@ def disturb_all(story: Story, slurm: Slurm) -> None:
             break
         assert time.monotonic() < deadline, f"still to disturb: {todo}; {jobs}"
         for name in sorted(names):
-            number = story.numbers[name] + ("_2" if name == "array" else "")
+            number = story.number(name)
             if name in todo and number in jobs and disturb(name, jobs[number], story, slurm):
                 todo.remove(name)
             if (story.shell.cwd / "logs" / number / "2").exists():  # its second start
@@ -184,18 +193,17 @@ def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
         nodes = ("--nodes=2", "--exclusive", f"--nodelist={','.join(job.nodes)}")
         urgent = slurm.submit("--partition=urgent", *nodes, "--wrap=sleep 2")
         story.numbers["urgent"] = urgent
-    elif name == "killed":
+    elif name == "array_1":
         processes = story.shell.processes().items()
         (pid,) = (
             pid
             for pid, env in processes
-            if env.get("SLURM_JOB_ID") == job.number
-            and env.get("SLURM_PROCID") == "1"
+            if f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}" == job.number
             and env.get("SLURM_STEP_ID") == "0"
             and Path(f"/proc/{pid}/comm").read_text().startswith("python")
         )
         os.kill(pid, signal.SIGKILL)
-    elif name == "array":
+    elif name == "array_2":
         slurm.call("scancel", "--signal=USR1", job.number)
     elif name == "cancel":
         slurm.call("scancel", job.number)
@@ -206,18 +214,20 @@ def run_of(job: Job) -> str:
     return f"{job.name}-{job.number}"
 
 
-@pytest.mark.parametrize("name", ["preempt", "crash", "limit", "killed"])
+@pytest.mark.parametrize("name", ["preempt", "crash", "limit", "array_1", "array_2"])
 def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
     story: Story, name: str
 ) -> None:
     job = story.of(name)
     assert job.state == "COMPLETED", story.output(name)
     # Only the killed rank is started again where the job is; the others are queued again.
-    assert (job.restarts > 0) == (name != "killed"), story.output(name)
-    run = run_of(job)
+    assert (job.restarts > 0) == (name != "array_1"), story.output(name)
+    assert ("; starting them again" in story.output(name)) == (name == "array_1")
+    run, right = run_of(job), {"array_1": "undisturbed-0", "array_2": "undisturbed-1"}
     assert f"run={run} goes on at step " in story.output(name)
-    assert story.losses(run) == story.losses("undisturbed")
-    assert story.weights(run) == story.weights("undisturbed")
+    undisturbed = right.get(name, "undisturbed")
+    assert story.losses(run) == story.losses(undisturbed)
+    assert story.weights(run) == story.weights(undisturbed)
 
 
 def test_a_preempted_job_saves_and_makes_way(story: Story) -> None:
@@ -279,7 +289,7 @@ def test_wandb_has_one_run_with_every_step_once(story: Story, name: str) -> None
 
 
 def test_secrets_of_the_environment_are_in_no_file(story: Story) -> None:
-    """Logs, configurations, checkpoints, W&B files, tracebacks of the killed and the crashed."""
+    """Logs, configurations, checkpoints, W&B files, tracebacks of the crashed."""
     files = [path for path in story.shell.cwd.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "rank-1.log", "metrics.jsonl", "debug-internal.log"} <= names

@@ -1,8 +1,8 @@
 """Put on PYTHONPATH by a test: a job's steps from the 12th on are slow until it is let go.
 
-It is let go when the file <job's name>.go is in the folder that LET_GO names. So a test has time to
-disturb a run in the middle, however fast or slow the machine is. parallel3d itself knows nothing of
-this: its trainer is patched as it is imported.
+It is let go when the file <job's name>.go (of an array: <name>_<element>.go) is in the folder that
+LET_GO names. So a test has time to disturb a run in the middle, however fast or slow the machine
+is. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _wait(let_go: Path) -> None:
 
 def _patch(module: ModuleType) -> None:
     train_step = module.Trainer.train_step
-    let_go = Path(os.environ["LET_GO"]) / f"{os.environ['SLURM_JOB_NAME']}.go"
+    names = (os.environ["SLURM_JOB_NAME"], os.environ.get("SLURM_ARRAY_TASK_ID"))
+    let_go = Path(os.environ["LET_GO"]) / ("_".join(filter(None, names)) + ".go")
 
     def slow(self):
         if self.steps_done + 1 >= FIRST_SLOW_STEP and not let_go.exists():

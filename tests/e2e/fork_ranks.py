@@ -1,10 +1,10 @@
-"""Ranks of one process that has imported torch once: run by tests/e2e/rails.py, one a test module.
+"""Ranks of one process that has imported torch once: started by tests/e2e/forked.py.
 
-    python -m tests.e2e.rail_ranks
+    python -m tests.e2e.fork_ranks
 
-Each line on stdin is a run: {"words": [...], "ranks": [{"host", "netns", "etc", "environ", "out",
-"err"}]}. Every rank is forked, enters its slot as `railnet exec` does and answers the words.
-Once all have ended, a line on stdout has their exit codes.
+Each line on stdin has ranks that run at once: [{"words", "environ", "out", "err", "slot"}]. Each is
+forked, enters its slot as `railnet exec` does, where it has one ({"host", "netns", "etc"}), and
+answers the words. Once all have ended, a line on stdout has their exit codes.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ def call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
 
 
-def enter(rank: dict[str, Any]) -> None:
+def enter(slot: dict[str, str]) -> None:
     """The slot's network, under its host's name, with the host's files and devices."""
-    with open(rank["netns"]) as netns:
+    with open(slot["netns"]) as netns:
         call("setns", netns.fileno(), NEW_NET)
     call("unshare", NEW_MOUNTS | NEW_HOSTNAME)
-    socket.sethostname(rank["host"])
+    socket.sethostname(slot["host"])
     call("mount", b"none", b"/", None, RECURSIVE | PRIVATE, None)
     for name in OF_THE_HOST:
-        call("mount", f"{rank['etc']}/{name}".encode(), f"/etc/{name}".encode(), None, BIND, None)
+        call("mount", f"{slot['etc']}/{name}".encode(), f"/etc/{name}".encode(), None, BIND, None)
     call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
 
 
-def live(rank: dict[str, Any], words: list[str]) -> int:
-    """What `python -m parallel3d WORDS` does in the slot. Returns the exit code."""
+def live(rank: dict[str, Any]) -> int:
+    """What `python -m parallel3d WORDS` does. Returns the exit code."""
     for name, number in (("out", 1), ("err", 2)):
         with open(rank[name], "w") as file:
             os.dup2(file.fileno(), number)
-    enter(rank)
+    if rank["slot"]:
+        enter(rank["slot"])
     os.environ.clear()
     os.environ.update(rank["environ"])
     from parallel3d.cli import main
 
-    return main(words)
+    return main(rank["words"])
 
 
-def start(rank: dict[str, Any], words: list[str]) -> int:
+def start(rank: dict[str, Any]) -> int:
     """Forks a rank; its process."""
     pid = os.fork()
     if pid == 0:
-        sys.exit(live(rank, words))
+        sys.exit(live(rank))
     return pid
 
 
@@ -75,8 +76,7 @@ def serve() -> None:
         importlib.import_module(name)
     gc.freeze()  # what is shared is not written to by collections
     for line in sys.stdin:
-        run = json.loads(line)
-        pids = [start(rank, run["words"]) for rank in run["ranks"]]
+        pids = [start(rank) for rank in json.loads(line)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(json.dumps(codes), flush=True)
 
