@@ -1,4 +1,4 @@
-"""The kill test in short: two runs and four kills; benchmarks/faults.py does fifty."""
+"""The kill test in short: one run and three kills; benchmarks/faults.py does fifty."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 from tests.e2e.command import ROOT, Shell
 
-SEED = "2329"  # a rank, the launcher and all ranks in one run, two of the kills during a save
+SEED = "61"  # a rank, then all ranks, then the launcher: all while a checkpoint is written
 
 
-def test_killed_runs_end_with_the_undisturbed_runs_weights_and_losses(shell: Shell) -> None:
+def test_a_killed_run_ends_with_the_undisturbed_runs_weights_and_losses(shell: Shell) -> None:
     out = Path("faults.json")
     script = str(ROOT / "benchmarks" / "faults.py")
-    words = ("--runs", "2", "--seed", SEED, "--out", str(out))
+    words = ("--runs", "1", "--seed", SEED, "--out", str(out))
     ended = shell.run(sys.executable, script, *words, timeout_s=400)
     assert ended.code == 0, ended.out + ended.err
     found = json.loads((shell.cwd / out).read_text())
-    assert found["good"] == 2
+    assert found["good"] == 1
     assert all(r["weights_equal"] and r["steps_once"] for r in found["runs"])
     done = [kill["target"] for run in found["runs"] for kill in run["kills"] if kill["at_step"]]
-    assert len(done) >= 3  # a kill may come too late on a slow machine
+    assert len(done) >= 2  # a kill may come too late on a slow machine
