@@ -16,7 +16,7 @@ BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
 REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max"))
 OPERATIONS = [*((op, None) for op in MOVED), *REDUCED]
-SIZES = (4096, 262144, 4194304)
+SIZES = (4096, 65536, 1048576)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ended, Pat
     # Neither the batch nor the data would do for training: nobody asks.
     yield (
         shell.run(
-            *(*BENCH, "tp=2", "pp=2", "dp=2", "run=b", "bench.budget_s=10"),
+            *(*BENCH, "tp=2", "pp=2", "dp=2", "run=b", "bench.budget_s=4"),
+            f"bench.sizes=[{','.join(map(str, SIZES))}]",
             *("global_batch_size=7", "data=text", "data.path=nowhere"),
         ),
         shell.cwd,
