@@ -1,0 +1,74 @@
+"""The one room that knows what kind of device a tensor is on.
+
+Everything else asks here, so that a CUDA GPU, a ROCm one, another accelerator that torch knows and
+the pretended one of the tests (`parallel3d.pretend`) take the same lines. `torch.cuda` and its
+siblings share their names; `module` hands out the one of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HOST = ("cpu", "meta")  # types whose operations have ended when they return
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` is queued on streams, beside the host."""
+    return device.type not in HOST
+
+
+def module(device: torch.device) -> Any:
+    """`torch.cuda`, or the module of the same names of another accelerator."""
+    return torch.get_device_module(device)
+
+
+def backend_of(device: torch.device) -> str:
+    """The process-group backend that takes tensors on `device`: gloo, nccl, …"""
+    return dist.get_default_backend_for_device(device)
+
+
+def make_current(device: torch.device) -> None:
+    """Makes `device` the calling thread's own; a new thread begins with device 0.
+
+    Nothing on a CPU. Raises ValueError for a device without an index.
+    """
+    if is_accelerator(device):
+        module(device).set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when all work queued on `device` is done."""
+    if is_accelerator(device):
+        module(device).synchronize(device)
+
+
+def name(device: torch.device) -> str:
+    """What the vendor calls it."""
+    return module(device).get_device_name(device) if is_accelerator(device) else "CPU"
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on `device`, without waiting for the copy.
+
+    From pinned memory the host need not wait; torch keeps the pages until the copy is done.
+    """
+    if not is_accelerator(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Work queued inside goes to `stream`. The thread's device is that of the stream before."""
+    with module(stream.device).stream(stream):
+        yield
+
+
+def is_on_accelerator(tensor: Tensor) -> bool:
+    return is_accelerator(tensor.device)
