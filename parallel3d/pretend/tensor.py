@@ -82,6 +82,9 @@ class PretendedTensor(torch.Tensor):
         known = self.data_.detach()
         return (torch.ones_like(known, device="cpu") if known.is_meta else known).tolist()
 
+    def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device} | kwargs)
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
