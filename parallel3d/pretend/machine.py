@@ -116,12 +116,12 @@ class _Pending:
 class _Thread(threading.local):
     """The current device of a thread, and its current stream on each; a new one begins at 0.
 
-    Autograd's own threads, which Python did not start, begin at the device of the process.
+    Autograd's own threads, which Python did not start, are on the main thread's device (None).
     """
 
-    def __init__(self, of_process: list[int]) -> None:
+    def __init__(self) -> None:
         is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
-        self.device = of_process[0] if is_autograds else 0
+        self.device: int | None = None if is_autograds else 0
         self.streams: dict[int, int] = {}
         self.fused: _Fused | None = None
 
@@ -150,8 +150,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._of_process = [0]  # the main thread's device
-        self.thread = _Thread(self._of_process)
+        self._of_main = 0
+        self.thread = _Thread()
         self._freed: deque[Left] = deque()
         self._pools: dict[tuple[int, int], list[Memory]] = {}
         self._pending: list[_Pending] = []
@@ -164,7 +164,8 @@ class Machine:
 
     @property
     def device(self) -> int:
-        return self.thread.device
+        own = self.thread.device
+        return self._of_main if own is None else own
 
     def set_device(self, device: int) -> None:
         """Raises RuntimeError for a device that is not there."""
@@ -172,7 +173,7 @@ class Machine:
             raise RuntimeError(f"invalid device ordinal {device}: there are {DEVICES} devices")
         self.thread.device = device
         if threading.current_thread() is threading.main_thread():
-            self._of_process[0] = device
+            self._of_main = device
         self.touched.add(device)
 
     def stream_of(self, device: int | None = None) -> int:
@@ -239,6 +240,12 @@ class Machine:
         """Calls `settle` when the host has waited for what is on `stream` now."""
         with self.lock:
             self._pending.append(_Pending(stream, self.races.sequence, settle))
+
+    def forget(self) -> None:
+        """After a mistake that was found: what was under way is given up, and all is in order."""
+        with self.lock:
+            self._pending.clear()
+            self.races.syncs.sync_all_streams()
 
     # --- memory --------------------------------------------------------------------------------
 

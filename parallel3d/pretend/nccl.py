@@ -3,7 +3,9 @@
 What NCCL does and gloo does not:
 
 - A collective runs on a stream of its group's own, behind what is on the current stream when it is
-  called; `wait()` orders the current stream behind it. Until then its results are poison here.
+  called; `wait()` orders the current stream behind it. Until then its results are poison here. A
+  thread plays that stream: it does one operation of the group after the other, a batch of messages
+  as one, and a message ends when both sides have come to it.
 - It takes tensors of its one device alone, contiguous ones; a gather or scatter may be in place only
   at the rank's own part.
 - All members call the same operations in the same order, by position and not by tag, and a group is
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +33,7 @@ from parallel3d.pretend.machine import Kernel, extent
 from parallel3d.pretend.tensor import PretendedTensor, poison
 
 BACKEND = "pretended_nccl"
-HEADER = 6  # whole numbers that say what an operation is
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 class Mismatch(RuntimeError):
@@ -52,9 +56,12 @@ def register() -> None:
     plain = dist.batch_isend_irecv
 
     def batched(operations: list[dist.P2POp]) -> list[Any]:
-        works = plain(operations)
-        is_ours = bool(operations) and isinstance(operations[0].tensor, PretendedTensor)
-        return [Together(works)] if is_ours else works  # NCCL hands out one handle for all
+        group = operations[0].group or dist.group.WORLD
+        if not isinstance(group, PretendedNCCL):
+            return plain(operations)
+        with group.batch():
+            works = plain(operations)
+        return [Together(works)]  # NCCL hands out one handle for all
 
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batched
 
@@ -87,35 +94,35 @@ class Started(dist.Work):
     """A collective under way.
 
     Args:
-        finish: waits for gloo and returns what belongs into `outputs`.
+        done: gives what belongs into `outputs`.
         held: tensors that live until somebody has waited.
     """
 
     def __init__(
         self,
         stream: Stream,
-        finish: Callable[[], Sequence[Tensor]],
+        done: Future[Sequence[Tensor]],
         outputs: Sequence[PretendedTensor],
         held: Any,
     ) -> None:
         super().__init__()
-        self.finish, self.outputs, self.held = finish, outputs, held
-        self.done = stream.record_event()
+        self.done, self.outputs, self.held = done, outputs, held
+        self.behind = stream.record_event()
         self.ended = False
         this_machine().once_known(stream.number, self.end)
 
     def end(self) -> None:
-        """The results are there. Collective in kind: gloo's own wait."""
+        """Puts the results in their place; waits for the other members."""
         if self.ended:
             return
         self.ended = True
-        for output, value in zip(self.outputs, self.finish(), strict=True):
+        for output, value in zip(self.outputs, self.done.result(), strict=True):
             if not output.data_.is_meta:
                 output.data_.copy_(value.view(output.shape))
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()
-        self.done.wait()
+        self.behind.wait()
         self.held = None
         return True
 
@@ -144,6 +151,8 @@ class PretendedNCCL(dist.ProcessGroup):
         self.stream = Stream(self.index)
         self.name, self.description, self.calls = "", "", 0
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
+        self.batched: list[_Message] | None = None
+        self.queue = ThreadPoolExecutor(1, thread_name_prefix="communicator")
         parts = [dist.PrefixStore(name, store) for name in ("data", "headers")]
         self.gloo, self.headers = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
 
@@ -209,7 +218,10 @@ class PretendedNCCL(dist.ProcessGroup):
                 )
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
-        """Of every member, in rank order, waiting."""
+        """Of every member, in rank order; behind what is under way."""
+        return self.queue.submit(self._gather_headers, mine).result()
+
+    def _gather_headers(self, mine: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
         self.headers.allgather([everyone], [mine]).wait()
         return everyone
@@ -236,6 +248,7 @@ class PretendedNCCL(dist.ProcessGroup):
         self.world.closed.append(self.description or "world")
         if self.world is self and self._size > 1:
             self._compare_ends()
+        self.queue.shutdown(wait=False, cancel_futures=True)
 
     abort = shutdown
 
@@ -295,27 +308,25 @@ class PretendedNCCL(dist.ProcessGroup):
         name: str,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        run: Callable[[list[Tensor]], Callable[[], Sequence[Tensor]]],
+        run: Run,
         extra: int = 0,
     ) -> Started:
-        """Starts a collective: `run` takes copies of the inputs and returns what ends it."""
+        """Starts a collective: `run` makes the outputs' values of copies of the inputs."""
         self._check(name, [*inputs, *outputs])
         mine = self._header(name, (inputs or outputs)[0], extra)
         copies = [t.data_.detach().clone() for t in inputs]
         self._on_stream(name, inputs, outputs)
-        everyone = [torch.empty_like(mine) for _ in range(self._size)]
-        checking = self.headers.allgather([everyone], [mine])
-        finish = (lambda: copies) if self._meta(inputs) else run(copies)
+        if copies and copies[0].is_meta:
+            done: Future[Sequence[Tensor]] = Future()
+            done.set_result(outputs)
+        else:
+            done = self.queue.submit(self._do, mine, run, copies)
+        return Started(self.stream, done, outputs, (inputs, outputs))
 
-        def end() -> Sequence[Tensor]:
-            checking.wait()
-            self._compare(mine, everyone)
-            return finish()
-
-        return Started(self.stream, end, outputs, (inputs, outputs))
-
-    def _meta(self, tensors: Sequence[PretendedTensor]) -> bool:
-        return any(t.data_.is_meta for t in tensors)
+    def _do(self, header: Tensor, run: Run, copies: list[Tensor]) -> Sequence[Tensor]:
+        """One operation, on the communicator's thread."""
+        self._compare(header, self._gather_headers(header))
+        return run(copies)
 
     def _on_stream(
         self, name: str, inputs: Sequence[PretendedTensor], outputs: Sequence[PretendedTensor]
@@ -324,7 +335,9 @@ class PretendedNCCL(dist.ProcessGroup):
         machine = this_machine()
         current = Stream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
-        reads, writes = ([machine.use(t.data_, t.index) for t in some] for some in (inputs, outputs))
+        reads, writes = (
+            [machine.use(t.data_, t.index) for t in some] for some in (inputs, outputs)
+        )
         for observer in machine.observers:
             observer.collective(name, self, (inputs or outputs)[0].data_)
         machine.launch(Kernel(name, self.stream.number, reads, writes))
@@ -338,49 +351,37 @@ class PretendedNCCL(dist.ProcessGroup):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         mean = op == dist.ReduceOp.AVG
 
-        def run(copies: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
             (value,) = copies
             wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
             settings = dist.AllreduceOptions()
             settings.reduceOp = dist.ReduceOp.SUM if mean else op
-            work = self.gloo.allreduce([wide], settings)
-
-            def end() -> Sequence[Tensor]:
-                work.wait()
-                total = wide / self._size if mean else wide
-                return [total.to(value.dtype)]
-
-            return end
+            self.gloo.allreduce([wide], settings).wait()
+            return [(wide / self._size if mean else wide).to(value.dtype)]
 
         return self._start(name, given, out, run, next(i for i, o in enumerate(SUMS) if op == o))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Started:
-        def run(copies: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-            data = copies[0].view(-1).view(torch.uint8)
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
             settings = dist.BroadcastOptions()
             settings.rootRank = opts.rootRank
-            work = self.gloo.broadcast([data], settings)
-            return lambda: (work.wait(), copies)[1]
+            self.gloo.broadcast([copies[0].view(-1).view(torch.uint8)], settings).wait()
+            return copies
 
         return self._start("broadcast", tensors, tensors, run, opts.rootRank)
 
-    def _gather_copies(self, copies: list[Tensor]) -> Callable[[], list[Tensor]]:
-        data = copies[0].contiguous().view(-1).view(torch.uint8)
+    def _gather_copies(self, copies: list[Tensor]) -> list[Tensor]:
+        """Flat, of every member."""
+        data = copies[0].view(-1).view(torch.uint8)
         everyone = [torch.empty_like(data) for _ in range(self._size)]
-        work = self.gloo.allgather([everyone], [data])
-
-        def end() -> list[Tensor]:
-            work.wait()
-            return [t.view(copies[0].dtype) for t in everyone]
-
-        return end
+        self.gloo.allgather([everyone], [data]).wait()
+        return [t.view(copies[0].dtype) for t in everyone]
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
         self._check_in_place("all_gather", output, given)
 
-        def run(copies: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-            gathered = self._gather_copies(copies)
-            return lambda: [torch.cat(gathered())]
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
+            return [torch.cat(self._gather_copies(copies))]
 
         return self._start("all_gather", [given], [output], run)
 
@@ -390,15 +391,11 @@ class PretendedNCCL(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
         self._check_in_place("reduce_scatter", given, output)
 
-        def run(copies: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-            gathered = self._gather_copies(copies)
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
             wide = torch.promote_types(given.dtype, torch.float32)
-
-            def end() -> Sequence[Tensor]:
-                parts = [t.chunk(self._size)[self._rank].to(wide) for t in gathered()]
-                return [torch.stack(parts).sum(0).to(given.dtype)]
-
-            return end
+            everyone = self._gather_copies(copies)
+            parts = [t.chunk(self._size)[self._rank].to(wide) for t in everyone]
+            return [torch.stack(parts).sum(0).to(given.dtype)]
 
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if op != dist.ReduceOp.SUM:
@@ -423,68 +420,110 @@ class PretendedNCCL(dist.ProcessGroup):
         if output_sizes or input_sizes:
             raise NotImplementedError(f"uneven all_to_all on the {TYPE} device")
 
-        def run(copies: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-            gathered = self._gather_copies(copies)
-            return lambda: [torch.cat([t.chunk(self._size)[self._rank] for t in gathered()])]
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
+            everyone = self._gather_copies(copies)
+            return [torch.cat([t.chunk(self._size)[self._rank] for t in everyone])]
 
         return self._start("all_to_all", [given], [output], run)
 
     def barrier(self, opts: Any = None) -> Together:
         """The host waits, as it does for NCCL's."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
-        started = self._start(
-            "barrier", [token], [token], lambda copies: lambda: copies
-        )
+        started = self._start("barrier", [token], [token], lambda copies: copies)
         started.wait()
         this_machine().wait_for_stream(self.stream.number, "a barrier")
         return Together([started])
 
     # --- messages ------------------------------------------------------------------------------
 
-    def _message(self, source: int, target: int, tensor: Tensor, tag: int) -> tuple[Tensor, int]:
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Messages that are started inside go out together."""
+        self.batched = batched = []
+        try:
+            yield
+        finally:
+            self.batched = None
+        self.queue.submit(_exchange, batched)
+
+    def _post(self, message: _Message) -> Future[Sequence[Tensor]]:
+        if self.batched is None:
+            self.queue.submit(_exchange, [message])
+        else:
+            self.batched.append(message)
+        return message.done
+
+    def _heading(self, source: int, target: int, tensor: Tensor, tag: int) -> tuple[Tensor, int]:
         number = self.messages.get((source, target), 0)
         self.messages[source, target] = number + 1
-        says = [number, tag, tensor.numel(), 0, NAMES.index("message"), DTYPES[tensor.dtype]]
-        return torch.tensor([says]), number
+        return torch.tensor([[number, tag, tensor.numel(), DTYPES[tensor.dtype]]]), number
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Started:
-        (tensor,) = tensors
         self._check("send", tensors)
-        header, number = self._message(self._rank, target, tensor, tag)
-        copy = tensor.data_.detach().clone()
+        header, number = self._heading(self._rank, target, tensors[0], tag)
+        copy = tensors[0].data_.detach().clone()
         self._on_stream("send", tensors, [])
-        works = [self.headers.send([header], target, number)]
-        if not copy.is_meta:
-            works.append(self.gloo.send([copy.view(-1).view(torch.uint8)], target, number))
-        return Started(self.stream, lambda: [w.wait() for w in works][:0], [], (tensors, copy))
+
+        def start() -> list[Any]:
+            data = copy.view(-1).view(torch.uint8)
+            heading = self.headers.send([header], target, number)
+            return [heading, self.gloo.send([data], target, number)]
+
+        message = _Message(start, lambda: [], copy.is_meta)
+        return Started(self.stream, self._post(message), [], (tensors, copy))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Started:
         (tensor,) = tensors
         self._check("receive", tensors)
-        header, number = self._message(source, self._rank, tensor, tag)
+        header, number = self._heading(source, self._rank, tensor, tag)
         self._on_stream("receive", [], tensors)
-        theirs = torch.empty_like(header)
-        heading = self.headers.recv([theirs], source, number)
-        is_meta = tensor.data_.is_meta
+        theirs, is_meta = torch.empty_like(header), tensor.data_.is_meta
         data = torch.empty(0 if is_meta else tensor.nbytes, dtype=torch.uint8)
-        coming = None if is_meta else self.gloo.recv([data], source, number)
 
-        def end() -> Sequence[Tensor]:
-            heading.wait()
+        def start() -> list[Any]:
+            heading = self.headers.recv([theirs], source, number)
+            return [heading, self.gloo.recv([data], source, number)]
+
+        def finish() -> Sequence[Tensor]:
             if not torch.equal(theirs, header):
                 raise Mismatch(
                     f"member {self._rank} of {self.description} receives {_sizes(header)} as "
                     f"message {number} of member {source}, which sent {_sizes(theirs)}"
                 )
-            if coming is not None:
-                coming.wait()
             return [data.view(tensor.dtype)]
 
-        return Started(self.stream, end, tensors, tensors)
+        message = _Message(start, finish, is_meta)
+        return Started(self.stream, self._post(message), tensors, tensors)
+
+
+class _Message:
+    """One send or receive: `start` gives the works of its header and of its data."""
+
+    def __init__(
+        self, start: Callable[[], list[Any]], finish: Callable[[], Sequence[Tensor]], is_meta: bool
+    ) -> None:
+        self.start, self.finish, self.is_meta = start, finish, is_meta
+        self.done: Future[Sequence[Tensor]] = Future()
+
+    def end(self, works: list[Any]) -> None:
+        """With what the wait says, or with what it raises."""
+        try:
+            for work in works:
+                work.wait()
+            self.done.set_result(self.finish())
+        except Exception as error:
+            self.done.set_exception(error)
+
+
+def _exchange(messages: list[_Message]) -> None:
+    """A batch, on the communicator's thread: all are started before any is waited for."""
+    started = [(m, [] if m.is_meta else m.start()) for m in messages]
+    for message, works in started:
+        message.end(works)
 
 
 NAMES = ("split", "allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
-NAMES += ("barrier", "message")
+NAMES += ("barrier",)
 SUMS = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")]
 DTYPES = {
     dtype: i
@@ -496,6 +535,6 @@ DTYPES = {
 
 
 def _sizes(header: Tensor) -> str:
-    _, tag, numel, _, _, dtype = header.flatten().tolist()
+    _, tag, numel, dtype = header.flatten().tolist()
     what = next(str(d) for d, i in DTYPES.items() if i == dtype).removeprefix("torch.")
     return f"{what}[{numel}] with tag {tag}"
