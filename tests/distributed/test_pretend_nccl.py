@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.pretend.nccl import Mismatch
+from parallel3d.pretend.wire import Mismatch
 from parallel3d.pretend.races import Race
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
