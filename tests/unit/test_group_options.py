@@ -158,10 +158,12 @@ def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.Monkey
 
 def test_nccl_variables_of_the_cluster_file_are_read_and_others_refused() -> None:
     words = ["NCCL_CROSS_NIC:0", "NCCL_IB_HCA:mlx5_0:1", "TORCH_NCCL_TRACE_BUFFER_SIZE:2000"]
+    words += ["TORCH_FR_BUFFER_SIZE:5000"]
     assert parse_nccl_env(words) == {
         "NCCL_CROSS_NIC": "0",
         "NCCL_IB_HCA": "mlx5_0:1",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "5000",
     }
     for wrong in ("PATH:/tmp", "NCCL_CROSS_NIC", "NCCL_CROSS_NIC:", "LD_PRELOAD:NCCL_X"):
         with pytest.raises(UserError, match="must be a variable of NCCL and its value"):
