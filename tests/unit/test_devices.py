@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import cli, devices, gpu_environment, numa, worker
+from parallel3d import cli, devices, gpu_environment, meeting, worker
 from parallel3d.config import ClusterConfig, Config
 from parallel3d.config_checks import check_config
 from parallel3d.devices import Choice, HostError, choose_device, device_of_rank
+from parallel3d.errors import UserError
 from parallel3d.launch import Place, Worker
-from parallel3d.numa import bind_near, cpus_near
 
 HOST = socket.gethostname()
 CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
@@ -87,6 +87,24 @@ def test_under_torchrun_the_first_rank_of_each_host_says_it(
     kinds = [cli._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
     assert kinds == ["cpu"] * 4
     assert capsys.readouterr().err.count("computes on the CPU") == 2
+
+
+def test_hosts_that_chose_otherwise_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0's host has a GPU for each of its ranks, the other's has not."""
+    played_cuda(2, monkeypatch)
+    monkeypatch.setattr(meeting, "take_run", lambda *_: None)
+    monkeypatch.setattr(meeting, "wait_for_readers", lambda *_: None)
+    store = dist.PrefixStore("attempt0", dist.HashStore())
+    config = check_config(Config(runs_dir=str(tmp_path)), 4)
+    for rank in (0, 1):
+        here = Worker(rank, rank, 4, 2, Path(), "torchrun")
+        meeting.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
+        assert here.device == f"cuda:{rank}"
+    with pytest.raises(UserError, match="rank 0 computes on cuda, rank 2 would on cpu"):
+        here = Worker(2, 0, 4, 2, Path(), "torchrun")
+        meeting.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
 
 
 # --- the driver, by calls that would reach it ---------------------------------------------------
@@ -238,135 +256,3 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
         worker.local_worker_main("train", str(tmp_path), "1", "pretend")
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "pretend")
-
-
-# --- variables ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: True)
-    monkeypatch.setattr(gpu_environment, "compute_capability", lambda: 9)
-
-
-def variables(config: Config, device: str = "cuda", **environ: str) -> dict[str, str]:
-    return gpu_environment.gpu_environment(config, device, environ)
-
-
-def test_ranks_on_gpus_get_variables_that_the_user_has_not_set(nvidia: None) -> None:
-    assert variables(Config()) == {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_FR_BUFFER_SIZE": "20000",
-    }
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert set(variables(Config(), **{name: ""})) == {"TORCH_FR_BUFFER_SIZE"}
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        assert set(variables(Config(), **{name: "9"})) == {"PYTORCH_ALLOC_CONF"}
-    of_cluster = Config(cluster=ClusterConfig(nccl_env=["TORCH_FR_BUFFER_SIZE:9"]))
-    assert set(variables(of_cluster)) == {"PYTORCH_ALLOC_CONF"}
-
-
-def test_ranks_on_the_cpu_and_other_builds_get_none(
-    nvidia: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert variables(Config(tp=2), "cpu") == variables(Config(tp=2), "pretend") == {}
-    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
-    assert variables(Config(tp=2)) == {}
-
-
-@pytest.mark.parametrize(
-    ("config", "capability", "ordered"),
-    [
-        (Config(tp=2), 9, True),
-        (Config(tp=2, zero=1), 8, True),
-        (Config(tp=2), None, True),
-        (Config(tp=2), 10, False),
-        (Config(tp=2, zero=3), 9, False),
-        (Config(pp=2), 9, False),
-    ],
-)
-def test_kernels_start_in_order_where_an_exchange_hides_behind_a_product(
-    nvidia: None,
-    monkeypatch: pytest.MonkeyPatch,
-    config: Config,
-    capability: int | None,
-    ordered: bool,
-) -> None:
-    monkeypatch.setattr(gpu_environment, "compute_capability", lambda: capability)
-    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables(config)) is ordered
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(config, CUDA_DEVICE_MAX_CONNECTIONS="8")
-
-
-def test_capability_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capability(_: object, major, minor) -> int:
-        major._obj.value, minor._obj.value = 9, 0
-        return 0
-
-    nvml = SimpleNamespace(
-        nvmlInit_v2=lambda: 0,
-        nvmlDeviceGetHandleByIndex_v2=lambda *_: 0,
-        nvmlDeviceGetCudaComputeCapability=capability,
-    )
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
-    assert devices.compute_capability() == 9
-    monkeypatch.undo()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert devices.compute_capability() is None
-
-
-# --- CPUs ---------------------------------------------------------------------------------------
-
-
-def played_sys(root: Path, nodes: list[str], gpu_nodes: dict[str, int], online: str) -> Path:
-    for number, cpus in enumerate(nodes):
-        folder = root / f"devices/system/node/node{number}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(f"{cpus}\n")
-    (root / "devices/system/cpu").mkdir(parents=True)
-    (root / "devices/system/cpu/online").write_text(f"{online}\n")
-    for bus_id, node in gpu_nodes.items():
-        folder = root / "bus/pci/devices" / bus_id
-        folder.mkdir(parents=True)
-        (folder / "numa_node").write_text(f"{node}\n")
-    return root
-
-
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The CPUs of this process, played: changed by the binding."""
-    mine = set(range(8))
-
-    def bind(_: int, cpus: set[int]) -> None:
-        mine.clear()
-        mine.update(cpus)
-
-    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(mine))
-    monkeypatch.setattr(numa.os, "sched_setaffinity", bind)
-    return mine
-
-
-GPUS = {"0000:1b:00.0": 0, "0000:dc:00.0": 1, "0000:00:05.0": -1}
-
-
-def test_rank_stays_on_the_node_of_its_gpu(tmp_path: Path, allowed: set[int]) -> None:
-    two = played_sys(tmp_path, ["0-1,4-5", "2-3,6-7"], GPUS, "0-7")
-    assert cpus_near("0000:1b:00.0", two) == {0, 1, 4, 5}
-    assert bind_near("0000:dc:00.0", two) == {2, 3, 6, 7}
-    assert allowed == {2, 3, 6, 7}
-
-
-def test_rank_that_a_launcher_has_bound_is_left_alone(tmp_path: Path, allowed: set[int]) -> None:
-    two = played_sys(tmp_path, ["0-3", "4-7"], GPUS, "0-7")
-    allowed -= {7}
-    assert bind_near("0000:1b:00.0", two) == set()
-    assert allowed == set(range(7))
-
-
-def test_nothing_is_bound_where_nodes_make_no_difference(tmp_path: Path, allowed: set[int]) -> None:
-    one = played_sys(tmp_path / "one", ["0-7", ""], GPUS, "0-7")  # the second is a GPU's memory
-    two = played_sys(tmp_path / "two", ["0-3", "4-7"], GPUS, "0-7")
-    assert bind_near("0000:1b:00.0", one) == set()
-    assert bind_near("0000:00:05.0", two) == set()  # the firmware does not say
-    assert bind_near("0000:77:00.0", two) == set()  # no such device
-    assert bind_near("0000:1b:00.0", tmp_path / "none") == set()
-    assert allowed == set(range(8))

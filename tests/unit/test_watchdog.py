@@ -1,4 +1,4 @@
-"""The watchdog ends its process, whatever goes wrong while it finds out why; each in one of its own."""
+"""The watchdog ends its process, whatever goes wrong while it finds out why."""
 
 from __future__ import annotations
 
