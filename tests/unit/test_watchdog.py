@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from parallel3d import stacks
+from parallel3d import stacks, train
 from parallel3d.config import Config
 from parallel3d.launch import Worker
 from parallel3d.stacks import in_torch_distributed, of_the_work
@@ -113,6 +114,22 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     watchdog.go_on()
     assert reported.wait(5)
     watchdog.stop()
+
+
+def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Mock()
+    calls.restore.return_value = 1
+    monkeypatch.setattr(train.ProcessGroups, "of_run", lambda *_: calls.groups)
+    monkeypatch.setattr(train, "Checkpoints", lambda *_: calls)
+    monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
+    monkeypatch.setattr(train, "with_log", lambda groups, _: groups)
+    for name in ("open_corpus", "Trainer", "save_weights", "run_steps", "dist"):
+        monkeypatch.setattr(train, name, Mock())
+    train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
+    order = [call[0] for call in calls.mock_calls if call[0] != "restore"]
+    assert order == ["watchdog.rest", "close", "watchdog.go_on", "groups.close", "watchdog.stop"]
 
 
 def test_failing_call_gives_what_was_agreed_and_is_said(capsys: pytest.CaptureFixture) -> None:
