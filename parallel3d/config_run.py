@@ -145,6 +145,11 @@ class LaunchConfig:
         "CPU ranks keep the memory that they free, in huge pages where the system offers them "
         "(Linux with glibc); false: the C library's own ways",
     )
+    numa_binding: bool = key(
+        True,
+        "keep each rank on the CPUs of its GPU's NUMA node, unless whoever started it has chosen "
+        "its CPUs already",
+    )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
     )

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.accelerator import is_accelerator
+from parallel3d.accelerator import name as accelerator_name
 from parallel3d.bench.preflight import preflight
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
@@ -75,14 +77,17 @@ def train(config: Config, worker: Worker) -> None:
         times = trainer.step_times()
         if recorder is not None:
             recorder.breakdown(times)
-        worker.watchdog.stop()
+        worker.watchdog.rest()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
         if worker.stopped:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
-    groups.close()
+    worker.phase = "closing the process groups"
+    worker.watchdog.go_on()
+    groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
+    worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 
@@ -178,8 +183,8 @@ def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[s
     sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
     threads = torch.get_num_threads()
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
+    if is_accelerator(device):
+        where = accelerator_name(device)
     return {"data": f"{name}: {sizes}", "device": where}
 
 
