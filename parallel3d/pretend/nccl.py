@@ -30,7 +30,7 @@ from torch import Tensor
 
 from parallel3d.pretend.device import TYPE, Stream, this_machine
 from parallel3d.pretend.machine import Kernel, extent
-from parallel3d.pretend.tensor import PretendedTensor, poison
+from parallel3d.pretend.tensor import SPECIAL, PretendedTensor, poison
 from parallel3d.pretend.wire import Mismatch, Run, Wire
 
 BACKEND = "pretended_nccl"
@@ -61,6 +61,39 @@ def register() -> None:
         return [Together(works)]  # NCCL hands out one handle for all
 
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batched
+    SPECIAL.update(functional())
+
+
+def functional() -> dict[Any, Callable[..., Any]]:
+    """DTensor's collectives, which find their group by its name in C++: operator → what it does.
+
+    Each is waited for at once.
+    """
+    ops = torch.ops._c10d_functional
+
+    def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:
+        group = _named(name)
+        out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+        group.all_gather_single(out, tensor.contiguous()).wait()
+        return out
+
+    def all_reduce(_: Any, tensor: Tensor, op: str, name: str) -> Tensor:
+        out = tensor.clone()
+        options = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
+        _named(name).allreduce([out], options).wait()
+        return out
+
+    return {
+        ops.all_gather_into_tensor.default: all_gather,
+        ops.all_reduce.default: all_reduce,
+        ops.wait_tensor.default: lambda _, tensor: tensor,
+    }
+
+
+def _named(name: str) -> PretendedNCCL:
+    names = dist.distributed_c10d._world.pg_names
+    return next(group for group, known in names.items() if known == name)
 
 
 def _create(asked: Any, options: Options | None) -> PretendedNCCL:
