@@ -141,7 +141,7 @@ class Started(dist.Work):
 
     def end(self) -> None:
         """Puts the results in their place; waits for the other members."""
-        if self.ended or self.done is None:
+        if self.ended or self.done is None or self.done.cancelled():  # with its group
             return
         self.ended = True
         for output, value in zip(self.outputs, self.done.result(), strict=True):

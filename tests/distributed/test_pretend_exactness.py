@@ -1,24 +1,89 @@
 """Every pair of settings trains on the pretended accelerator as the reference does.
 
-The cases are those of `test_engines`, but for compiled ones, which have no device to be lowered
-for. Beside the numbers: no access that nothing orders, no operation that the ranks do not call alike
-(either raises), one wait of the host a step and none a micro-batch, and no context on a device that
-is not the rank's.
+The cases are those of `test_engines`, but for the compiled ones, which have no device to be lowered
+for. Beside the numbers: no access that nothing orders, no operation that the ranks call unlike
+(both raise), one wait of the host a step and none a micro-batch, and no context on a device that is
+not the rank's own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 
-from parallel3d.trainer import Trainer
-from tests.distributed import harness
-from tests.distributed.cases import Case
-from tests.distributed.harness import Outcome, References, differences, run_cases
-from tests.distributed.pretended import PretendedPool, here
+from parallel3d.pretend.device import this_machine
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import (
+    Outcome,
+    References,
+    differences,
+    make_trainer,
+    plain_groups,
+    run_cases,
+)
+from tests.distributed.pretended import PretendedPool
 from tests.distributed.test_engines import CASES
+
+Sizes = tuple[int, int, int]
+PLAIN = [(sizes, case) for sizes, case in CASES if not case.compile]
+LAYOUTS = sorted({sizes for sizes, _ in PLAIN})
+STEPS = 3  # in which the host's waits are counted, after the first
+
+
+def run_on_own_device(sizes: Sizes, cases: Sequence[Case]) -> list[Outcome]:
+    """As `run_cases`; contexts are on this rank's device alone."""
+    outcomes = run_cases(sizes, cases)
+    assert this_machine().touched == {dist.get_rank()}
+    return outcomes
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_trains_as_the_reference_does(
+    sizes: Sizes, pretended: PretendedPool, references: References
+) -> None:
+    cases = [case for layout, case in PLAIN if layout == sizes]
+    world = sizes[0] * sizes[1] * sizes[2]
+    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=600)
+    failures = []
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        found = differences(outcomes, references.of(case.problem), case.problem)
+        failures += [f"{case}: {found}"] if found else []
+    assert not failures, "\n".join(failures)
+
+
+def waits_a_step(sizes: Sizes, cases: Sequence[Case]) -> list[list[int]]:
+    """Of each case: how often the host waited for the device in each step but the first."""
+    groups = plain_groups(Layout(*sizes))
+    counts = []
+    for case in cases:
+        trainer = make_trainer(case, groups)
+        trainer.train_step()
+        machine, found = this_machine(), []
+        for _ in range(STEPS):
+            before = machine.host_waits
+            trainer.train_step()
+            found.append(machine.host_waits - before)
+        counts.append(found)
+    groups.close()
+    return counts
+
+
+DROPS = Problem("llama_tiny", "adamw", True, "bf16", (("dropout", 0.1),))
+WAITING = [
+    ((2, 2, 2), Case(DROPS, sp=True)),
+    ((2, 2, 2), replace(Case(DROPS), keys=(("zero", 1), ("recompute", "full")))),
+    ((1, 2, 4), replace(Case(DROPS), keys=(("zero", 3),))),
+    ((2, 1, 2), replace(Case(DROPS), keys=(("zero", 2),))),
+    ((2, 1, 2), Case(Problem("gpt_tiny", "sgd", True, "fp16"), microbatches=6)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "case"), WAITING, ids=lambda value: str(value))
+def test_the_host_waits_once_a_step(sizes: Sizes, case: Case, pretended: PretendedPool) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    by_rank = pretended.run(world, waits_a_step, sizes, [case], timeout_s=300)
+    assert by_rank == [[[1] * STEPS]] * world
