@@ -1,0 +1,11 @@
+"""An accelerator that is played on the CPU: what a GPU would object to is found without one.
+
+`device=pretend` trains on it. Tensors have their values on the CPU, or nowhere (`dryrun`), but they
+are on a device of its own: with streams and events, a current device for each thread, pinned
+memory, and a process-group backend that orders streams as NCCL does. Accesses that nothing orders,
+a result that is read too early and a collective that the ranks do not call alike are errors.
+"""
+
+from parallel3d.pretend.enable import enable
+
+__all__ = ["enable"]

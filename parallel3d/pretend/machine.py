@@ -1,0 +1,363 @@
+"""What a process knows of its pretended devices: streams, events, memory, and what runs on them.
+
+Kernels run at once, on the host. What a device would do later is kept as bookkeeping: which stream
+a kernel is on and what orders it (`races.py`), which block of memory a tensor has, and which copies
+to the host have not been waited for. Observers are told of everything; `dryrun` is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from parallel3d.pretend.races import Memory, Races, Range
+
+DEVICES = 8
+ROUNDING = 512  # bytes: blocks of the allocator are multiples
+FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
+
+
+class Use(NamedTuple):
+    """Memory that a kernel reads or writes: a range of a block, of which it touches `nbytes`."""
+
+    block: Block
+    where: Range
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch, as observers see it.
+
+    Attributes:
+        name: of the operator. call: its overload, arguments and result in terms of the data behind
+            the tensors; None for a collective, and for operators that count as one (`fused_kernel`).
+        launches: kernels that a GPU would launch for it.
+    """
+
+    name: str
+    stream: int
+    reads: Sequence[Use]
+    writes: Sequence[Use]
+    call: tuple[Any, Sequence[Any], dict[str, Any], Any] | None = None
+    launches: int = 1
+
+
+class Observer:
+    """Told of what happens; override what is of interest."""
+
+    def kernel(self, kernel: Kernel) -> None:
+        """A kernel was launched."""
+
+    def collective(self, name: str, group: Any, tensor: Tensor) -> None:
+        """A collective or message was started, with the tensor that this rank gives."""
+
+    def host_wait(self, why: str) -> None:
+        """The host waited for the device."""
+
+    def allocated(self, block: Block) -> None:
+        """Memory was given out."""
+
+    def freed(self, block: Left) -> None:
+        """Memory came back."""
+
+
+class Block:
+    """A storage's memory; lives as long as the storage, to which it is attached."""
+
+    __slots__ = ("__weakref__", "device", "freed", "label", "memory", "nbytes", "used_on")
+
+    def __init__(self, freed: deque[Left], memory: Memory, nbytes: int, device: int) -> None:
+        self.freed, self.memory, self.nbytes, self.device = freed, memory, nbytes, device
+        self.used_on: set[int] = set()  # by record_stream
+        self.label: str | None = None
+
+    def __del__(self) -> None:
+        # Any thread may get here at any moment: what follows waits for the next allocation.
+        self.freed.append(Left(self.memory, self.nbytes, self.device, self.used_on, self.label))
+
+
+class Left(NamedTuple):
+    """What is left of a block once its storage is gone."""
+
+    memory: Memory
+    nbytes: int
+    device: int
+    used_on: set[int]
+    label: str | None
+
+
+@dataclass
+class Usage:
+    """Bytes of one device, as its allocator counts them."""
+
+    live: int = 0
+    peak: int = 0
+
+
+@dataclass
+class _Pending:
+    """Something that the host may rely on once it has waited for a kernel."""
+
+    stream: int
+    sequence: int
+    settle: Callable[[], None]
+
+
+class _Thread(threading.local):
+    """The current device of a thread, and its current stream on each; a new one begins at 0.
+
+    Autograd's own threads, which Python did not start, begin at the device of the process.
+    """
+
+    def __init__(self, of_process: list[int]) -> None:
+        is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+        self.device = of_process[0] if is_autograds else 0
+        self.streams: dict[int, int] = {}
+        self.fused: _Fused | None = None
+
+
+@dataclass
+class Machine:
+    """The devices of one process.
+
+    Args:
+        data: where the values of tensors are: "cpu", or "meta" for none.
+        checks_races: False saves the time.
+
+    Attributes:
+        touched: devices on which this process has a context, as `set_device` or a stream makes one.
+        host_waits: how often the host waited for a device.
+    """
+
+    data: str = "cpu"
+    checks_races: bool = True
+    races: Races = field(default_factory=Races)
+    observers: list[Observer] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)
+    host_waits: int = 0
+    usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
+    kept: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock()
+        self._of_process = [0]  # the main thread's device
+        self.thread = _Thread(self._of_process)
+        self._freed: deque[Left] = deque()
+        self._pools: dict[tuple[int, int], list[Memory]] = {}
+        self._pending: list[_Pending] = []
+        self._numbers = count(FIRST_SIDE_STREAM)
+        self._events = count(1)
+        for device in range(1, DEVICES):
+            self.races.syncs.create_stream(device)
+
+    # --- devices and streams -------------------------------------------------------------------
+
+    @property
+    def device(self) -> int:
+        return self.thread.device
+
+    def set_device(self, device: int) -> None:
+        """Raises RuntimeError for a device that is not there."""
+        if not 0 <= device < DEVICES:
+            raise RuntimeError(f"invalid device ordinal {device}: there are {DEVICES} devices")
+        self.thread.device = device
+        if threading.current_thread() is threading.main_thread():
+            self._of_process[0] = device
+        self.touched.add(device)
+
+    def stream_of(self, device: int | None = None) -> int:
+        """The number of the thread's current stream on `device`."""
+        device = self.device if device is None else device
+        return self.thread.streams.get(device, device)
+
+    def set_stream(self, device: int, stream: int) -> None:
+        self.set_device(device)
+        self.thread.streams[device] = stream
+
+    def new_stream(self, device: int) -> int:
+        with self.lock:
+            number = next(self._numbers)
+            self.races.syncs.create_stream(number)
+        return number
+
+    def new_event(self) -> int:
+        with self.lock:
+            number = next(self._events)
+            self.races.syncs.create_event(number)
+        return number
+
+    def record(self, event: int, stream: int) -> int:
+        """Returns the number of the last kernel that the event is behind."""
+        with self.lock:
+            self.races.syncs.record_state(event, stream)
+            return self.races.syncs.current_sync_states[stream].get(stream, 0)
+
+    def wait(self, stream: int, event: int) -> None:
+        """`stream` goes on behind the event."""
+        with self.lock:
+            self.races.syncs.stream_wait_for_event(stream, event)
+
+    # --- the host ------------------------------------------------------------------------------
+
+    def wait_for_stream(self, stream: int, why: str) -> None:
+        """The host waits until `stream` has done everything."""
+        with self.lock:
+            self.races.syncs.all_streams_wait_for_stream(stream)
+            self._waited(why)
+
+    def wait_for_event(self, event: int, why: str) -> None:
+        with self.lock:
+            self.races.syncs.all_streams_wait_for_event(event)
+            self._waited(why)
+
+    def wait_for_device(self, why: str) -> None:
+        with self.lock:
+            self.races.syncs.sync_all_streams()
+            self._waited(why)
+
+    def _waited(self, why: str) -> None:
+        self.host_waits += 1
+        for observer in self.observers:
+            observer.host_wait(why)
+        is_past = self.races.is_past
+        due = [p for p in self._pending if is_past(p.stream, p.sequence)]
+        self._pending = [p for p in self._pending if not is_past(p.stream, p.sequence)]
+        for pending in due:
+            pending.settle()
+
+    def once_known(self, stream: int, settle: Callable[[], None]) -> None:
+        """Calls `settle` when the host has waited for what is on `stream` now."""
+        with self.lock:
+            self._pending.append(_Pending(stream, self.races.sequence, settle))
+
+    # --- memory --------------------------------------------------------------------------------
+
+    def block_of(self, data: Tensor, device: int | None = None) -> Block:
+        """The block of a tensor's storage; a storage without one gets it here, as new memory."""
+        storage = data.untyped_storage()
+        block = getattr(storage, "block", None)
+        if block is None:
+            block = self._allocate(storage.nbytes(), self.device if device is None else device)
+            storage.block = block
+        return block
+
+    def _allocate(self, nbytes: int, device: int) -> Block:
+        with self.lock:
+            self.collect()
+            stream = self.stream_of(device)
+            size = -(-nbytes // ROUNDING) * ROUNDING
+            pool = self._pools.get((stream, size))
+            memory = pool.pop() if pool else self.races.memory(size, stream)
+            block = Block(self._freed, memory, size, device)
+            usage = self.usage[device]
+            usage.live += size
+            usage.peak = max(usage.peak, usage.live)
+            for observer in self.observers:
+                observer.allocated(block)
+        return block
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage's memory was given back or made anew (FSDP2 frees parameters so)."""
+        block = getattr(storage, "block", None)
+        if block is None or block.nbytes == -(-storage.nbytes() // ROUNDING) * ROUNDING:
+            return
+        storage.block = None  # freed
+        del block
+        storage.block = self._allocate(storage.nbytes(), self.device)
+
+    def collect(self) -> None:
+        """Blocks whose storages are gone return to the pool of the stream that they came from.
+
+        One that another stream was told to use (`record_stream`) is not given out again: when that
+        stream is done is not known here.
+        """
+        while self._freed:
+            block = self._freed.popleft()
+            self.usage[block.device].live -= block.nbytes
+            for observer in self.observers:
+                observer.freed(block)
+            if not block.used_on - {block.memory.stream}:
+                key = (block.memory.stream, block.nbytes)
+                self._pools.setdefault(key, []).append(block.memory)
+
+    # --- kernels -------------------------------------------------------------------------------
+
+    def use(self, data: Tensor, device: int | None = None, nbytes: int | None = None) -> Use:
+        """All of a tensor's elements, or so many bytes of them."""
+        where = extent(data)
+        most = min(data.numel() * data.itemsize, where[1] - where[0])
+        return Use(self.block_of(data, device), where, most if nbytes is None else nbytes)
+
+    def launch(self, kernel: Kernel) -> None:
+        """A kernel was launched; its result is there already. Raises Race."""
+        if self.thread.fused is not None:
+            self.thread.fused.add(kernel)
+            return
+        with self.lock:
+            for observer in self.observers:
+                observer.kernel(kernel)
+            if self.checks_races:
+                reads = [(use.block.memory, use.where) for use in kernel.reads]
+                writes = [(use.block.memory, use.where) for use in kernel.writes]
+                self.races.launch(kernel.name, kernel.stream, reads, writes)
+
+    @contextmanager
+    def fused_kernel(self, name: str) -> Iterator[None]:
+        """All operators inside count as one kernel (those of a fused one inside, too).
+
+        It reads once what was there before, and writes once what is there afterwards: what lives in
+        between alone stays in registers.
+        """
+        if self.thread.fused is not None:
+            yield
+            return
+        self.thread.fused = parts = _Fused()
+        try:
+            yield
+        finally:
+            self.thread.fused = None
+        self.launch(parts.kernel(name, self.stream_of()))
+
+
+class _Fused:
+    """Collects what becomes one kernel."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, Range], Use] = {}
+        self.writes: dict[tuple[int, Range], tuple[ref[Block], Range, int]] = {}
+        self.own: set[int] = set()  # blocks that began inside, which nothing before can be read of
+
+    def add(self, kernel: Kernel) -> None:
+        for use in kernel.reads:
+            if id(use.block) not in self.own:
+                self.reads.setdefault((id(use.block), use.where), use)
+        for use in kernel.writes:
+            key = (id(use.block), use.where)
+            if not any(block == id(use.block) for block, _ in self.reads):
+                self.own.add(id(use.block))
+            self.writes[key] = (ref(use.block), use.where, use.nbytes)
+
+    def kernel(self, name: str, stream: int) -> Kernel:
+        found = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
+        writes = [Use(block, *rest) for block, *rest in found if block is not None]
+        return Kernel(name, stream, list(self.reads.values()), writes)
+
+
+def extent(data: Tensor) -> Range:
+    """The bytes of its storage between a tensor's first and last element."""
+    if data.numel() == 0:
+        return (0, 0)
+    item = data.itemsize
+    first = data.storage_offset() * item
+    span = sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+    return first, first + (span + 1) * item
