@@ -55,14 +55,20 @@ LLAMA_3B = {"num_layers": 28, "hidden_size": 3072, "num_attention_heads": 24}
 MAX_GRAD_NORM = 1.0
 
 
+PRETEND = "pretend"
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def device_of(word: str) -> torch.device:
     """`cpu` as it is, an accelerator with its index (the first without one), made current.
 
-    Raises RuntimeError for what torch does not know or does not find here.
+    `pretend` starts the accelerator that is played on the CPU. Raises RuntimeError for what torch
+    does not know or does not find here.
     """
+    if word.partition(":")[0] == PRETEND:
+        from parallel3d.pretend import enable
+
+        enable()
     device = torch.device(word)
     if not accelerator.is_accelerator(device):
         return device
