@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_rows import RandomTokens, Size, model_of, peak_memory_gb, seconds_of
 from parallel3d import accelerator
-from parallel3d.config import Config
+from parallel3d.config import Config, LaunchConfig
 from parallel3d.metrics.flops import matmul_parameters
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
@@ -29,7 +29,7 @@ def shard_row(name: str, size: Size, device: torch.device) -> dict[str, Any]:
     config.global_batch_size, config.model = layout.pp, model
     config.precision.name, config.device = size.precision, device.type
     config.launch.shared_memory = False
-    with fake_groups(layout, layout.pp // 2 * layout.tp) as groups:
+    with fake_groups(layout, layout.pp // 2 * layout.tp, device) as groups:
         trainer = Trainer(config, groups, device, train_source=RandomTokens(model))
         return {"layout": f"tp {layout.tp}, pp {layout.pp}"} | _time_layers(trainer, size)
 
@@ -66,7 +66,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
 
 
 @contextmanager
-def fake_groups(layout: Layout, rank: int) -> Iterator[ProcessGroups]:
+def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[ProcessGroups]:
     """One rank of a world in which nobody else is, by PyTorch's `fake` backend.
 
     Nothing is summed and nobody is waited for. What still takes a device's time: an all-gather
@@ -75,10 +75,13 @@ def fake_groups(layout: Layout, rank: int) -> Iterator[ProcessGroups]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    # By name, as the backend does not list every device that there is.
+    backend = ",".join(f"{kind}:fake" for kind in dict.fromkeys(("cpu", device.type)))
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         with _own_part_of_reductions():
-            groups = ProcessGroups.create(layout, "fake")
+            # As a CPU's: made one by one, for there is no communicator that could be split.
+            groups = ProcessGroups.create(layout, "cpu", launch=LaunchConfig(shared_memory=False))
             yield groups
             groups.close()
     finally:

@@ -314,7 +314,7 @@ def test_a_reduction_among_nobody_hands_back_this_ranks_own_numbers(
         for name in names:
             monkeypatch.setattr(dist, name, lambda out, tensor, **_: collectives.Done())
     before = [getattr(dist, name) for name in names]
-    with gpu_shards.fake_groups(Layout(tp=8), rank=3) as groups:
+    with gpu_shards.fake_groups(Layout(tp=8), 3, CPU) as groups:
         whole = torch.arange(16.0).reshape(16, 1).expand(16, 5)
         for _ in range(3):  # memory that was freed may hold the right numbers by chance
             out, work = collectives.reduce_scatter_async(whole, groups.tp)
