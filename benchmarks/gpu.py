@@ -100,6 +100,7 @@ def measure(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """The row, measured by this process; what it raises stands in it as `failed`."""
     try:
         device = device_of(given.device)
+        accelerator.make_current(device)
         return machine(device) if name == MACHINE else ROWS[name].run(SIZES[given.size], device)
     except Exception as error:
         traceback.print_exc()

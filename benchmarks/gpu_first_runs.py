@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections import Counter
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.profiler import profile, supported_activities
 
 from benchmarks.gpu_first_kernels import NOTED, PASS, SKIPPED, Answer, Given, judged
 from benchmarks.gpu_process import ROOT, Ended, reason
-from benchmarks.gpu_rows import model_of, peak_memory_gb, trainer_of
+from benchmarks.gpu_rows import model_of, trainer_of
 from parallel3d import accelerator
 
 # MFU of the datasheet that a 1B model should reach: the lower ends of estimates from bytes and
@@ -58,40 +57,32 @@ def run_words(given: Given, compiled: bool) -> list[str]:
 
 
 def train(given: Given, compiled: bool = False) -> Answer:
-    """`parallel3d train` on a world of one, in this process: its memory can be asked then."""
+    """`parallel3d train` as a user starts it, on one device."""
     if (missing := _command_line_missing()) is not None:
         return missing
-    from parallel3d import cli
-
     words, run_dir = run_words(given, compiled), _new_run(given, "train")
-    said = StringIO()
-    with redirect_stderr(said):
-        code = cli.main(["train", *words, f"runs_dir={run_dir.parent}", f"run={run_dir.name}"])
-    sys.stderr.write(said.getvalue())
-    if code:
-        raise RunFailed(reason(Ended(code, "", said.getvalue(), 0.0), 0.0))
+    _succeeded(_parallel3d("train", *words, f"runs_dir={run_dir.parent}", f"run={run_dir.name}"))
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     losses = [step["loss"] for step in steps if step.get("loss") is not None]
-    seconds = sorted(step["step_time_s"] for step in steps if "step_time_s" in step)
-    peak = peak_memory_gb(given.device)
+    peak = max((step["memory"]["allocated"] for step in steps if "memory" in step), default=None)
     figures = {
         "tokens_per_s": summary["tokens_per_s"]["median"],
         "mfu": summary["mfu"]["value"],
         "peak_source": summary["mfu"]["peak_source"],
-        "seconds": seconds[len(seconds) // 2],
-        "peak_bytes": None if peak is None else int(1e9 * peak),
+        "seconds": statistics.median(step["step_time_s"] for step in steps),
+        "peak_bytes": peak,
         "losses": [losses[0], losses[-1]],
     }
     found = f"{figures['tokens_per_s']:,.0f} tokens/s, MFU {100 * figures['mfu']:.1f} % of "
     found += f"{figures['peak_source']}, {1e3 * figures['seconds']:.0f} ms a step, "
-    found += f"peak {'–' if peak is None else f'{peak:.1f}'} GB, "
+    found += f"peak {'–' if peak is None else f'{peak / 1e9:.1f}'} GB, "
     found += f"loss {losses[0]:.3f} → {losses[-1]:.3f}"
-    fell = len(losses) == len(steps) and losses[-1] < losses[0]
-    if not given.is_timed:
-        return judged(fell, found, figures)
-    return judged(fell and figures["mfu"] >= EXPECTED_MFU[compiled], found, figures)
+    is_right = len(losses) == len(steps) and losses[-1] < losses[0]
+    if given.is_timed:
+        is_right = is_right and figures["mfu"] >= EXPECTED_MFU[compiled]
+    return judged(is_right, found, figures)
 
 
 def dryrun(given: Given) -> Answer:
@@ -100,11 +91,9 @@ def dryrun(given: Given) -> Answer:
         return missing
     if "parallel3d dryrun" not in _parallel3d("help").stdout:
         return Answer(SKIPPED, "this parallel3d has no dryrun", {})
-    path = given.folder / "dryrun.json"
-    path.unlink(missing_ok=True)
-    done = _parallel3d("dryrun", *run_words(given, compiled=False), f"dryrun.json={path}")
-    if done.returncode or not path.exists():
-        raise RunFailed(reason(Ended(done.returncode, "", done.stderr, 0.0), 0.0))
+    path = _new_run(given, "dryrun").with_suffix(".json")
+    words = run_words(given, compiled=False)
+    _succeeded(_parallel3d("dryrun", *words, f"dryrun.json={path}"))
     foretold = json.loads(path.read_text(encoding="utf-8"))
     found = compared(foretold, given.earlier.get("train", {}).get("figures") or {})
     # What is foretold is an accelerator's step.
@@ -251,12 +240,11 @@ def verify(given: Given, words: str) -> Answer:
     where = [f"device={given.device.type}", f"runs_dir={run_dir.parent}", f"run={run_dir.name}"]
     done = _parallel3d("verify", words, *small, *batch, *where)
     if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
         path = run_dir / "verify.json"
         differs = json.loads(path.read_text(encoding="utf-8"))["failure"] if path.exists() else None
-        if differs is None:
-            raise RunFailed(reason(Ended(done.returncode, "", done.stderr, 0.0), 0.0))
-        return judged(False, differs, {})
+        if differs is not None:
+            return judged(False, differs, {})
+    _succeeded(done)
     return Answer(PASS, "the layout does not change the model", {})
 
 
@@ -269,6 +257,13 @@ def _parallel3d(*words: str) -> subprocess.CompletedProcess[str]:
     """A command line of its own; its group is the line's, and is ended with it."""
     command = [sys.executable, "-m", "parallel3d", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def _succeeded(done: subprocess.CompletedProcess[str]) -> None:
+    """Raises RunFailed, with what the command said, if it ended badly."""
+    if done.returncode:
+        sys.stderr.write(done.stdout + done.stderr)
+        raise RunFailed(reason(Ended(done.returncode, "", done.stderr, 0.0), 0.0))
 
 
 def _command_line_missing() -> Answer | None:

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
 DYING = "Exception ignored"  # in a destructor, while the interpreter ends
 LONGEST_REASON = 300  # characters: a row of a table, not a log
@@ -33,11 +34,10 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run_limited(
-    words: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
-) -> Ended:
+def run_limited(words: Sequence[str], limit_s: float) -> Ended:
     """Runs a command in the checkout's root; after `limit_s` seconds it is ended.
 
+    Its allocator grows segments, as that of `parallel3d train` does, unless the user has set one.
     It leads a process group of its own, which is all that is ever ended: when the limit is reached,
     or when an exception (Ctrl-C) leaves this function.
     """
@@ -47,7 +47,7 @@ def run_limited(
         process = subprocess.Popen(
             words,
             cwd=ROOT,
-            env=os.environ | dict(environ or {}),
+            env={ALLOCATOR: "expandable_segments:True"} | os.environ,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

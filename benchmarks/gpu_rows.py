@@ -60,10 +60,10 @@ CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def device_of(word: str) -> torch.device:
-    """`cpu` as it is, an accelerator with its index (the first without one), made current.
+    """`cpu` as it is, an accelerator with its index (the first without one).
 
-    `pretend` starts the accelerator that is played on the CPU. Raises RuntimeError for what torch
-    does not know or does not find here.
+    Nothing is taken of the device yet. `pretend` starts the accelerator that is played on the CPU.
+    Raises RuntimeError for what torch does not know or does not find here.
     """
     if word.partition(":")[0] == PRETEND:
         from parallel3d.pretend import enable
@@ -74,9 +74,7 @@ def device_of(word: str) -> torch.device:
         return device
     if not accelerator.module(device).is_available():
         raise RuntimeError(f"no {device.type.upper()} device here")
-    device = torch.device(device.type, device.index or 0)
-    accelerator.make_current(device)
-    return device
+    return torch.device(device.type, device.index or 0)
 
 
 def read_preset(path: Path) -> dict[str, Any]:
