@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name from torch 2.9, before
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
 DYING = "Exception ignored"  # in a destructor, while the interpreter ends
 LONGEST_REASON = 300  # characters: a row of a table, not a log
@@ -37,7 +37,6 @@ class Ended(NamedTuple):
 def run_limited(words: Sequence[str], limit_s: float) -> Ended:
     """Runs a command in the checkout's root; after `limit_s` seconds it is ended.
 
-    Its allocator grows segments, as that of `parallel3d train` does, unless the user has set one.
     It leads a process group of its own, which is all that is ever ended: when the limit is reached,
     or when an exception (Ctrl-C) leaves this function.
     """
@@ -47,7 +46,7 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
         process = subprocess.Popen(
             words,
             cwd=ROOT,
-            env={ALLOCATOR: "expandable_segments:True"} | os.environ,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -68,6 +67,14 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
             file.seek(0)
             said.append(file.read().decode(errors="replace"))
     return Ended(code, said[0], said[1], seconds)
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the allocator grows its segments, as in `parallel3d train`, unless
+    the user has set it."""
+    if any(name in os.environ for name in ALLOCATOR):
+        return dict(os.environ)
+    return {**os.environ, ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def reason(ended: Ended, limit_s: float) -> str:

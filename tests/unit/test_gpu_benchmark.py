@@ -77,6 +77,14 @@ def test_groups_take_less_than_eight_minutes_and_hold_every_row() -> None:
     assert all(name in gpu.groups_text() for name in (*gpu.GROUPS, *gpu.ROWS))
 
 
+def test_the_page_has_every_group_with_its_seconds() -> None:
+    page = (gpu_process.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for group in gpu.GROUPS:
+        seconds = sum(row.seconds for row in gpu.ROWS.values() if row.group == group)
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{group}` |"))
+        assert line.endswith(f"| {seconds} |")
+
+
 def test_rows_join_what_the_file_has_and_failures_replace_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +197,14 @@ def _runs(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_users_setting_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in gpu_process.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert gpu_process.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert gpu_process.environment() == dict(os.environ)
 
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n'

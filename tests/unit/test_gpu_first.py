@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_first, gpu_first_kernels, gpu_first_runs
 from benchmarks.gpu_first_kernels import Answer, Given
+from benchmarks.gpu_process import ROOT
 from parallel3d import accelerator
 
 TINY = ["--size", "tiny", "--device", "cpu"]
@@ -115,9 +116,11 @@ def test_busy_is_the_union_of_the_kernels_of_all_streams() -> None:
     assert gpu_first_runs._busy_share([(2, 3)]) == 1.0
 
 
-def test_the_help_names_every_line_with_its_answer() -> None:
+def test_help_and_page_name_every_line() -> None:
     text = gpu_first.lines_text()
     assert all(name in text and line.expected in text for name, line in gpu_first.LINES.items())
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert [name for name in gpu_first.LINES if f"`{name}`" not in page] == []
 
 
 def test_kernels_of_the_host_are_none_of_the_device() -> None:
