@@ -100,7 +100,8 @@ class Trainer:
         self.before_update = lambda: None  # called once a step, before parameters change
 
         wide = torch.promote_types(self.dtype, torch.float32)
-        initializer = Initializer(config.seed, wide, self.device)
+        # The engine below draws the parameters, where it keeps them.
+        initializer = Initializer(config.seed, wide, self.device, deferred=True)
         overlap = overlap_of(config, groups.tp, self.device)
         context = BuildContext(
             initializer,
@@ -116,7 +117,9 @@ class Trainer:
         self.stage = Stage(model, layers, first, last, context)
         self.tied_name = self._name_of_tied_table()
         tied = () if self.tied_name is None else (self.tied_name,)
-        self.data_parallel = data_parallel_engine(config, self.stage, self.dtype, groups, tied)
+        self.data_parallel = data_parallel_engine(
+            config, self.stage, initializer, self.dtype, groups, tied
+        )
         self.parameters = self.data_parallel.parameters
         self.stage.before_use = self.data_parallel.wait_for
         if config.compile:
@@ -251,7 +254,8 @@ class Trainer:
         squared = self.optimizer.squared_norm().to(self.device)
         if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks,
             squared = squared * 0.0  # the others too where theirs is not finite
-        stop = squared.new_tensor(float(self.stop_requested))
+        # By a kernel: a number copied from the host would be waited for.
+        stop = torch.full_like(squared, float(self.stop_requested))
         sums = torch.cat((self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop))))
         collectives.all_reduce_few(sums, self.groups.world)
         loss, count, square, stops = sums.tolist()
