@@ -15,6 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.pretend.device import this_machine
+from parallel3d.pretend.machine import Observer
+from parallel3d.pretend.races import caller
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -55,21 +57,30 @@ def test_trains_as_the_reference_does(
     assert not failures, "\n".join(failures)
 
 
-def waits_a_step(sizes: Sizes, cases: Sequence[Case]) -> list[list[int]]:
-    """Of each case: how often the host waited for the device in each step but the first."""
+class Waits(Observer):
+    """Why and where the host waited."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def host_wait(self, why: str) -> None:
+        self.found.append(f"{why} at {caller()}")
+
+
+def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
+    """Of each step but the first: where the host waited for the device."""
     groups = plain_groups(Layout(*sizes))
-    counts = []
-    for case in cases:
-        trainer = make_trainer(case, groups)
+    trainer = make_trainer(case, groups)
+    trainer.train_step()
+    steps = []
+    for _ in range(STEPS):
+        waits = Waits()
+        this_machine().observers.append(waits)
         trainer.train_step()
-        machine, found = this_machine(), []
-        for _ in range(STEPS):
-            before = machine.host_waits
-            trainer.train_step()
-            found.append(machine.host_waits - before)
-        counts.append(found)
+        this_machine().observers.remove(waits)
+        steps.append(waits.found)
     groups.close()
-    return counts
+    return steps
 
 
 DROPS = Problem("llama_tiny", "adamw", True, "bf16", (("dropout", 0.1),))
@@ -85,5 +96,7 @@ WAITING = [
 @pytest.mark.parametrize(("sizes", "case"), WAITING, ids=lambda value: str(value))
 def test_the_host_waits_once_a_step(sizes: Sizes, case: Case, pretended: PretendedPool) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pretended.run(world, waits_a_step, sizes, [case], timeout_s=300)
-    assert by_rank == [[[1] * STEPS]] * world
+    for steps in pretended.run(world, waits_a_step, sizes, case, timeout_s=300):
+        for waits in steps:
+            assert len(waits) == 1, "\n".join(waits)
+            assert waits[0].startswith("tolist at") and "trainer.py" in waits[0]
