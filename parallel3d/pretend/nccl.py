@@ -4,8 +4,8 @@ What NCCL does and gloo does not:
 
 - A collective runs on a stream of its group's own, behind what is on the current stream when it is
   called; `wait()` orders the current stream behind it. Until then its results are poison here.
-- It takes tensors of its one device alone, contiguous ones; a gather or scatter may be in place only
-  at the rank's own part.
+- It takes tensors of its one device alone, contiguous ones; a gather or scatter may be in place
+  only at the rank's own part.
 - All members call the same operations in the same order, by position and not by tag, and a group is
   made and destroyed by all of its members in one order (`wire.py` tells members that differ).
 
@@ -18,8 +18,6 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.pretend.device import TYPE, Stream, this_machine
-from parallel3d.pretend.machine import Kernel, extent
-from parallel3d.pretend.tensor import SPECIAL, PretendedTensor, poison
+from parallel3d.pretend.machine import extent
+from parallel3d.pretend.records import Kernel
+from parallel3d.pretend.tensor import PretendedTensor, poison
 from parallel3d.pretend.wire import Mismatch, Run, Wire
+from parallel3d.pretend.works import Started, Together
 
 BACKEND = "pretended_nccl"
 SUMS = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")]
@@ -44,119 +44,6 @@ class Options:
         self._timeout = timedelta(minutes=10)
         self.is_high_priority_stream = False
         self.config = SimpleNamespace(min_ctas=-1, max_ctas=-1, cga_cluster_size=-1)
-
-
-def register() -> None:
-    """Makes the backend known to torch.distributed, and batches of messages go out as one."""
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
-    dist.Backend.default_device_backend_map[TYPE] = BACKEND
-    plain = dist.batch_isend_irecv
-
-    def batched(operations: list[dist.P2POp]) -> list[Any]:
-        group = operations[0].group or dist.group.WORLD
-        if not isinstance(group, PretendedNCCL):
-            return plain(operations)
-        with nullcontext() if group.wire is None else group.wire.batch():
-            works = plain(operations)
-        return [Together(works)]  # NCCL hands out one handle for all
-
-    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batched
-    SPECIAL.update(functional())
-
-
-def functional() -> dict[Any, Callable[..., Any]]:
-    """DTensor's collectives, which find their group by its name in C++: operator → what it does.
-
-    Each is waited for at once.
-    """
-    ops = torch.ops._c10d_functional
-
-    def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:
-        group = _named(name)
-        out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-        group.all_gather_single(out, tensor.contiguous()).wait()
-        return out
-
-    def all_reduce(_: Any, tensor: Tensor, op: str, name: str) -> Tensor:
-        out = tensor.clone()
-        options = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        _named(name).allreduce([out], options).wait()
-        return out
-
-    return {
-        ops.all_gather_into_tensor.default: all_gather,
-        ops.all_reduce.default: all_reduce,
-        ops.wait_tensor.default: lambda _, tensor: tensor,
-    }
-
-
-def _named(name: str) -> PretendedNCCL:
-    names = dist.distributed_c10d._world.pg_names
-    return next(group for group, known in names.items() if known == name)
-
-
-def _create(asked: Any, options: Options | None) -> PretendedNCCL:
-    group = PretendedNCCL(asked.store, asked.group_rank, asked.group_size, options, asked.timeout)
-    group.meet()
-    return group
-
-
-class Together(dist.Work):
-    """The handle of several messages."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self.works = works
-
-    def wait(self, timeout: Any = None) -> bool:
-        for work in self.works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-
-class Started(dist.Work):
-    """A collective under way.
-
-    Args:
-        done: gives what belongs into `outputs`; None: nothing does.
-        held: tensors that live until somebody has waited.
-    """
-
-    def __init__(
-        self,
-        stream: Stream,
-        done: Future[Sequence[Tensor]] | None,
-        outputs: Sequence[PretendedTensor],
-        held: Any,
-    ) -> None:
-        super().__init__()
-        self.done, self.outputs, self.held = done, outputs, held
-        self.behind = stream.record_event()
-        self.ended = False
-        this_machine().once_known(stream.number, self.end)
-
-    def end(self) -> None:
-        """Puts the results in their place; waits for the other members."""
-        if self.ended or self.done is None or self.done.cancelled():  # with its group
-            return
-        self.ended = True
-        for output, value in zip(self.outputs, self.done.result(), strict=True):
-            output.data_.copy_(value.view(output.shape))
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.end()
-        self.behind.wait()
-        self.held = None
-        return True
-
-    synchronize = wait
-
-    def is_completed(self) -> bool:
-        return self.ended
 
 
 class PretendedNCCL(dist.ProcessGroup):

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from parallel3d.pretend.device import this_machine
-from parallel3d.pretend.machine import Observer
 from parallel3d.pretend.races import caller
+from parallel3d.pretend.records import Observer
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
