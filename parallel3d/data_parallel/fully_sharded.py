@@ -216,7 +216,7 @@ def _sum_over_copies(flat: Tensor, copies: Group) -> None:
     """
     collectives.all_reduce(flat, copies)
     if accelerator.is_on_accelerator(flat):
-        flat.record_stream(accelerator.module(flat.device).current_stream())
+        flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 
 def _mesh(groups: ProcessGroups) -> DeviceMesh:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel3d import accelerator
-from parallel3d.data_parallel import compressed, hierarchical, powersgd
+from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.hierarchical import TwoLevels
 from parallel3d.data_parallel.powersgd import PowerSGD
@@ -130,3 +130,19 @@ def test_one_stream_for_all_buckets(streams: Streams) -> None:
         side.run(torch.zeros(1), lambda: SimpleNamespace(wait=lambda: None))
         used.append(side.stream)
     assert used[0] is used[1]
+
+
+def test_gradients_summed_over_copies_are_marked_where_they_are_read(streams: Streams) -> None:
+    # FSDP2 made them on another stream, and lets go of them once their addition is queued here.
+    marked: list[str] = []
+    flat = SimpleNamespace(
+        device=torch.device("cpu"), record_stream=lambda stream: marked.append(stream.name)
+    )
+
+    with (
+        patch.object(accelerator, "is_on_accelerator", lambda tensor: True),
+        patch.object(fully_sharded.collectives, "all_reduce", lambda t, g: marked.append("summed")),
+        streams.on(streams._stream("all-reduce")),
+    ):
+        fully_sharded._sum_over_copies(flat, SINGLE)
+    assert marked == ["summed", "all-reduce"]
