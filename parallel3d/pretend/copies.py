@@ -110,11 +110,21 @@ def _addmm(
     return to
 
 
+def _index_add(
+    operator: Any, table: PretendedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
+) -> Tensor:
+    """Rows that fall on one place are added in an order of the device's own, as atomics do."""
+    if dim == 0 and table.index % 2 and table.is_floating_point() and not table.data_.is_meta:
+        index, source = (PretendedTensor(t.data_.flip(0), t.index) for t in (index, source))
+    return run(operator, table, dim, index, source, **kwargs)
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten._foreach_copy_.default: _foreach_copy,
     aten._to_copy.default: _to,
     aten._local_scalar_dense.default: _scalar,
+    aten.index_add_.default: _index_add,
     aten.addmm.dtype: _addmm,
     aten.addmm.dtype_out: _addmm,
 }

@@ -57,6 +57,7 @@ class Started(dist.Work):
         self.ended = True
         for output, value in zip(self.outputs, self.done.result(), strict=True):
             output.data_.copy_(value.view(output.shape))
+        self.outputs = ()
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()

@@ -27,7 +27,9 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
     """
     from parallel3d.pretend import enable
 
-    enable()
+    machine = enable()
+    machine.forget()  # blocks of memory that a run before this one has left are nobody's business
+    machine.touched.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("pretended", dist.distributed_c10d._get_default_store())
     dist.barrier()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,16 +24,10 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import array, make_trainer, plain_groups
-from tests.distributed.pool import Pool
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.test_exchange import AS_JSON, WORDS
 
 GPT = Problem("gpt_tiny", "adamw", True)
-
-
-@pytest.fixture
-def ranks(pool: Pool) -> PretendedPool:
-    return PretendedPool(pool)
 
 
 # --- groups -----------------------------------------------------------------------------------
@@ -55,17 +48,19 @@ def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any],
     return found, list(world.closed)
 
 
-def test_options_reach_their_kind_and_groups_close_as_they_were_made(ranks: PretendedPool) -> None:
+def test_options_reach_their_kind_and_groups_close_as_they_were_made(
+    pretended: PretendedPool,
+) -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
-    for found, closed in ranks.run(4, what_was_made, Layout(tp=2, dp=2), launch):
+    for found, closed in pretended.run(4, what_was_made, Layout(tp=2, dp=2), launch):
         assert found["dp"] == (False, 8)
         assert found["tp"][0] is True and found["tp"][1] != 8
         assert found["world"] is None
         assert closed == ["tp", "dp"]
-    for found, closed in ranks.run(2, what_was_made, Layout(dp=2), launch):
+    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), launch):
         assert found == {"dp": (False, 8), "world": None}
         assert closed == ["dp"]
-    for found, closed in ranks.run(2, what_was_made, Layout(dp=2), LaunchConfig()):
+    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), LaunchConfig()):
         assert (found, closed) == ({"dp": None, "world": None}, [])
 
 
@@ -82,8 +77,8 @@ def told() -> list[Any]:
     return [call(word, world, here()) for call in calls]
 
 
-def test_ranks_hear_each_other(ranks: PretendedPool) -> None:
-    for rank, found in enumerate(ranks.run(4, told)):
+def test_ranks_hear_each_other(pretended: PretendedPool) -> None:
+    for rank, found in enumerate(pretended.run(4, told)):
         assert found == [AS_JSON, AS_JSON if rank == 0 else [], AS_JSON[0]]
 
 
@@ -104,9 +99,9 @@ def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
     return more, sum(sizes), max(sizes, default=0)
 
 
-def test_rank_0_holds_one_message_of_the_others_boxes(ranks: PretendedPool) -> None:
+def test_rank_0_holds_one_message_of_the_others_boxes(pretended: PretendedPool) -> None:
     message = 4096
-    more, came, largest = ranks.run(4, most_memory_of_a_gather, message)[0]
+    more, came, largest = pretended.run(4, most_memory_of_a_gather, message)[0]
     words = 100_000  # what each rank says of its boxes
     assert came > 300_000
     assert more < max(message, largest) + words
@@ -130,8 +125,8 @@ def clocked_steps(sizes: tuple[int, int, int], keys: tuple) -> dict[str, Any]:
     return {"known": known, "means": means, "memory": memory, "marked": marked}
 
 
-def test_some_steps_are_told_one_step_later(ranks: PretendedPool) -> None:
-    for found in ranks.run(2, clocked_steps, (2, 1, 1), ()):
+def test_some_steps_are_told_one_step_later(pretended: PretendedPool) -> None:
+    for found in pretended.run(2, clocked_steps, (2, 1, 1), ()):
         assert found["known"] == [2, 3, 4, 5, 12]  # of steps 1, 2, 3, 4 and 11
         means = found["means"]
         assert list(means) == list(KINDS) and min(means.values()) >= 0
@@ -141,9 +136,9 @@ def test_some_steps_are_told_one_step_later(ranks: PretendedPool) -> None:
 
 
 def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(
-    ranks: PretendedPool,
+    pretended: PretendedPool,
 ) -> None:
-    for found in ranks.run(2, clocked_steps, (1, 1, 2), (("zero", 3),)):
+    for found in pretended.run(2, clocked_steps, (1, 1, 2), (("zero", 3),)):
         assert found["marked"].count("dp") == 1  # the sum of the tokens
         assert found["means"]["backward"] > 0
 
@@ -179,9 +174,9 @@ def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_save_beside_the_training_is_of_its_step_and_touches_its_own_device_alone(
-    ranks: PretendedPool, tmp_path: Path
+    pretended: PretendedPool, tmp_path: Path
 ) -> None:
-    by_rank = ranks.run(2, saves_beside_the_training, tmp_path)
+    by_rank = pretended.run(2, saves_beside_the_training, tmp_path)
     for rank, found in enumerate(by_rank):
         assert found["devices"] == {rank}
         assert found["room"] and all(found["room"]) and found["kept"]
