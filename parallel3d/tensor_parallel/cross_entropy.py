@@ -81,12 +81,15 @@ def logits_to_gradient(
 
     Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
     """
-    column = torch.arange(logits.shape[1], device=logits.device)
+    # 32 bits: a comparison an element in 64 would take as long as the memory does.
+    column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     gradient = (logits.to(log_sum.dtype) - log_sum).exp() * of_softmax
     if spread is not None:
         gradient = gradient - spread
-    gradient = gradient + torch.where(column == target, at_target, 0.0)
-    logits.copy_(torch.where(column < real, gradient, 0.0))
+    gradient = gradient + torch.where(column == target.to(torch.int32), at_target, 0.0)
+    if real < logits.shape[1]:
+        gradient = torch.where(column < real, gradient, 0.0)
+    logits.copy_(gradient)
 
 
 class ChunkLoss:
