@@ -80,14 +80,17 @@ def train(config: Config, worker: Worker) -> None:
         memory = [Memory(*peak) for peak in said if peak is not None]
         if recorder is not None:
             recorder.breakdown(times, memory)
-        worker.watchdog.stop()
+        worker.watchdog.rest()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
         if worker.stopped:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
-    groups.close()
+    worker.phase = "closing the process groups"
+    worker.watchdog.go_on()
+    groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
+    worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 

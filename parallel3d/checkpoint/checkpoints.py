@@ -29,6 +29,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
 from parallel3d.exchange import all_gather_json, broadcast_json
 from parallel3d.metrics.flops import parameter_count
+from parallel3d.operation_log import blocking
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 
@@ -165,7 +166,8 @@ class Checkpoints:
         if self.is_first_rank:
             code += _code(outcome)
         collectives.all_reduce(code, self.groups.world)
-        code = int(code)
+        with blocking(self.groups.world):
+            code = int(code)
         if code == _RUNNING:
             return True
         self.last_failed = code != _WRITTEN

@@ -141,7 +141,8 @@ class DeviceTimes:
         """The steps that the device has left behind; with `wait` all of them."""
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
-            marks[-1][0].synchronize()
+            if wait:
+                marks[-1][0].synchronize()
             spent = dict.fromkeys(KINDS, 0.0)
             for (before, _), (after, interval) in pairwise(marks):
                 _add(spent, *interval, 1e-3 * before.elapsed_time(after))
