@@ -16,11 +16,12 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.errors import TrainingFailure
+from parallel3d.exchange import all_gather_json
 from parallel3d.health import Health
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.metrics.memory import peak_memory, peak_memory_of_all
+from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
@@ -74,7 +75,9 @@ def train(config: Config, worker: Worker) -> None:
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder, checkpoints)
-        times, memory = trainer.step_times(), peak_memory_of_all(device, groups.world)
+        times = trainer.step_times()
+        said = all_gather_json(peak_memory(device), groups.world.handle, device)
+        memory = [Memory(*peak) for peak in said if peak is not None]
         if recorder is not None:
             recorder.breakdown(times, memory)
         worker.watchdog.rest()
