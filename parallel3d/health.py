@@ -15,6 +15,7 @@ from torch import Tensor
 from parallel3d import collectives
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.errors import TrainingFailure
+from parallel3d.exchange import all_gather_json
 from parallel3d.failure import who
 from parallel3d.topology.process_groups import Group
 from parallel3d.trainer import StepResult, Trainer
@@ -164,10 +165,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
         place = who(trainer.config, groups.rank)
         # By stage, then by place in the stage; of equal ranks the lowest.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
-    words = [found]
-    if groups.world.size > 1:
-        words = [None] * groups.world.size
-        dist.all_gather_object(words, found)
+    words = all_gather_json(found, groups.world.handle, trainer.device)
     known = [word for word in words if word is not None]
     if not known:
         return "of no parameter now: the loss alone is not finite"

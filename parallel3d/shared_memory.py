@@ -28,6 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from parallel3d.exchange import all_gather_json
+
+CPU = torch.device("cpu")
 FOLDER = Path("/dev/shm")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
@@ -155,14 +158,12 @@ def open_shared_memory(
     length = _semaphore_area(len(semaphores)) + data_bytes
     name, descriptor = _create(length, semaphores) if index == 0 else ("", -1)
     host = socket.gethostname()
-    seen: list[tuple[str, str] | None] = [None] * size
-    dist.all_gather_object(seen, (host, name), group=handle)
-    if index > 0 and seen[0] is not None and seen[0][0] == host and seen[0][1]:
-        descriptor = _attach(seen[0][1], length)
+    host_of_first, file = all_gather_json((host, name), handle, CPU)[0]
+    if index > 0 and host_of_first == host and file:
+        descriptor = _attach(file, length)
     if descriptor >= 0:
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
-    attached: list[bool | None] = [None] * size
-    dist.all_gather_object(attached, descriptor >= 0, group=handle)
+    attached = all_gather_json(descriptor >= 0, handle, CPU)
     if name:
         os.unlink(name)
     if all(attached):

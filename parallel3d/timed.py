@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d import accelerator
 from parallel3d.metrics.breakdown import OF_GROUP, Clock
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Timed:
 
 
 def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any]:
-    """Counts the start of a collective, and the wait for its handle, as its group's communication.
+    """Counts a collective's wait, and on the CPU its start, as its group's communication.
 
     `call` returns a handle, or a tensor and a handle. A group without a clock, or of one rank, is
     handed through.
@@ -57,9 +58,12 @@ def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any
         if clock is None or group.size == 1:
             return call(tensor, group)
         kind = kind_of(group)
-        clock.push(kind)
+        starts = clock.times.marks_starts
+        if starts:
+            clock.push(kind)
         result = call(tensor, group)
-        clock.pop()
+        if starts:
+            clock.pop()
         if isinstance(result, tuple):
             return result[0], Timed(result[1], clock, kind)
         return Timed(result, clock, kind)
@@ -110,16 +114,19 @@ def _message_floor(pp: Group, message: Tensor) -> float:
 
 
 def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
-    calls = (dist.send, dist.recv) if first else (dist.recv, dist.send)
+    """There and back, each way as the executor sends: on an accelerator as a batch."""
+    calls = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
     for call in calls:
-        call(message, peer, group=pp.handle)
+        if accelerator.is_on_accelerator(message):
+            for work in dist.batch_isend_irecv([dist.P2POp(call, message, peer, pp.handle)]):
+                work.wait()
+        else:
+            call(message, peer, group=pp.handle).wait()
 
 
 def _seconds(device: torch.device, action: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     start = time.perf_counter()
     action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - start

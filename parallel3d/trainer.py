@@ -88,7 +88,7 @@ class Trainer:
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
-        self.clock = Clock(self.device.type)
+        self.clock = Clock(self.device)
         self.groups = with_clock(self.groups, self.clock)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from parallel3d import collectives
 from parallel3d.checkpoint.gather import gather_boxes
 from parallel3d.config import Config, OptimConfig
 from parallel3d.config_checks import check_config
@@ -88,7 +88,7 @@ def verify(config: Config, worker: Worker) -> int:
         everything += rows
         if console:
             console.print(table(rows, layout))
-        if agree(failure is not None, groups):
+        if agree(failure is not None, groups, device):
             break
     groups.close()
     if not console:
@@ -98,12 +98,9 @@ def verify(config: Config, worker: Worker) -> int:
     return 1 if failure else 0
 
 
-def agree(flag: bool, groups: ProcessGroups) -> bool:
+def agree(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
     """Rank 0's word, on every rank."""
-    word = [flag]
-    if groups.world.size > 1:
-        dist.broadcast_object_list(word)
-    return word[0]
+    return bool(collectives.broadcast(torch.tensor(int(flag), device=device), 0, groups.world))
 
 
 def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
@@ -167,7 +164,7 @@ def compare(
             name = (config.precision.name, config.optim.name)
             if step or failure:
                 yield Comparison(*name, step, result, expected, worst, failure)
-        if agree(parted, groups):
+        if agree(parted, groups, device):
             return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from parallel3d.bench.operations import REDUCTIONS, Site, prepare
 from parallel3d.bench.rows import Measured, Row, described, groups_of, result, turns
 from parallel3d.bench.timing import Plan, finisher, timed_calls
 from parallel3d.bench.where import Where
+from parallel3d.exchange import gather_json
 
 Progress = Callable[[str, int, int], None]  # what is done now, how many of how many
 
@@ -143,12 +145,9 @@ class Measurement:
 
     def _gathered(self, seen: list[Measured]) -> dict[int, list[list[Measured]]]:
         """On rank 0: row number → groups → members in the order of their ranks."""
-        everyone: list[list[Measured]] | None = None
-        if self.rank == 0:
-            everyone = [[] for _ in range(self.layout.world_size)]
-        dist.gather_object(seen, everyone)
+        facts = [dataclasses.astuple(measured) for measured in seen]
         found: dict[int, dict[int, list[Measured]]] = defaultdict(lambda: defaultdict(list))
-        for of_rank in everyone or []:
-            for measured in of_rank:
-                found[measured.row][measured.group].append(measured)
+        for of_rank in gather_json(facts, dist.group.WORLD, self.device):
+            for row, group, path, seconds in of_rank:
+                found[row][group].append(Measured(row, group, path, tuple(seconds)))
         return {row: [groups[g] for g in sorted(groups)] for row, groups in found.items()}

@@ -14,6 +14,7 @@ from parallel3d.bench.operations import Operation, Site, operations
 from parallel3d.bench.timing import slowest_rank
 from parallel3d.bench.where import Where
 from parallel3d.config import LaunchConfig
+from parallel3d.exchange import all_gather_json
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.topology.collective_costs import bus_factor, collective_time
 from parallel3d.topology.layout import Layout
@@ -90,9 +91,9 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
         for size in sizes
         if operation.own and site.path(operation, size) != site.backend
     }
-    everyone: list[set] = [set()] * layout.world_size
-    dist.all_gather_object(everyone, special)
-    special = set().union(*everyone)
+    device = next(iter(mine.values())).device
+    said = all_gather_json(list(special), dist.group.WORLD, device)
+    special = {(dim, Operation(*op), size) for of_rank in said for dim, op, size in of_rank}
     rows = []
     for dim in mine:
         modes = (ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,)

@@ -6,9 +6,11 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from parallel3d.config import Config
+from parallel3d.exchange import all_gather_json
 from parallel3d.launch import Worker
 from parallel3d.topology.cluster import Link, LinkClass
 from parallel3d.topology.cluster_config import cluster_from_config
@@ -34,8 +36,8 @@ class Where:
         if placement is None:
             cluster = cluster_from_config(config.cluster, layout.world_size)
             placement = Placement.tiled(cluster, layout, Tiling.from_order(DEFAULT_ORDER, layout))
-        hosts: list[str] = [""] * layout.world_size
-        dist.all_gather_object(hosts, socket.gethostname())
+        device = torch.device(worker.device)
+        hosts = all_gather_json(socket.gethostname(), dist.group.WORLD, device)
         return cls(placement, tuple(hosts))
 
     def link_class(self, a: int, b: int) -> LinkClass:

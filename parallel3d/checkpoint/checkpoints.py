@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from parallel3d import collectives
 from parallel3d.checkpoint import identity
@@ -28,6 +27,7 @@ from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
+from parallel3d.exchange import all_gather_json, broadcast_json
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
@@ -60,6 +60,7 @@ class Checkpoints:
         self.saved_step = 0  # the newest that is written or under way
         self.last_failed = False
         self.number = 0
+        self.device = torch.device("cpu")  # the trainer's, as soon as there is one
 
     @property
     def is_first_rank(self) -> bool:
@@ -74,6 +75,7 @@ class Checkpoints:
         """
         if self.saver is not None:
             self._settle(wait=True)
+        self.device = trainer.device
         session, names = self._word_of_first_rank(self._tidy)
         if self.saver is None:
             self.saver = Saver(
@@ -148,7 +150,7 @@ class Checkpoints:
         if self.under_way is None:
             return True
         outcome = self.saver.join() if wait else self.saver.outcome
-        code = torch.zeros((), dtype=torch.float64, device=self._device())
+        code = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.is_first_rank:
             code += _code(outcome)
         collectives.all_reduce(code, self.groups.world)
@@ -239,21 +241,11 @@ class Checkpoints:
         return uuid.uuid4().hex[:12], [p.name for p in list_checkpoints(self.run_dir)]
 
     def _word_of_first_rank(self, make: Callable[[], Any]) -> Any:
-        word = [make() if self.is_first_rank else None]
-        if self.groups.world.size > 1:
-            dist.broadcast_object_list(word, src=0, device=self._device())
-        return word[0]
+        word = make() if self.is_first_rank else None
+        return broadcast_json(word, self.groups.world.handle, self.device)
 
     def _words_of_all(self, word: str | None) -> list[str | None]:
-        if self.groups.world.size == 1:
-            return [word]
-        words: list[str | None] = [None] * self.groups.world.size
-        dist.all_gather_object(words, word)
-        return words
-
-    def _device(self) -> torch.device:
-        cuda = dist.is_initialized() and dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        return all_gather_json(word, self.groups.world.handle, self.device)
 
 
 def _code(outcome: Outcome | None) -> int:

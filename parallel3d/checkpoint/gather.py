@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel3d.exchange import gather_json
 from parallel3d.tensor_parallel.parameters import Piece
 from parallel3d.topology.process_groups import ProcessGroups
+
+MESSAGE_BYTES = 1 << 26  # small boxes travel together
 
 
 def owned_boxes(
@@ -46,18 +52,63 @@ def gather_boxes(
     an empty list elsewhere; collective."""
     held = [(p.spec, local_parameter(p)) for p in parameters]
     boxes = [(piece, piece.of_local(local)) for spec, local in held for piece in spec.pieces]
-    return _gather(boxes, groups)
+    return _gather(boxes, held[0][1].device, groups)
 
 
 def _gather(
-    boxes: list[tuple[Piece, Tensor]], groups: ProcessGroups
+    boxes: list[tuple[Piece, Tensor]], device: torch.device, groups: ProcessGroups
 ) -> list[tuple[int, Piece, Tensor]]:
-    mine = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
-    if groups.world.size == 1:
-        return mine
-    everyone: list[list | None] = [None] * groups.world.size
-    dist.gather_object(mine, everyone if groups.rank == 0 else None)
-    return [item for items in everyone for item in items] if groups.rank == 0 else []
+    """Each rank says in JSON what it holds; the values follow as bare bytes, rank by rank.
+
+    NCCL knows the memory of devices alone, so rank 0's holds one message of the others at a time.
+    """
+    facts = [[dataclasses.astuple(piece), str(box.dtype)] for piece, box in boxes]
+    by_rank = gather_json(facts, groups.world.handle, device)
+    if groups.rank > 0:
+        sizes = [box.nbytes for _, box in boxes]
+        for span in messages(sizes):
+            parts = [boxes[i][1].reshape(-1).view(torch.uint8) for i in span]
+            _transfer(dist.isend, torch.cat(parts) if len(parts) > 1 else parts[0], 0, groups)
+        return []
+    found = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
+    for rank in range(1, groups.world.size):
+        kinds = [(_piece(fields), _dtype(word)) for fields, word in by_rank[rank]]
+        sizes = [math.prod(piece.shape) * dtype.itemsize for piece, dtype in kinds]
+        for span in messages(sizes):
+            flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
+            _transfer(dist.irecv, flat, rank, groups)
+            parts = flat.cpu().split([sizes[i] for i in span])
+            for (piece, dtype), part in zip((kinds[i] for i in span), parts, strict=True):
+                # A copy of its own: aligned for its type, whatever came before it.
+                found.append((rank, piece, part.clone().view(dtype).view(piece.shape)))
+    return found
+
+
+def messages(sizes: Sequence[int]) -> Iterator[range]:
+    """Boxes of these bytes that travel together: up to `MESSAGE_BYTES`, a larger one alone."""
+    first, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > MESSAGE_BYTES:
+            yield range(first, i)
+            first, total = i, 0
+        total += size
+    if sizes:
+        yield range(first, len(sizes))
+
+
+def _transfer(call: Callable, flat: Tensor, peer: int, groups: ProcessGroups) -> None:
+    """Sends or receives; as a batch of one, as NCCL wants messages that are no collective."""
+    for work in dist.batch_isend_irecv([dist.P2POp(call, flat, peer, groups.world.handle)]):
+        work.wait()
+
+
+def _piece(fields: Sequence[Any]) -> Piece:
+    """What JSON has made of a piece's fields, its tuples lists."""
+    return Piece(*(tuple(field) if isinstance(field, list) else field for field in fields))
+
+
+def _dtype(word: str) -> torch.dtype:
+    return getattr(torch, word.removeprefix("torch."))
 
 
 def gather_parameters(
@@ -70,9 +121,10 @@ def gather_parameters(
     Raises:
         RuntimeError: the boxes do not cover a tensor exactly once.
     """
+    parameters = list(parameters)
     full: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
-    for _, piece, box in _gather(owned_boxes(parameters, groups), groups):
+    for _, piece, box in _gather(owned_boxes(parameters, groups), parameters[0].device, groups):
         if piece.name not in full:
             full[piece.name] = torch.empty(piece.full_shape, dtype=box.dtype)
             covered[piece.name] = torch.zeros(piece.full_shape, dtype=torch.int8)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from parallel3d import accelerator
 from parallel3d.data.sampler import Sample
 
 
@@ -95,7 +98,35 @@ class Batches:
         )
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return tensor.to(self._device)
-        # From pinned memory the copy need not wait; torch keeps the pages until it is done.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return accelerator.moved(tensor, self._device)
+
+
+class InOrder:
+    """Micro-batches in the order of their forwards; on an accelerator the next is made ahead.
+
+    There a forward is queued long before it is done. `look_ahead`, called then, samples, stacks and
+    pins the next micro-batch while the device computes, not between two forwards, when it may have
+    nothing to do. The first of a step is made when it is asked for: the device then still has the
+    optimizer's work of the step before.
+
+    Args:
+        load: micro-batch number → tensors.
+        order: the numbers in the order of their forwards.
+    """
+
+    def __init__(
+        self, load: Callable[[int], MicroBatch], order: Sequence[int], device: torch.device
+    ) -> None:
+        self.load, self.left = load, deque(order)
+        self.looks_ahead = accelerator.is_accelerator(device)
+        self.ahead: MicroBatch | None = None
+
+    def take(self) -> MicroBatch:
+        """The next one. IndexError if there is none."""
+        batch, self.ahead = self.ahead, None
+        return self.load(self.left.popleft()) if batch is None else batch
+
+    def look_ahead(self) -> None:
+        """Makes the next one, if there is one, and if `looks_ahead`."""
+        if self.looks_ahead and self.ahead is None and self.left:
+            self.ahead = self.load(self.left.popleft())

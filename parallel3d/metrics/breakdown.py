@@ -30,19 +30,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from parallel3d import accelerator
 from parallel3d.metrics.records import WARMUP_STEPS
 from parallel3d.topology.layout import Coordinates
 
 KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
 OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
 BASE = "optimizer"  # what a step does outside of every other kind
+# On an accelerator, of so many steps one is looked at. A prime: what comes every tenth step is
+# neither always among them nor never.
+EVERY = 7
 
 Interval = tuple[str, float]  # kind, and the seconds beyond which it is idle
 
@@ -50,13 +54,21 @@ Interval = tuple[str, float]  # kind, and the seconds beyond which it is idle
 class HostTimes:
     """Instants of the host's clock: for CPU ranks, whose operations end when they return."""
 
+    marks_starts = True  # starting a collective is work of this thread, and may copy
+
     def __init__(self) -> None:
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = 0.0
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Whether the step that begins is marked: every one is."""
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
+        return True
+
+    def counts(self) -> bool:
+        """Whether what happens now takes the time of a step."""
+        return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
         """What passed since the last mark was `kind`."""
@@ -72,32 +84,57 @@ class HostTimes:
         yield self.spent
 
 
-class CudaTimes:
-    """Instants as events on the current stream; a step is read once the device has passed it.
+class DeviceTimes:
+    """Instants as events on an accelerator's compute stream, read once the device has passed them.
 
-    The compute stream waits for a collective's stream where the host calls `wait()`, so the time
-    between the events around that call is what the collective is exposed for. Nothing synchronises:
-    the steps whose last event has happened are read when a later step ends. Written for one compute
-    stream; not run on a GPU so far.
+    The compute stream is the one that is current where a step begins. It waits for a collective's
+    stream where the host calls `wait()`, so the time between the events around that call is what
+    the collective is exposed for; its start only queues, and has no mark. Nor has what is called
+    while another stream is current: FSDP2 (zero ≥ 2) gathers and reduces on streams of its own and
+    makes the compute stream wait for them by itself. What is exposed of that stands under forward
+    and backward there, and dp is 0.
+
+    The price: two marks a collective, each an event to record, to pass and to read, some
+    microseconds of the host and about one of the stream: thousands in a step with tp. So it is
+    paid in the first `WARMUP_STEPS` and from then on in one step of `EVERY`. Nothing synchronises:
+    a step is read when the next one ends, whose optimizer the device then still has to do.
     """
 
-    def __init__(self) -> None:
-        self.free: list[torch.cuda.Event] = []
-        self.marks: list[tuple[torch.cuda.Event, Interval]] = []
-        self.steps: deque[list[tuple[torch.cuda.Event, Interval]]] = deque()
+    marks_starts = False
 
-    def _event(self) -> torch.cuda.Event:
-        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
-        event.record()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.api = device, accelerator.module(device)
+        self.stream: Any = None
+        self.number = 0  # of steps begun
+        self.free: list[Any] = []  # events
+        self.marks: list[tuple[Any, Interval]] = []
+        self.steps: deque[list[tuple[Any, Interval]]] = deque()
+
+    def _event(self) -> Any:
+        event = self.free.pop() if self.free else self.api.Event(enable_timing=True)
+        event.record(self.stream)
         return event
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        """Whether the step that begins is marked."""
+        self.number += 1
+        later = self.number - WARMUP_STEPS - 1
+        if later >= 0 and later % EVERY:
+            return False
+        self.stream = self.api.current_stream(self.device)
         self.marks = [(self._event(), (BASE, torch.inf))]
+        return True
+
+    def counts(self) -> bool:
+        """Whether the compute stream is current, also in the thread of a backward."""
+        return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
+        """What the compute stream does between the last mark and this one is `kind`."""
         self.marks.append((self._event(), (kind, idle_beyond)))
 
     def end(self) -> None:
+        """The step's marks are all queued."""
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
@@ -122,15 +159,20 @@ def _add(spent: dict[str, float], kind: str, idle_beyond: float, seconds: float)
 class Clock:
     """Says of every moment of a step what this rank does; one of a trainer, handed to its parts.
 
+    Args:
+        device: what computes; the CPU if None. On an accelerator not every step is looked at (see
+            `DeviceTimes`).
+
     Attributes:
         floors: group → seconds that its smallest collective, or (pp) a message between stages,
             takes when all are there; see the module's docstring. Without an entry nothing is idle.
-        last: seconds by kind of the newest step that is known; None before the first. On CUDA that
-            may be the step before the last.
+        last: seconds by kind of the step that became known as the last one ended, None if none
+            did. On the CPU that is the step itself, on an accelerator the one before it.
     """
 
-    def __init__(self, device_type: str = "cpu") -> None:
-        self.times = CudaTimes() if device_type == "cuda" else HostTimes()
+    def __init__(self, device: torch.device | None = None) -> None:
+        on_device = device is not None and accelerator.is_accelerator(device)
+        self.times = DeviceTimes(device) if on_device else HostTimes()
         self.floors: dict[str, float] = {}
         self.last: dict[str, float] | None = None
         self.running = False
@@ -140,14 +182,16 @@ class Clock:
         self._steps = 0
 
     def start_step(self) -> None:
-        """From here to `end_step` every moment is counted."""
-        self.running, self._stack = True, [BASE]
-        self.times.start()
+        """From here to `end_step` every moment is counted, if this step is."""
+        self._stack = [BASE]
+        self.running = self.times.start()
 
     def end_step(self) -> None:
-        self.times.mark(BASE, torch.inf)
-        self.times.end()
-        self.running = False
+        """What the step went into is known now or when a later one ends: see `last`."""
+        if self.running:
+            self.times.mark(BASE, torch.inf)
+            self.times.end()
+        self.running, self.last = False, None
         self._take(wait=False)
 
     def _take(self, wait: bool) -> None:
@@ -162,13 +206,16 @@ class Clock:
 
     def push(self, kind: str) -> None:
         """From here to its `pop` the rank does `kind`. Outside of a step nothing is counted."""
-        if self.running:
+        if self.running and self.times.counts():
             self.times.mark(self._stack[-1], torch.inf)
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind; its time since the last change beyond `idle_beyond` is idle."""
-        if self.running:
+        """Ends the innermost kind; its time since the last change beyond `idle_beyond` is idle.
+
+        With the same stream current as at its `push`.
+        """
+        if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
 
     @contextmanager
@@ -178,12 +225,16 @@ class Clock:
         yield
         self.pop()
 
+    def starting(self, kind: str) -> AbstractContextManager[None]:
+        """`within` around what only starts a communication: on an accelerator it takes no time."""
+        return self.within(kind) if self.times.marks_starts else nullcontext()
+
     def means(self) -> dict[str, float]:
         """Seconds a step by kind, without the first `WARMUP_STEPS` where there are more.
 
         Waits for the device. All zero before the first step.
         """
-        if isinstance(self.times, CudaTimes):
+        if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
         if self._steps:
             return {kind: self._sum[kind] / self._steps for kind in KINDS}

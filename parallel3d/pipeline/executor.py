@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.data.batches import MicroBatch
+from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.metrics.breakdown import Clock
 from parallel3d.models.transformer import Stage
 from parallel3d.pipeline.mailbox import Mailboxes
@@ -92,12 +92,13 @@ class Executor:
         Returns: the sum of this rank's losses (zero on all but the last stage), a scalar tensor.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        batches = self._in_order(plan, load)
         last = max(i for i, s in enumerate(plan) if isinstance(s, Action) and s.kind == Kind.B)
         for i, step in enumerate(plan):
             if not isinstance(step, Action):
                 self._communicate(step)
             elif step.kind == Kind.F:
-                total += self._forward(step.microbatch, load, loss_scale)
+                total += self._forward(step.microbatch, batches, loss_scale)
             else:
                 if i == last:
                     before_last_backward()
@@ -111,11 +112,12 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         forwards = [Action(Kind.F, m) for m in range(microbatches)]
         plan = add_communication([forwards] * self.pp.size)[self.pp.index]
+        batches = self._in_order(plan, load)
         for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
             else:
-                total += self._forward(step.microbatch, load)
+                total += self._forward(step.microbatch, batches)
                 self.live.pop(step.microbatch)
         self._finish_sends()
         return total
@@ -129,7 +131,7 @@ class Executor:
                 tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
         self._finish_sends()  # those of the group before: bounds the buffers in flight
-        with self.clock.within("pp"):
+        with self.clock.starting("pp"):
             transfers = post(messages, self.pp, self.boxes)
         for transfer in transfers:
             if transfer.action.kind.is_send:
@@ -153,14 +155,23 @@ class Executor:
         transfer.work.wait()
         self.clock.pop(self.clock.floors.get("pp", math.inf))
 
-    def _forward(self, m: int, load: Loader, loss_scale: Tensor | None = None) -> Tensor | float:
+    def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
+        order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
+        return InOrder(load, order, self.device)
+
+    def _forward(
+        self, m: int, batches: InOrder, loss_scale: Tensor | None = None
+    ) -> Tensor | float:
         x = None
         if not self.stage.first:
             x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
         with self.clock.within("data"):
-            batch = load(m)
+            batch = batches.take()
         with self.clock.within("forward"):
             y = self.stage(x, *batch, loss_scale)
+        if batches.looks_ahead:
+            with self.clock.within("data"):
+                batches.look_ahead()
         self.live[m] = (x, y)
         if self.stage.last:
             return y.detach().double()

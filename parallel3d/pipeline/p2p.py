@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d import accelerator
 from parallel3d.collectives import Work
 from parallel3d.operation_log import noted_message
 from parallel3d.pipeline.mailbox import Mailboxes
@@ -50,6 +51,8 @@ def post(
 
     On NCCL a message is known by its position alone, so the group goes out as one batch and the
     checker proves that both ends list the same messages in the same order; gloo also matches tags.
+    So nothing is posted before its place in the plan either: a receive posted early would keep the
+    sends behind it on NCCL's one stream waiting for its other end.
     """
     if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
         return [_through(boxes, action, tensor, group) for action, tensor in messages]
@@ -60,7 +63,7 @@ def post(
             (dist.isend if action.kind.is_send else dist.irecv, tensor, peer, _tag(action))
         )
     works: list[Work]
-    if any(tensor.is_cuda for _, tensor in messages):
+    if any(accelerator.is_on_accelerator(tensor) for _, tensor in messages):
         works = dist.batch_isend_irecv(
             [dist.P2POp(call, tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
         )

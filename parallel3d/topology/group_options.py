@@ -24,6 +24,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.placed_ranks import natural
 from parallel3d.topology.placement import Placement
 
+NOTHING = (False, ())  # of `nccl_settings`: the backend's defaults
 GLOO_ON = "gloo_on"  # gloo whose options name the interface; plain gloo ignores its options
 
 
@@ -92,27 +93,41 @@ def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(asked.store, asked.group_rank, asked.group_size, options)
 
 
-def nccl_options(kind: str, launch: LaunchConfig, timeout: datetime.timedelta) -> Any:
-    """`ProcessGroupNCCL.Options` for groups of a kind (tp, pp, …).
+def nccl_options(
+    kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: dist.Backend
+) -> Any:
+    """Options for groups of a kind (tp, pp, …) that are split from the world's `backend`.
+
+    Of the class that the world's own are of: `ProcessGroupNCCL.Options`, or what another backend
+    that splits calls by the same names.
 
     Raises:
         UserError: this torch's NCCL lacks a setting that the configuration asks for.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    options = type(backend.options)()
     options._timeout = timeout
     set_nccl_options(options, kind, launch)
     return options
 
 
+def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
+    """(priority stream, fields of ncclConfig_t) that `launch` asks for; `NOTHING` for NCCL's own.
+
+    The two levels of dp are dp.
+    """
+    kind = {"dp_inner": "dp", "dp_outer": "dp"}.get(kind, kind)
+    settings = parse_nccl_settings(launch.nccl_settings)
+    fields = tuple((field, value) for group, field, value in settings if group == kind)
+    return kind in launch.nccl_high_priority, fields
+
+
 def set_nccl_options(options: Any, kind: str, launch: LaunchConfig) -> None:
     """Stream priority and ncclConfig_t fields of `kind`, as `launch` asks for them."""
-    options.is_high_priority_stream = kind in launch.nccl_high_priority
-    for group, field, value in parse_nccl_settings(launch.nccl_settings):
-        if group != kind:
-            continue
+    options.is_high_priority_stream, fields = nccl_settings(kind, launch)
+    for field, value in fields:
         if not hasattr(getattr(options, "config", None), field):
             raise UserError(
-                f"launch.nccl_settings={group}.{field}:{value} is not known to this torch's NCCL; "
+                f"launch.nccl_settings={kind}.{field}:{value} is not known to this torch's NCCL; "
                 "leave it out"
             )
         setattr(options.config, field, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d import accelerator
 from parallel3d.config import LaunchConfig
 from parallel3d.operation_log import OperationLog
 from parallel3d.shared_collectives import SharedCollectives
-from parallel3d.topology.group_options import GLOO_ON, Interfaces, gloo_on, nccl_options
+from parallel3d.topology.group_options import (
+    GLOO_ON,
+    NOTHING,
+    Interfaces,
+    gloo_on,
+    nccl_options,
+    nccl_settings,
+)
 from parallel3d.topology.layout import Coordinates, Layout
 from parallel3d.topology.links import two_levels
 from parallel3d.topology.placed_ranks import layout_of
@@ -132,7 +141,9 @@ class ProcessGroups:
         if world != layout.world_size:
             raise ValueError(f"world size {world} is not the layout's {layout.world_size}")
         launch = launch or LaunchConfig()
-        maker = _Maker(device_type, datetime.timedelta(seconds=timeout_s), launch, interfaces)
+        maker = _Maker(
+            torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
+        )
         tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
         if device_type == "cpu" and launch.shared_memory:
             tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
@@ -161,10 +172,12 @@ class ProcessGroups:
         for group in (self.tp, self.dp):
             if group.shared is not None:
                 group.shared.memory.close()
-        kinds = (self.tp, self.dp, self.pp, self.embedding)
-        made = {g.handle for g in (*kinds, self.dp_inner, self.dp_outer)}
-        for handle in made - {None, dist.group.WORLD}:
-            dist.destroy_process_group(handle)
+        # As they were made, alike on all ranks: NCCL's members destroy a communicator together, and
+        # ranks that take two of them in different orders wait for each other for ever.
+        kinds = (self.tp, self.dp, self.pp, self.embedding, self.dp_inner, self.dp_outer)
+        for handle in dict.fromkeys(group.handle for group in kinds):
+            if handle not in (None, dist.group.WORLD):
+                dist.destroy_process_group(handle)
 
 
 def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
@@ -194,46 +207,70 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
 
 @dataclass
 class _Maker:
-    """Makes the groups of each kind. Equal ranks share one: with dp=1, `model` is the world."""
+    """Makes the groups of each kind. Equal ranks share one, where they want nothing different:
+    with dp=1, `model` is the world.
 
-    device_type: str
+    Attributes:
+        splits: the world's backend where it splits (NCCL), else None (gloo).
+        made: what sets the groups apart from others of their ranks, and the ranks → this rank's.
+    """
+
+    device: torch.device
     timeout: datetime.timedelta
     launch: LaunchConfig
     interfaces: Interfaces | None
-    made: dict[tuple, dist.ProcessGroup | None] = field(default_factory=dict)
+    splits: dist.Backend | None = field(init=False, default=None)
+    made: dict[tuple[Hashable, Hashable], dist.ProcessGroup | None] = field(default_factory=dict)
 
-    def group(self, kind: str, all_ranks: list[list[int]]) -> Group:
+    def __post_init__(self) -> None:
+        if accelerator.is_accelerator(self.device):
+            backend = dist.group.WORLD._get_backend(self.device)
+            self.splits = backend if backend.supports_splitting else None
+
+    def group(self, kind: str, all_ranks: Ranks) -> Group:
         """This rank's group among `all_ranks`, which every rank of the world lists alike."""
+        rank = dist.get_rank()
+        mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
+        handle = self._shared(kind, all_ranks) if len(all_ranks[0]) > 1 else None
+        return Group(kind, tuple(mine), mine.index(rank), handle if len(mine) > 1 else None)
+
+    def _shared(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+        """The groups of these ranks that `kind` can have in common with others, or new ones."""
+        wants, ranks = self._wants(kind), tuple(map(tuple, all_ranks))
+        if (wants, ranks) in self.made:
+            return self.made[wants, ranks]
+        if wants is None and len(all_ranks[0]) == dist.get_world_size():
+            return dist.group.WORLD  # the same ranks in the same order need no second group
+        others = [key for key in self.made if key[1] == ranks]
+        if wants is None and others:  # it can do with what another kind asked for
+            return self.made[others[0]]
+        self.made[wants, ranks] = made = self._make(kind, all_ranks)
+        return made
+
+    def _wants(self, kind: str) -> Hashable:
+        """What sets groups of a kind apart from others of the same ranks; None for nothing."""
+        if self.splits is not None:
+            settings = nccl_settings(kind, self.launch)
+            return None if settings == NOTHING else settings
+        # The kinds that have interfaces of their own are made apart from the world's group.
+        return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
+
+    def _make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+        more = {"timeout": self.timeout, "group_desc": kind}
+        if self.splits is not None:
+            # One communicator split for all groups of a kind; made one by one, each group would
+            # cost every rank of the world a collective call.
+            options = nccl_options(kind, self.launch, self.timeout, self.splits)
+            return dist.split_group(split_ranks=all_ranks, pg_options=options, **more)
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
         interface = None
         if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
             interface = self.interfaces.of_group(mine, rank)
-        # The kinds that have interfaces of their own are made apart from the world's group.
-        apart = self.interfaces is not None and kind in DATA_KINDS
-        key = (apart, tuple(map(tuple, all_ranks)))
-        if key not in self.made:
-            self.made[key] = self._make(kind, all_ranks, interface, apart)
-        handle = self.made[key] if len(mine) > 1 else None
-        return Group(kind, tuple(mine), mine.index(rank), handle)
-
-    def _make(
-        self, kind: str, all_ranks: list[list[int]], interface: str | None, apart: bool
-    ) -> dist.ProcessGroup | None:
-        if len(all_ranks[0]) == 1:
-            return None
-        if len(all_ranks[0]) == dist.get_world_size() and not apart:
-            return dist.group.WORLD  # the same ranks in the same order need no second group
-        more = {"timeout": self.timeout, "group_desc": kind}
-        if self.device_type == "cuda":
-            # One communicator split for all groups of a kind; made one by one, each group would
-            # cost every rank of the world a collective call.
-            options = nccl_options(kind, self.launch, self.timeout)
-            return dist.split_group(split_ranks=all_ranks, pg_options=options, **more)
         if interface is not None:
             more |= {"backend": GLOO_ON, "pg_options": gloo_on(interface, self.timeout)}
-        mine, _ = dist.new_subgroups_by_enumeration(all_ranks, **more)
-        return mine
+        made, _ = dist.new_subgroups_by_enumeration(all_ranks, **more)
+        return made
 
 
 def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceMesh | None:

@@ -3,48 +3,70 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
 from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes, by_stage
+from parallel3d.timed import timed
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import Group
+
+CUDA = torch.device("cuda:0")
 
 
 class Time:
-    """A host clock, and a GPU's, that go on when told to."""
+    """A host clock, and a GPU's, that go on when told to; the GPU's module of streams and events.
+
+    Attributes:
+        passed: until when the GPU has done its work.
+        stream: the current one. recorded: events so far.
+    """
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.passed = 0.0  # until when the GPU has done its work
+        self.passed = 0.0
+        self.stream = "compute"
+        self.recorded = 0
 
     def __call__(self) -> float:
         return self.now
+
+    def current_stream(self, device: torch.device) -> str:
+        assert device == CUDA
+        return self.stream
+
+    def Event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    """Happens when the GPU's clock has come to where it was recorded."""
+
+    def __init__(self, told: Time) -> None:
+        self.told = told
+
+    def record(self, stream: str) -> None:
+        assert stream == "compute"
+        self.at = self.told.now
+        self.told.recorded += 1
+
+    def query(self) -> bool:
+        return self.at <= self.told.passed
+
+    def synchronize(self) -> None:
+        self.told.passed = max(self.told.passed, self.at)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later.at - self.at)
 
 
 @pytest.fixture
 def clock_time(monkeypatch: pytest.MonkeyPatch) -> Time:
     told = Time()
     monkeypatch.setattr(time, "perf_counter", told)
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = told.now
-
-        def query(self) -> bool:
-            return self.at <= told.passed
-
-        def synchronize(self) -> None:
-            told.passed = max(told.passed, self.at)
-
-        def elapsed_time(self, later: Any) -> float:
-            return 1e3 * (later.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: told)
     return told
 
 
@@ -74,9 +96,9 @@ EXPECTED = dict.fromkeys(KINDS, 0.0) | {
 }
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), CUDA])
 def test_what_is_inside_counts_once_and_idle_begins_at_the_floor(
-    device: str, clock_time: Time
+    device: torch.device | None, clock_time: Time
 ) -> None:
     clock = Clock(device)
     clock_time.passed = 1e9
@@ -100,7 +122,7 @@ def test_means_leave_the_warm_up_out_where_there_is_more(clock_time: Time) -> No
 
 
 def test_a_gpu_is_read_when_it_has_passed_and_never_waited_for(clock_time: Time) -> None:
-    clock = Clock("cuda")
+    clock = Clock(CUDA)
     a_step(clock, clock_time)
     assert clock.last is None  # the GPU has not begun
     end_of_first = clock_time.now
@@ -110,6 +132,64 @@ def test_a_gpu_is_read_when_it_has_passed_and_never_waited_for(clock_time: Time)
     assert clock_time.passed == end_of_first
     assert clock.means() == pytest.approx(EXPECTED)  # the end waits
     assert clock_time.passed == clock_time.now
+
+
+def test_on_a_gpu_one_step_of_seven_is_marked_after_the_warm_up(clock_time: Time) -> None:
+    clock, marked, known = Clock(CUDA), [], []
+    for number in range(1, 20):
+        before = clock_time.recorded
+        a_step(clock, clock_time)
+        clock_time.passed = clock_time.now
+        if clock_time.recorded > before:
+            marked.append(number)
+        if clock.last is not None:
+            assert clock.last == pytest.approx(EXPECTED)
+            known.append(number)
+    assert marked == [1, 2, 3, 4, 11, 18]
+    assert known == [n + 1 for n in marked]  # told in the line of the step after
+    assert clock_time.recorded == 8 * len(marked)
+    assert clock.means() == pytest.approx(EXPECTED)
+
+
+def test_what_another_stream_does_takes_no_time_of_the_compute_stream(clock_time: Time) -> None:
+    """FSDP2 calls its collectives while a stream of its own is current."""
+    clock = Clock(CUDA)
+    clock.start_step()
+    with clock.within("backward"):
+        clock_time.now += 2
+        clock_time.stream = "reduce-scatter"
+        with clock.within("dp"):
+            clock_time.now += 3
+        clock_time.stream = "compute"
+        clock_time.now += 1
+    clock.end_step()
+    assert clock.means() == pytest.approx(dict.fromkeys(KINDS, 0.0) | {"backward": 6.0})
+
+
+@pytest.mark.parametrize(("device", "tp_s", "forward_s"), [(None, 5.0, 1.0), (CUDA, 3.0, 3.0)])
+def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
+    device: torch.device | None, tp_s: float, forward_s: float, clock_time: Time
+) -> None:
+    class Work:
+        def wait(self) -> None:
+            clock_time.now += 3
+
+    @timed
+    def start(tensor: torch.Tensor, group: Group) -> Work:
+        clock_time.now += 2
+        return Work()
+
+    clock = Clock(device)
+    group = Group("tp", (0, 1), 0, None, clock=clock)
+    clock.start_step()
+    with clock.within("forward"):
+        work = start(torch.zeros(1), group)
+        clock_time.now += 1
+        work.wait()
+    clock.end_step()
+    means = clock.means()
+    assert (means["tp"], means["forward"]) == pytest.approx((tp_s, forward_s))
+    assert clock_time.recorded == (6 if device else 0)  # of the step, the forward and the wait
 
 
 def test_stages_are_means_over_their_ranks() -> None:

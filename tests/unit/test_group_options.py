@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,13 @@ from parallel3d.config_groups import parse_nccl_env, parse_nccl_settings
 from parallel3d.errors import UserError
 from parallel3d.topology import process_groups
 from parallel3d.topology.cluster import Cluster, Link
-from parallel3d.topology.group_options import Interfaces, set_nccl_options
+from parallel3d.topology.group_options import (
+    NOTHING,
+    Interfaces,
+    nccl_options,
+    nccl_settings,
+    set_nccl_options,
+)
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import Placement
 from parallel3d.topology.process_groups import ProcessGroups
@@ -60,15 +67,30 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(nics: None)
 # --- NCCL -------------------------------------------------------------------------------------
 
 
-def options() -> SimpleNamespace:
-    config = SimpleNamespace(min_ctas=None, max_ctas=None, cga_cluster_size=None)
-    return SimpleNamespace(is_high_priority_stream=False, config=config)
+DP_CTAS = (False, (("max_ctas", 8),))
+
+
+class Options:
+    """`ProcessGroupNCCL.Options`, by its names."""
+
+    def __init__(self) -> None:
+        self._timeout = datetime.timedelta(0)
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None, cga_cluster_size=None)
+
+
+class Backend:
+    """A backend of the world, as far as its groups' options are concerned."""
+
+    def __init__(self, supports_splitting: bool = True) -> None:
+        self.supports_splitting = supports_splitting
+        self.options = Options()
 
 
 def test_tensor_and_pipeline_groups_get_priority_streams_unless_told_otherwise() -> None:
     found = {}
     for kind in ("tp", "pp", "dp", "embedding"):
-        chosen = options()
+        chosen = Options()
         set_nccl_options(chosen, kind, LaunchConfig())
         found[kind] = chosen.is_high_priority_stream
     assert found == {"tp": True, "pp": True, "dp": False, "embedding": False}
@@ -76,7 +98,7 @@ def test_tensor_and_pipeline_groups_get_priority_streams_unless_told_otherwise()
 
 def test_settings_reach_the_groups_of_their_kind_alone() -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8", "dp.cga_cluster_size:2", "tp.min_ctas:4"])
-    dp, tp = options(), options()
+    dp, tp = Options(), Options()
     set_nccl_options(dp, "dp", launch)
     set_nccl_options(tp, "tp", launch)
     assert vars(dp.config) == {"min_ctas": None, "max_ctas": 8, "cga_cluster_size": 2}
@@ -89,14 +111,28 @@ def test_a_setting_that_this_torch_lacks_is_refused() -> None:
         set_nccl_options(old, "dp", LaunchConfig(nccl_settings=["dp.max_ctas:8"]))
 
 
+def test_a_groups_options_are_of_the_class_of_the_worlds_own() -> None:
+    launch = LaunchConfig(nccl_settings=["tp.max_ctas:8"])
+    made = nccl_options("tp", launch, datetime.timedelta(seconds=5), Backend())
+    assert type(made) is Options
+    assert (made._timeout.seconds, made.is_high_priority_stream) == (5, True)
+    assert made.config.max_ctas == 8
+    assert Backend().options.config.max_ctas is None  # the world's own stay
+
+
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="this torch has no NCCL")
 def test_torchs_own_options_take_the_settings() -> None:
-    from parallel3d.topology.group_options import nccl_options
-
+    world = SimpleNamespace(options=dist.ProcessGroupNCCL.Options())
     launch = LaunchConfig(nccl_settings=["tp.max_ctas:8"])
-    made = nccl_options("tp", launch, datetime.timedelta(seconds=5))
+    made = nccl_options("tp", launch, datetime.timedelta(seconds=5), world)
     assert made.is_high_priority_stream
     assert made.config.max_ctas == 8
+
+
+def test_settings_of_dp_are_those_of_its_two_levels() -> None:
+    launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
+    assert nccl_settings("dp_inner", launch) == nccl_settings("dp", launch) == DP_CTAS
+    assert nccl_settings("embedding", launch) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -133,27 +169,126 @@ def test_a_rank_file_and_placement_file_go_together(more: dict, sentence: str) -
         check_config(Config(**more))
 
 
-def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls that would reach NCCL, recorded: this machine has no GPU."""
-    calls = []
+class World:
+    def __init__(self, splits: bool) -> None:
+        self._get_backend = lambda device: Backend(splits)
 
-    def split_group(**said: object) -> object:
-        calls.append(said)
+
+class Recorded:
+    """A world of NCCL as far as groups are concerned: what it is asked to make and to destroy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, rank: int, splits: bool = True):
+        self.splits: list[dict] = []
+        self.enumerated: list[str] = []
+        self.destroyed: list[object] = []
+        monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=World(splits)))
+        monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "split_group", self.split_group)
+        monkeypatch.setattr(dist, "new_subgroups_by_enumeration", self.enumerate)
+        monkeypatch.setattr(dist, "destroy_process_group", self.destroyed.append)
+        monkeypatch.setattr(process_groups, "_mesh", lambda *_: None)
+
+    def split_group(self, **said: Any) -> object:
+        self.splits.append(said)
         return f"group {said['group_desc']}"
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
-    monkeypatch.setattr(dist, "get_rank", lambda: 5)
-    monkeypatch.setattr(dist, "split_group", split_group)
-    monkeypatch.setattr(process_groups, "_mesh", lambda *_: None)
-    monkeypatch.setattr(process_groups, "nccl_options", lambda kind, *_: f"options of {kind}")
+    def enumerate(self, all_ranks: object, **said: Any) -> tuple[object, None]:
+        self.enumerated.append(said["group_desc"])
+        return f"group {said['group_desc']}", None
+
+    def kinds(self) -> list[str]:
+        return [said["group_desc"] for said in self.splits]
+
+
+def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that would reach NCCL, recorded: this machine has no GPU."""
+    recorded = Recorded(monkeypatch, ranks=16, rank=5)
     layout = Layout(tp=2, pp=4, dp=2)
     groups = ProcessGroups.create(layout, "cuda")
-    assert [call["group_desc"] for call in calls] == ["tp", "dp", "pp", "embedding"]
-    assert [call["pg_options"] for call in calls][:2] == ["options of tp", "options of dp"]
+    calls = recorded.splits
+    assert recorded.kinds() == ["tp", "dp", "pp", "embedding"]
+    assert [call["pg_options"].is_high_priority_stream for call in calls] == [1, 0, 1, 0]
     assert calls[0]["split_ranks"] == layout.groups("tp")
     assert calls[3]["split_ranks"][0] == [0, 12]  # first and last stage
     assert groups.pp.handle == "group pp"
     assert groups.embedding.handle is None  # rank 5 is on a middle stage
+    assert groups.world.handle is dist.group.WORLD
+
+
+def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch, ranks=8, rank=5, splits=False)
+    ProcessGroups.create(Layout(tp=2, pp=2, dp=2), "cuda")
+    assert (recorded.kinds(), recorded.enumerated) == ([], ["tp", "dp", "pp"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "launch", "made"),
+    [
+        # tp asks for a priority stream: a communicator of its own, though its ranks are the world.
+        (Layout(tp=8), LaunchConfig(), ["tp"]),
+        (Layout(dp=8), LaunchConfig(), []),
+        (Layout(dp=8), LaunchConfig(nccl_settings=["dp.max_ctas:8"]), ["dp"]),
+        (Layout(dp=8), LaunchConfig(nccl_high_priority=["dp"]), ["dp"]),
+        (Layout(tp=8), LaunchConfig(nccl_high_priority=[]), []),
+        # The two ends of two stages are the pipeline: one communicator does, unless they ask.
+        (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp"]),
+        (
+            Layout(pp=2, dp=4),
+            LaunchConfig(nccl_settings=["embedding.max_ctas:2"]),
+            ["dp", "pp", "embedding"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_asked_of_a_kind_reaches_it_also_where_its_ranks_are_the_world(
+    layout: Layout, launch: LaunchConfig, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(monkeypatch, ranks=8, rank=5)
+    groups = ProcessGroups.create(layout, "cuda", launch=launch)
+    assert recorded.kinds() == made
+    for said in recorded.splits:
+        options = said["pg_options"]
+        assert options.is_high_priority_stream == (said["group_desc"] in launch.nccl_high_priority)
+    assert groups.world.handle is dist.group.WORLD  # the loss's sums stay off the bounded ones
+    whole = groups.tp if layout.tp > 1 else groups.dp
+    if whole.size == 8 and not made:
+        assert whole.handle is dist.group.WORLD
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_groups_are_destroyed_in_the_order_in_which_they_were_made(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members of a NCCL group destroy it together: another order on another rank is a deadlock."""
+    recorded = Recorded(monkeypatch, ranks=16, rank=rank)
+    handles = {}
+
+    class Handle:
+        """Whose hash is its address, as a process group's: a set's order differs by rank."""
+
+    def split_group(**said: Any) -> object:
+        return handles.setdefault(said["group_desc"], Handle())
+
+    monkeypatch.setattr(dist, "split_group", split_group)
+    groups = ProcessGroups.create(Layout(tp=2, pp=4, dp=2), "cuda")
+    groups.close()
+    order = ["tp", "dp", "pp", "embedding"]
+    # Rank 5 is on a middle stage, and no member of the embedding's.
+    assert recorded.destroyed == [handles[kind] for kind in (order if rank == 0 else order[:3])]
+
+
+def test_a_group_of_two_names_is_destroyed_once_and_the_world_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch, ranks=8, rank=5)
+    ProcessGroups.create(Layout(pp=2, dp=4), "cuda").close()
+    assert recorded.destroyed == ["group dp", "group pp"]
+    recorded.destroyed.clear()
+    ProcessGroups.create(Layout(dp=8), "cuda").close()
+    assert recorded.destroyed == []
 
 
 def test_nccl_variables_of_the_cluster_file_are_read_and_others_refused() -> None:

@@ -1,0 +1,105 @@
+"""What ranks tell each other outside of training: JSON, and boxes as bare bytes; no pickle."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Never
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d import exchange
+from parallel3d.checkpoint import gather
+from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import make_trainer, plain_groups
+from tests.distributed.pool import Pool
+
+CPU = torch.device("cpu")
+# Of unequal lengths, with nothing, with a letter of several bytes.
+WORDS = [None, ["a", (1, 2.5)], "die größte", {"x": [True] * 100}]
+AS_JSON = [None, ["a", [1, 2.5]], "die größte", {"x": [True] * 100}]
+
+
+def told() -> dict[str, Any]:
+    rank = dist.get_rank()
+    # A group of its own: its first member is not the world's.
+    pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    found = {
+        "all": exchange.all_gather_json(WORDS[rank], dist.group.WORLD, CPU),
+        "pair": exchange.all_gather_json(WORDS[rank], pair, CPU),
+        "first": exchange.gather_json(WORDS[rank], pair, CPU),
+        "broadcast": exchange.broadcast_json(WORDS[rank], pair, CPU),
+        "alone": exchange.all_gather_json((rank,), None, CPU),
+    }
+    dist.destroy_process_group(pair)
+    return found
+
+
+def test_every_member_hears_what_the_others_say(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(4, told)):
+        of_pair = AS_JSON[:2] if rank < 2 else AS_JSON[2:]
+        assert found["all"] == AS_JSON
+        assert found["pair"] == of_pair
+        assert found["first"] == (of_pair if rank % 2 == 0 else [])
+        assert found["broadcast"] == of_pair[0]
+        assert found["alone"] == [[rank]]
+
+
+def refuse(*_: object, **__: object) -> Never:
+    raise AssertionError("something is pickled")
+
+
+def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
+    """The boxes of a small model as rank 0 gets them, while nothing may be pickled."""
+    groups = plain_groups(Layout(tp=2, pp=2))
+    trainer = make_trainer(Case(Problem("gpt_tiny", "sgd", tied=True)), groups)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "MESSAGE_BYTES", message_bytes)
+        for name in ("Pickler", "Unpickler", "dumps", "loads"):
+            patch.setattr(pickle, name, refuse)
+        for module in (dist, dist.distributed_c10d):
+            patch.setattr(module, "gather_object", refuse)
+            patch.setattr(module, "_object_to_tensor", refuse, raising=False)
+        boxes = gather.gather_boxes(trainer.parameters.values(), groups)
+        full = trainer.full_parameters()
+    groups.close()
+    for _, piece, box in boxes:
+        assert isinstance(piece, Piece)
+        assert torch.equal(box, piece.of_full(full[piece.name]))
+    return [(rank, piece.name, box.flatten()[:2].tolist()) for rank, piece, box in boxes]
+
+
+def test_boxes_come_whole_whatever_the_messages(pool: Pool) -> None:
+    at_once, *others = pool.run(4, boxes_of_all, 1 << 26)
+    assert others == [[], [], []]
+    assert [rank for rank, *_ in at_once] == sorted(rank for rank, *_ in at_once)
+    assert {rank for rank, *_ in at_once} == {0, 1, 2, 3}
+    assert pool.run(4, boxes_of_all, 1000)[0] == at_once
+
+
+def mixed_types() -> list[tuple[str, int]]:
+    """A type of one byte before wider ones: what follows it is not aligned in the message."""
+    groups = plain_groups(Layout(tp=2))
+    types = (torch.uint8, torch.bfloat16, torch.float64)
+    boxes = [
+        (Piece(f"p{i}", (3,), (0,), (3,)), torch.full((3,), groups.rank + 1).to(dtype))
+        for i, dtype in enumerate(types)
+    ]
+    found = gather._gather(boxes, CPU, groups)
+    groups.close()
+    return [(str(box.dtype), int(box.sum())) for _, _, box in found]
+
+
+def test_boxes_of_any_type_keep_it(pool: Pool) -> None:
+    names = [f"torch.{name}" for name in ("uint8", "bfloat16", "float64")]
+    assert pool.run(2, mixed_types)[0] == [(n, 3) for n in names] + [(n, 6) for n in names]
+
+
+def test_small_boxes_travel_together_and_large_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "MESSAGE_BYTES", 10)
+    spans = [list(span) for span in gather.messages([4, 6, 1, 30, 2, 8, 1])]
+    assert spans == [[0, 1], [2], [3], [4, 5], [6]]
+    assert list(gather.messages([])) == []

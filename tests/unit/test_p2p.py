@@ -1,0 +1,60 @@
+"""How messages between stages go out on an accelerator, by recorded calls: this machine has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d import accelerator, timed
+from parallel3d.pipeline.p2p import post
+from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.topology.process_groups import Group
+
+PP = Group("pp", (3, 7, 11), 1, None)
+
+
+class Work:
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+class Batches:
+    """`batch_isend_irecv` as NCCL has it: a batch has one handle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[list[tuple[object, int]]] = []
+        self.works: list[Work] = []
+        monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, *_: (op, peer))
+        monkeypatch.setattr(dist, "batch_isend_irecv", self.start)
+        monkeypatch.setattr(accelerator, "is_on_accelerator", lambda tensor: True)
+
+    def start(self, operations: list) -> list[Work]:
+        self.said.append(operations)
+        self.works.append(Work())
+        return self.works[-1:]
+
+
+def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = Batches(monkeypatch)
+    messages = [(Action(Kind.SEND_F, 1), torch.ones(2)), (Action(Kind.RECV_B, 0), torch.empty(2))]
+    transfers = post(messages, PP)
+    assert batches.said == [[(dist.isend, 11), (dist.irecv, 11)]]
+    assert [t.action for t in transfers] == [action for action, _ in messages]
+    for transfer in transfers:
+        transfer.work.wait()
+    assert batches.works[0].waits == 2
+
+
+def test_the_floor_is_measured_as_messages_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(monkeypatch)
+    for first, ways in ((True, [dist.isend, dist.irecv]), (False, [dist.irecv, dist.isend])):
+        batches.said.clear()
+        timed._ping(PP, 7, torch.zeros(1), first)
+        assert batches.said == [[(way, 7)] for way in ways]
+    assert [work.waits for work in batches.works] == [1] * 4
