@@ -9,6 +9,9 @@ What NCCL does and gloo does not:
 - All members call the same operations in the same order, by position and not by tag, and a group is
   made and destroyed by all of its members in one order. Here every operation carries what it is, and
   members that differ are told so, both named.
+
+Where tensors have no values (`data="meta"`) there is nobody to talk to: one process is one rank of
+any world, every collective and message is done at its `wait()`, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -110,8 +113,7 @@ class Started(dist.Work):
             return
         self.ended = True
         for output, value in zip(self.outputs, self.finish(), strict=True):
-            if not output.data_.is_meta:
-                output.data_.copy_(value.view(output.shape))
+            output.data_.copy_(value.view(output.shape))
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()
@@ -144,8 +146,10 @@ class PretendedNCCL(dist.ProcessGroup):
         self.stream = Stream(self.index)
         self.name, self.description, self.calls = "", "", 0
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
-        parts = [dist.PrefixStore(name, store) for name in ("data", "headers")]
-        self.gloo, self.headers = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
+        self.alone = this_machine().data == "meta"
+        if not self.alone:
+            parts = [dist.PrefixStore(name, store) for name in ("data", "headers")]
+            self.gloo, self.headers = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
 
     # --- what torch.distributed asks of a group -----------------------------------------------
 
@@ -199,6 +203,8 @@ class PretendedNCCL(dist.ProcessGroup):
 
     def meet(self) -> None:
         """Members tell each other their devices. Raises RuntimeError where two share one."""
+        if self.alone:
+            return
         host = zlib.crc32(socket.gethostname().encode())
         mine = torch.tensor([[host, self.index]])
         for at, other in enumerate(self._gathered(mine)):
@@ -234,7 +240,7 @@ class PretendedNCCL(dist.ProcessGroup):
     def shutdown(self) -> None:
         """All members destroy it, at the same place among those that they share with others."""
         self.world.closed.append(self.description or "world")
-        if self.world is self and self._size > 1:
+        if self.world is self and self._size > 1 and not self.alone:
             self._compare_ends()
 
     abort = shutdown
@@ -263,7 +269,8 @@ class PretendedNCCL(dist.ProcessGroup):
         return f"{NAMES[name]} number {number} ({what}[{numel}], {extra})"
 
     def _agree(self, header: Tensor) -> None:
-        self._compare(header, self._gathered(header))
+        if not self.alone:
+            self._compare(header, self._gathered(header))
 
     def _compare(self, mine: Tensor, everyone: Sequence[Tensor]) -> None:
         for at, other in enumerate(everyone):
@@ -300,12 +307,14 @@ class PretendedNCCL(dist.ProcessGroup):
     ) -> Started:
         """Starts a collective: `run` takes copies of the inputs and returns what ends it."""
         self._check(name, [*inputs, *outputs])
+        if self.alone:
+            return self._alone(name, inputs, outputs)
         mine = self._header(name, (inputs or outputs)[0], extra)
         copies = [t.data_.detach().clone() for t in inputs]
         self._on_stream(name, inputs, outputs)
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
         checking = self.headers.allgather([everyone], [mine])
-        finish = (lambda: copies) if self._meta(inputs) else run(copies)
+        finish = run(copies)
 
         def end() -> Sequence[Tensor]:
             checking.wait()
@@ -314,8 +323,10 @@ class PretendedNCCL(dist.ProcessGroup):
 
         return Started(self.stream, end, outputs, (inputs, outputs))
 
-    def _meta(self, tensors: Sequence[PretendedTensor]) -> bool:
-        return any(t.data_.is_meta for t in tensors)
+    def _alone(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Started:
+        """A collective or message without others, whose values nobody has."""
+        self._on_stream(name, inputs, outputs)
+        return Started(self.stream, list, [], (inputs, outputs))
 
     def _on_stream(
         self, name: str, inputs: Sequence[PretendedTensor], outputs: Sequence[PretendedTensor]
@@ -324,7 +335,9 @@ class PretendedNCCL(dist.ProcessGroup):
         machine = this_machine()
         current = Stream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
-        reads, writes = ([machine.use(t.data_, t.index) for t in some] for some in (inputs, outputs))
+        reads, writes = (
+            [machine.use(t.data_, t.index) for t in some] for some in (inputs, outputs)
+        )
         for observer in machine.observers:
             observer.collective(name, self, (inputs or outputs)[0].data_)
         machine.launch(Kernel(name, self.stream.number, reads, writes))
@@ -432,9 +445,7 @@ class PretendedNCCL(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Together:
         """The host waits, as it does for NCCL's."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
-        started = self._start(
-            "barrier", [token], [token], lambda copies: lambda: copies
-        )
+        started = self._start("barrier", [token], [token], lambda copies: lambda: copies)
         started.wait()
         this_machine().wait_for_stream(self.stream.number, "a barrier")
         return Together([started])
@@ -450,24 +461,26 @@ class PretendedNCCL(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Started:
         (tensor,) = tensors
         self._check("send", tensors)
+        if self.alone:
+            return self._alone("send", tensors, [])
         header, number = self._message(self._rank, target, tensor, tag)
         copy = tensor.data_.detach().clone()
         self._on_stream("send", tensors, [])
         works = [self.headers.send([header], target, number)]
-        if not copy.is_meta:
-            works.append(self.gloo.send([copy.view(-1).view(torch.uint8)], target, number))
+        works.append(self.gloo.send([copy.view(-1).view(torch.uint8)], target, number))
         return Started(self.stream, lambda: [w.wait() for w in works][:0], [], (tensors, copy))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Started:
         (tensor,) = tensors
         self._check("receive", tensors)
+        if self.alone:
+            return self._alone("receive", [], tensors)
         header, number = self._message(source, self._rank, tensor, tag)
         self._on_stream("receive", [], tensors)
         theirs = torch.empty_like(header)
         heading = self.headers.recv([theirs], source, number)
-        is_meta = tensor.data_.is_meta
-        data = torch.empty(0 if is_meta else tensor.nbytes, dtype=torch.uint8)
-        coming = None if is_meta else self.gloo.recv([data], source, number)
+        data = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        coming = self.gloo.recv([data], source, number)
 
         def end() -> Sequence[Tensor]:
             heading.wait()
@@ -476,8 +489,7 @@ class PretendedNCCL(dist.ProcessGroup):
                     f"member {self._rank} of {self.description} receives {_sizes(header)} as "
                     f"message {number} of member {source}, which sent {_sizes(theirs)}"
                 )
-            if coming is not None:
-                coming.wait()
+            coming.wait()
             return [data.view(tensor.dtype)]
 
         return Started(self.stream, end, tensors, tensors)
