@@ -28,6 +28,13 @@ def module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def has_values(device: torch.device) -> bool:
+    """Whether tensors on `device` hold numbers: not on meta, nor on a pretended one in a dry run."""
+    if not is_accelerator(device):
+        return device.type != "meta"
+    return getattr(module(device), "has_values", True)
+
+
 def backend_of(device: torch.device) -> str:
     """The process-group backend that takes tensors on `device`: gloo, nccl, …"""
     return dist.get_default_backend_for_device(device)
