@@ -23,6 +23,7 @@ from benchmarks.gpu_rows import (
     seconds_of,
     speed,
 )
+from parallel3d.accelerator import is_accelerator
 from parallel3d.config import ModelConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -37,8 +38,8 @@ def train(
     loss: Loss,
 ) -> dict[str, Any]:
     """Times the usual training loop; `loss(tokens, labels)` is a micro-batch's mean."""
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=on_gpu)
+    fused = is_accelerator(device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=fused)
     source, parts = RandomTokens(model), size.sequences // micro_batch
     tokens = torch.stack(
         [torch.from_numpy(source.sample(i).tokens) for i in range(size.sequences)]

@@ -60,6 +60,18 @@ def name(device: torch.device) -> str:
     return module(device).get_device_name(device) if is_accelerator(device) else "CPU"
 
 
+def bus_id(device: torch.device) -> str | None:
+    """Its PCI address as Linux writes it ("0000:1b:00.0"); None if it has none or does not say."""
+    if not is_accelerator(device):
+        return None
+    facts = module(device).get_device_properties(device)
+    try:
+        domain, bus, slot = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`, without waiting for the copy.
 

@@ -32,10 +32,11 @@ from parallel3d.devices import HostError, check_precision_of, choose_device
 from parallel3d.errors import UserError, nearest
 from parallel3d.failure import full_stop
 from parallel3d.generate_start import GENERATE, start_generate, take_prompt
+from parallel3d.gpu_environment import gpu_environment
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.meeting import CAN_GO_ON
 from parallel3d.run_directory import check_run, make_run_directory, take_run
-from parallel3d.worker import APPS, USER_ERROR, run_alone, run_joined, say
+from parallel3d.worker import APPS, USER_ERROR, run_here, run_joined, say
 
 INTERRUPTED = 130
 READER_GONE = 141
@@ -156,7 +157,8 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)
-        return run_joined(app, _checked_here(app, _numbered(config), place), place)
+        config = _numbered(config)
+        return run_joined(app, config, place, _checked_here(app, config, place))
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
@@ -192,7 +194,7 @@ def _start(app: str, config: Config) -> int:
     may_go_on = app in CAN_GO_ON
     check_run(config, number, may_go_on=may_go_on)
     device = choose_device(config.device, world_size)
-    check_precision_of(device, config.precision.name)
+    check_precision_of(device.kind, config.precision.name)
     _check_data(app, config)
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
@@ -200,25 +202,27 @@ def _start(app: str, config: Config) -> int:
     job_id = os.environ.get("SLURM_JOB_ID")
     config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
     take_run(config, run_dir)
-    if world_size == 1:
-        return run_alone(app, config, run_dir, device)
-    from parallel3d.local_workers import run_local_workers  # imports torch
-
-    return run_local_workers(app, config, run_dir, world_size, device)
+    return run_here(app, config, run_dir, world_size, device)
 
 
-def _checked_here(app: str, config: Config, place: Place) -> Config:
-    """The configuration, after what only this host can tell: its devices and its data."""
+def _checked_here(app: str, config: Config, place: Place) -> str:
+    """The type of device of this host's ranks, after what only the host can tell: that, its data.
+
+    Sets the variables that ranks on GPUs want: counting the GPUs starts CUDA, which reads them.
+    """
     try:
+        os.environ.update(gpu_environment(config, config.device, os.environ))
         slurm = place.launcher == "slurm"
         device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
-        check_precision_of(device, config.precision.name)
+        check_precision_of(device.kind, config.precision.name)
         _check_data(app, config)
     except UserError as error:
         if place.rank == 0:
             raise
         raise HostError(f"on host {socket.gethostname()}: {error}") from None
-    return config
+    if device.note and place.local_rank == 0:
+        say(device.note)
+    return device.kind
 
 
 def _check_data(app: str, config: Config) -> None:

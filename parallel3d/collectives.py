@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.operation_log import logged
 from parallel3d.timed import kind_of, timed
 from parallel3d.topology.process_groups import Group
@@ -105,6 +106,27 @@ def own_shard(tensor: Tensor, group: Group) -> Tensor:
     return tensor.chunk(group.size)[group.index]
 
 
+def _gather_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
+    """The backend's gather of `tensor` (n, ...) into `out` (size · n, ...).
+
+    `tensor` may be this rank's part of `out` where the backend knows gathers in place, as NCCL
+    does: nothing is copied then.
+    """
+    if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
+        return dist.all_gather_single(out, tensor, group=group.handle, async_op=True)
+    return dist.all_gather_into_tensor(out, tensor, group=group.handle, async_op=True)
+
+
+def _scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
+    """The backend's sum of `tensor` (size · n, ...), of which `out` (n, ...) gets this rank's part.
+
+    `out` may be that part of `tensor`, under the same condition.
+    """
+    if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
+        return dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
+    return dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True)
+
+
 @timed
 @logged
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
@@ -116,10 +138,26 @@ def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
     if group.size == 1:
         return Done()
     own = own_shard(tensor, group)
-    if group.shared is not None and tensor.device.type == "cpu":
+    if is_on_accelerator(tensor):
+        return _scatter_into(own, tensor, group)
+    if group.shared is not None:
         return group.shared.reduce_scatter_in_pieces(tensor, own)
     out, work = reduce_scatter_async(tensor, group)
     return Then(work, lambda: own.copy_(out))
+
+
+def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
+    """`reduce_scatter_bucket` whose shard is written to `out` (n,); `tensor` is undefined after."""
+
+    @timed
+    @logged
+    def reduce_scatter(tensor: Tensor, group: Group) -> Work:
+        return _scatter_into(out, tensor, group)
+
+    if group.size > 1 and is_on_accelerator(tensor):
+        return reduce_scatter(tensor, group)
+    work = reduce_scatter_bucket(tensor, group)
+    return Then(work, lambda: out.copy_(own_shard(tensor, group)))
 
 
 @timed
@@ -129,7 +167,9 @@ def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
     if group.size == 1:
         return Done()
     own = own_shard(tensor, group)
-    if group.shared is not None and tensor.device.type == "cpu":
+    if is_on_accelerator(tensor):
+        return _gather_into(tensor, own, group)
+    if group.shared is not None:
         return group.shared.all_gather_in_pieces(own, tensor)
     out, work = all_gather_async(own, group)
     return Then(work, lambda: tensor.copy_(out))
@@ -170,9 +210,7 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
         halves = out.chunk(2)
         halves[group.index].copy_(tensor)
         return out, PairExchange(tensor, halves[1 - group.index], group)
-    if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
-        return out, dist.all_gather_single(out, tensor, group=group.handle, async_op=True)
-    return out, dist.all_gather_into_tensor(out, tensor, group=group.handle, async_op=True)
+    return out, _gather_into(out, tensor, group)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
@@ -197,9 +235,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
         mine, theirs = halves[group.index].clone(), halves[1 - group.index]
         return mine, PairExchange(theirs, torch.empty_like(mine), group, add_to=mine)
     out = tensor.new_empty(tensor.shape[0] // group.size, *tensor.shape[1:])
-    if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
-        return out, dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
-    return out, dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True)
+    return out, _scatter_into(out, tensor, group)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:

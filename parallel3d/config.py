@@ -119,7 +119,13 @@ class Config:
         differs="there a folder; here the name of a folder inside runs_dir",
     )
     runs_dir: str = key("runs", "folder of all runs")
-    device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = key(
+        "auto",
+        "where to compute; auto: on GPUs (CUDA or ROCm) if each rank has one, else on the CPU; "
+        "pretend: an accelerator played on the CPU, which finds races and host waits: for tests, "
+        "slow",
+        choices=("auto", "cpu", "cuda", "pretend"),
+    )
     compile: bool = key(
         False,
         "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "

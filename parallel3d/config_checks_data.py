@@ -25,6 +25,11 @@ def _check_fully_sharded(config: Config, dp: int) -> None:
             f"ddp.bucket_order=measured orders gradient buckets, and zero={config.zero} has none; "
             "the nearest is ddp.bucket_order=model."
         )
+    if config.zero < 2 and config.ddp.reduce_every_microbatch:
+        raise UserError(
+            f"ddp.reduce_every_microbatch=true is read by zero=2 and zero=3 alone, but "
+            f"zero={config.zero}; the nearest is ddp.reduce_every_microbatch=null."
+        )
     if size is None:
         return
     if config.zero < 2:

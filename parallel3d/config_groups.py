@@ -75,11 +75,14 @@ def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
 def parse_nccl_env(words: list[str]) -> dict[str, str]:
     """Value by variable of each `NCCL_CROSS_NIC:0`; a value may have colons of its own.
 
+    Besides NCCL's variables those of torch's part of it pass: TORCH_NCCL_… and the flight
+    recorder's TORCH_FR_….
+
     Raises UserError for a word that cannot be read or names a variable of something else.
     """
     variables = {}
     for word in words:
-        match = re.fullmatch(r"((?:TORCH_)?NCCL_[A-Z0-9_]+):(.+)", word)
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", word)
         if match is None:
             raise UserError(
                 f"cluster.nccl_env={show(word)} must be a variable of NCCL and its value; the "

@@ -13,7 +13,8 @@ class DataParallelConfig:
 
     bucket_cap_mb: float | None = key(
         None,
-        "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25",
+        "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25, or "
+        "128 on a GPU",
         above=0,
         megatron="--ddp-bucket-size",
         differs="there a number of parameters, here MiB of gradients",
@@ -51,6 +52,22 @@ class DataParallelConfig:
         "replicas (HSDP); null: all of dp",
         minimum=1,
     )
+    reduce_every_microbatch: bool | None = key(
+        None,
+        "zero=2 and 3: reduce-scatter the gradients in every backward, so that none are held "
+        "whole, or (false) add them up whole and reduce-scatter once a step; null: true under "
+        "zero=3, false under zero=2",
+    )
+
+    def reduces_every_microbatch(self, zero: int) -> bool:
+        """`reduce_every_microbatch` under a stage of ZeRO, 2 or 3, decided where it is null.
+
+        Whoever takes stage 3 is short of memory, and whole gradients in fp32 take twice that of
+        the bf16 parameters which it frees. Stage 2 keeps the parameters, and sends less.
+        """
+        if self.reduce_every_microbatch is None:
+            return zero == 3
+        return self.reduce_every_microbatch
 
 
 @dataclass
@@ -144,6 +161,11 @@ class LaunchConfig:
         True,
         "CPU ranks keep the memory that they free, in huge pages where the system offers them "
         "(Linux with glibc); false: the C library's own ways",
+    )
+    numa_binding: bool = key(
+        True,
+        "keep each rank on the CPUs of its GPU's NUMA node, unless whoever started it has chosen "
+        "its CPUs already",
     )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0

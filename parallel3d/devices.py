@@ -11,40 +11,78 @@ import os
 import runpy
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.errors import UserError
+
+CPU = "cpu"
+PRETEND = "pretend"  # parallel3d.pretend, an accelerator played on the CPU
+PRETENDED = 8  # devices that it shows
 
 
 class HostError(UserError):
     """A user error that may be true on this host alone: every host says its own."""
 
 
-def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> str:
-    """ "cuda" or "cpu" for the `ranks_here` ranks of this host, as `device=requested` asks.
+class Choice(NamedTuple):
+    """The type of device that the ranks of a host take.
+
+    `note` is a sentence to say once for the host: why device=auto passes its GPUs over.
+    """
+
+    kind: str
+    note: str = ""
+
+
+def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> Choice:
+    """The device type for the `ranks_here` ranks of this host, as `device=requested` asks.
 
     `one_gpu_each` says that the launcher shows every rank its own GPU only (Slurm's GPU binding),
-    so that seeing one is enough. Raises HostError if CUDA is asked for and absent, or if there are
-    fewer GPUs than ranks.
+    so that seeing one is enough. Raises HostError if CUDA is asked for and absent, too old, or if
+    there are fewer GPUs than ranks; device=auto takes the CPU then.
     """
-    if requested == "cpu":
-        return "cpu"
-    gpus = gpu_count()
-    if gpus == 0:
-        if requested == "cuda":
+    if requested in (CPU, PRETEND):
+        return Choice(requested)
+    try:
+        gpus = gpu_count()
+        if gpus == 0 and requested == "cuda":
             raise HostError(f"device=cuda, but {_why_no_gpu()}; use device=cpu or device=auto")
-        return "cpu"
-    if gpus < ranks_here and not (one_gpu_each and gpus == 1):
+        if 0 < gpus < ranks_here and not (one_gpu_each and gpus == 1):
+            raise HostError(
+                f"{ranks_here} ranks need {ranks_here} GPUs, but host {socket.gethostname()} shows "
+                f"{gpus}: use a smaller tp × pp × dp, more hosts, or device=cpu"
+            )
+    except HostError as lack:
+        if requested == "cuda":
+            raise
+        return Choice(CPU, f"device=auto computes on the CPU: {lack}.")
+    return Choice("cuda" if gpus else CPU)
+
+
+def device_of_rank(kind: str, local_rank: int) -> str:
+    """ "cpu" or "<type>:<index>": the device of one rank of this host. Imports torch for a GPU.
+
+    Raises HostError if torch finds no device of that type.
+    """
+    if kind == CPU:
+        return kind
+    count = PRETENDED if kind == PRETEND else _torch_count(kind)
+    if count == 0:
         raise HostError(
-            f"{ranks_here} ranks need {ranks_here} GPUs, but host {socket.gethostname()} shows "
-            f"{gpus}: use a smaller tp × pp × dp, more hosts, or device=cpu"
+            f"torch finds no device of type {kind} on host {socket.gethostname()}; use device=cpu"
         )
-    return "cuda"
+    return f"{kind}:{local_rank % count}"  # Slurm may show each rank its own GPU alone
+
+
+def _torch_count(kind: str) -> int:
+    import torch
+
+    return torch.get_device_module(kind).device_count()
 
 
 def check_precision_of(device: str, precision: str) -> None:
     """Raises UserError for a precision that `device` ("cpu", "cuda" or "cuda:1") does not have."""
-    if precision == "tf32" and device == "cpu":
+    if precision == "tf32" and device == CPU:
         raise UserError(
             "precision=tf32 is a mode of a GPU's tensor cores, and this run computes on the CPU; "
             "the nearest is precision=fp32."
@@ -52,7 +90,10 @@ def check_precision_of(device: str, precision: str) -> None:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use here: CUDA_VISIBLE_DEVICES and the kind of torch build count."""
+    """GPUs that torch can use here: CUDA_VISIBLE_DEVICES and the kind of torch build count.
+
+    Raises HostError where the driver is too old for the installed torch.
+    """
     build = _torch_build()
     if build.get("hip"):
         import torch  # a ROCm build has no driver library that we could ask more cheaply
@@ -64,10 +105,50 @@ def gpu_count() -> int:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
+    _check_driver(driver, build)
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
+    """Raises HostError if the driver is made for an older CUDA than torch's major version.
+
+    Within a major version CUDA promises that older drivers do.
+    """
+    found = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
+        return
+    major, minor = found.value // 1000, found.value % 1000 // 10
+    wanted = str(build["cuda"])
+    if major < int(wanted.partition(".")[0]):
+        raise HostError(
+            f"host {socket.gethostname()} has a driver for CUDA {major}.{minor}, but the installed "
+            f"torch {build.get('__version__')} is built for CUDA {wanted}: update the driver, "
+            f"install a torch for CUDA {major}, or use device=cpu"
+        )
+
+
+def is_nvidia_build() -> bool:
+    """Whether the installed torch is built for CUDA, not ROCm or a CPU alone."""
+    return bool(_torch_build().get("cuda"))
+
+
+def compute_capability() -> int | None:
+    """Major compute capability of the host's first GPU: 9 is Hopper. None if it cannot be asked.
+
+    Asked of NVML, which leaves CUDA uninitialised: what CUDA reads when it starts can still be set.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)) != 0:
+        return None
+    answer = nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
+    return major.value if answer == 0 else None
 
 
 def cores() -> int:

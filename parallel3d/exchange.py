@@ -9,6 +9,7 @@ None is a group of one.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,23 +22,37 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
 
     Raises TypeError for a value that JSON does not have.
     """
-    mine, lengths = _padded(value, handle, device)
+    word = _as_bytes(value)
     if handle is None:
-        return _values([mine], lengths)
+        return [_value(word)]
+    lengths = _lengths(word, handle, device)
+    mine = word.new_zeros(max(lengths))
+    mine[: word.numel()] = word
+    mine = mine.to(device)
     everyone = [torch.empty_like(mine) for _ in lengths]
     dist.all_gather(everyone, mine, group=handle)
-    return _values(everyone, lengths)
+    return [_value(word[:n].cpu()) for word, n in zip(everyone, lengths, strict=True)]
 
 
 def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """As `all_gather_json` on the group's first member, an empty list elsewhere; collective."""
-    mine, lengths = _padded(value, handle, device)
+    """As `all_gather_json` on the group's first member, an empty list elsewhere; collective.
+
+    The first member's device holds one value at a time.
+    """
+    word = _as_bytes(value)
     if handle is None:
-        return _values([mine], lengths)
-    first = dist.get_rank(handle) == 0
-    everyone = [torch.empty_like(mine) for _ in lengths] if first else None
-    dist.gather(mine, everyone, dist.get_global_rank(handle, 0), group=handle)
-    return _values(everyone, lengths) if first else []
+        return [_value(word)]
+    lengths = _lengths(word, handle, device)
+    first, *others = dist.get_process_group_ranks(handle)
+    if dist.get_rank() != first:
+        transfer(dist.isend, word.to(device), first, handle)
+        return []
+    found = [_value(word)]
+    for peer, length in zip(others, lengths[1:], strict=True):
+        theirs = torch.empty(length, dtype=torch.uint8, device=device)
+        transfer(dist.irecv, theirs, peer, handle)
+        found.append(_value(theirs.cpu()))
+    return found
 
 
 def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> Any:
@@ -57,28 +72,25 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
     return _value(word.cpu())
 
 
-def _padded(
-    value: Any, handle: dist.ProcessGroup | None, device: torch.device
-) -> tuple[Tensor, list[int]]:
-    """`value` as bytes (longest of the group,) on the device, and every member's true length."""
-    word = _as_bytes(value)
-    if handle is None:
-        return word, [word.numel()]
+def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
+    """Sends (dist.isend) or receives (dist.irecv) a tensor to or from world rank `peer`.
+
+    As a batch of one, as NCCL wants messages of two members of a group that has more.
+    """
+    for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
+        work.wait()
+
+
+def _lengths(word: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Bytes of every member's word."""
     mine = torch.tensor([word.numel()], device=device)
     lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size(handle))]
     dist.all_gather(lengths, mine, group=handle)
-    numbers = torch.cat(lengths).tolist()
-    padded = word.new_zeros(max(numbers))
-    padded[: word.numel()] = word
-    return padded.to(device), numbers
+    return torch.cat(lengths).tolist()
 
 
 def _as_bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _values(words: list[Tensor], lengths: list[int]) -> list:
-    return [_value(word[:n].cpu()) for word, n in zip(words, lengths, strict=True)]
 
 
 def _value(word: Tensor) -> Any:

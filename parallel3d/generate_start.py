@@ -19,6 +19,7 @@ from parallel3d.config_checks import check_config
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
 from parallel3d.run_directory import CONFIG_FILE, load_config, save_config
+from parallel3d.worker import run_here
 
 GENERATE = "generate"
 PROMPT_FILE = "prompt.txt"
@@ -58,21 +59,11 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
     save_config(config, folder)
     code = None
     try:
-        code = _run(config, folder, world_size, device)
+        code = run_here(GENERATE, config, folder, world_size, device)
     finally:
         if code != 1:  # else the failure's traceback lies there
             shutil.rmtree(folder, ignore_errors=True)
     return code
-
-
-def _run(config: Config, folder: Path, world_size: int, device: str) -> int:
-    if world_size == 1:
-        from parallel3d.worker import run_alone
-
-        return run_alone(GENERATE, config, folder, device)
-    from parallel3d.local_workers import run_local_workers  # imports torch
-
-    return run_local_workers(GENERATE, config, folder, world_size, device)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

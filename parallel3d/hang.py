@@ -8,66 +8,18 @@ missing     a rank did not come to an operation in which others wait: it is else
 
 Who is at fault cannot be read off two ranks that wait in different places: each lacks the other.
 Training repeats itself, though. A rank that this step did another thing than in the step before,
-where the others did as always, is the one.
+where the others did as always, is the one. Where devices wait instead of hosts, `hang_queues` looks
+at what they were given.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import replace
 
-from parallel3d.operation_log import Departure, Operation
-
-Kind = Literal["dead", "shape", "missing", "unknown"]
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What one rank was doing when it was asked.
-
-    Attributes:
-        who: "rank 3 (pp 0, dp 1, tp 1) on host". phase: "train step 12".
-        place: innermost line of this package on the main thread's stack, "" if there is none.
-        blocked: the function of torch.distributed that the main thread is in, "" if in none.
-        waiting: the noted operation that it waits for. waited_s: how long nothing has moved.
-        ranks, counts: of each group that it is in: its ranks, and operations begun so far.
-        recent: the newest operations, oldest first.
-        departure: where this step differs from the one before; see `OperationLog.departure`.
-    """
-
-    rank: int
-    who: str
-    phase: str
-    place: str = ""
-    blocked: str = ""
-    waiting: Operation | None = None
-    waited_s: float = 0.0
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    recent: tuple[Operation, ...] = ()
-    departure: Departure | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.waiting is not None or bool(self.blocked)
-
-    def doing(self) -> str:
-        """ "waits in all_reduce 5 of dp (float32[8])" or where its code is."""
-        if self.waiting is not None:
-            return f"waits in {self.waiting}"
-        if self.blocked:
-            return f"waits in torch.distributed's {self.blocked}{self.place}"
-        return f"is in {self.phase}{self.place}, in no operation"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why the run hangs; `ranks` are at fault."""
-
-    kind: Kind
-    ranks: tuple[int, ...]
-    sentence: str
+from parallel3d.hang_queues import verdict_of_queues
+from parallel3d.hang_state import Kind, RankState, Verdict
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Verdict:
@@ -79,11 +31,15 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
     """
     if silent:
         return _dead(states, silent)
+    if any(state.queue is None for state in states.values()):
+        states = {rank: replace(state, queue=None) for rank, state in states.items()}
     return (
         _departed(states)
+        or verdict_of_queues(states)
         or _mismatch(states)
         or _elsewhere(states)
         or _behind(states)
+        or _fewer(states)
         or _unknown(states)
     )
 
@@ -94,7 +50,7 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]
     if len(ranks) > 3:
         said += f"; and {len(ranks) - 3} more"
     witness = _witness(states.values(), ranks)
-    return Verdict("dead", ranks, f"{said}: {_waits(witness)}")
+    return Verdict("dead", ranks, f"{said}: {witness.waits()}")
 
 
 def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
@@ -102,22 +58,9 @@ def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
     blamed = set(ranks)
 
     def key(state: RankState) -> tuple[bool, bool, float]:
-        return bool(blamed & _awaited(state)), state.is_waiting, state.waited_s
+        return bool(blamed & state.awaited), state.is_waiting, state.waited_s
 
     return max(states, key=key)
-
-
-def _awaited(state: RankState) -> set[int]:
-    operation = state.waiting
-    if operation is None:
-        return set()
-    if operation.peer is not None:
-        return {operation.peer}
-    return set(state.ranks.get(operation.group, ())) - {state.rank}
-
-
-def _waits(state: RankState) -> str:
-    return f"rank {state.rank} {state.doing()} in {state.phase}, for {state.waited_s:.0f} s"
 
 
 def _departed(states: Mapping[int, RankState]) -> Verdict | None:
@@ -131,7 +74,7 @@ def _departed(states: Mapping[int, RankState]) -> Verdict | None:
     others = _witness((s for s in states.values() if s.departure is None), [state.rank])
     kind: Kind = "shape" if departure.is_other_tensor else "missing"
     now = "" if kind == "shape" else f" and {state.doing()}"
-    sentence = f"{state.who} {departure}{now} in {state.phase}: {_waits(others)}"
+    sentence = f"{state.who} {departure}{now} in {state.phase}: {others.waits()}"
     return Verdict(kind, (state.rank,), sentence)
 
 
@@ -141,7 +84,7 @@ def _mismatch(states: Mapping[int, RankState]) -> Verdict | None:
         mine = state.waiting
         if mine is None or mine.peer is not None:
             continue
-        for rank in sorted(_awaited(state) & states.keys()):
+        for rank in sorted(state.awaited & states.keys()):
             theirs = states[rank].waiting
             if theirs is None or (theirs.group, theirs.number) != (mine.group, mine.number):
                 continue
@@ -149,7 +92,7 @@ def _mismatch(states: Mapping[int, RankState]) -> Verdict | None:
                 group = [states[r] for r in state.ranks[mine.group] if r in states]
                 odd = _minority(group, state, states[rank])
                 other = state if odd is not state else states[rank]
-                sentence = f"{odd.who} calls {odd.waiting} in {odd.phase}, {_waits(other)}"
+                sentence = f"{odd.who} calls {odd.waiting} in {odd.phase}, {other.waits()}"
                 return Verdict("shape", (odd.rank,), sentence)
     return None
 
@@ -169,10 +112,10 @@ def _elsewhere(states: Mapping[int, RankState]) -> Verdict | None:
     away = [s for s in states.values() if not s.is_waiting]
     if not away or len(away) == len(states):
         return None
-    wanted = set().union(*(_awaited(s) for s in states.values()))
+    wanted = set().union(*(s.awaited for s in states.values()))
     state = next((s for s in away if s.rank in wanted), away[0])
     witness = _witness((s for s in states.values() if s.is_waiting), [state.rank])
-    return Verdict("missing", (state.rank,), f"{state.who} {state.doing()}: {_waits(witness)}")
+    return Verdict("missing", (state.rank,), f"{state.who} {state.doing()}: {witness.waits()}")
 
 
 def _behind(states: Mapping[int, RankState]) -> Verdict | None:
@@ -182,14 +125,14 @@ def _behind(states: Mapping[int, RankState]) -> Verdict | None:
     while state.rank not in seen:
         seen.append(state.rank)
         late = [
-            states[r] for r in sorted(_awaited(state)) if r in states and _lacks(states[r], state)
+            states[r] for r in sorted(state.awaited) if r in states and _lacks(states[r], state)
         ]
         if not late:
             return None
         state, before = late[0], state
     said = f"{state.who} {state.doing()} in {state.phase} and did not come to {before.waiting}"
     ranks = (state.rank, before.rank)
-    return Verdict("missing", ranks, f"{said}: {_waits(before)}; they went different ways")
+    return Verdict("missing", ranks, f"{said}: {before.waits()}; they went different ways")
 
 
 def _lacks(state: RankState, other: RankState) -> bool:
@@ -202,36 +145,31 @@ def _lacks(state: RankState, other: RankState) -> bool:
     return state.counts.get(operation.group, 0) < operation.number
 
 
+def _fewer(states: Mapping[int, RankState]) -> Verdict | None:
+    """All of a group wait in one operation, but one has begun fewer or more of the group's others.
+
+    What is queued on devices does not keep a host: it meets the others again in what it reads back.
+    """
+    for state in states.values():
+        for group, ranks in state.ranks.items():
+            members = [states[rank] for rank in ranks if rank in states]
+            if state.waiting is None or any(m.waiting != state.waiting for m in members):
+                continue
+            counts = {m.rank: m.counts.get(group, 0) for m in members}
+            # The most frequent count is the right one; of equally frequent ones the largest.
+            frequent = Counter(sorted(counts.values(), reverse=True)).most_common()
+            usual = frequent[0][0]
+            odd = [m for m in members if counts[m.rank] != usual]
+            if odd:
+                witness = next(m for m in members if counts[m.rank] == usual)
+                said = f"{odd[0].who} has begun {counts[odd[0].rank]} operations of {group}, where "
+                said += f"rank {witness.rank} has begun {usual}: {witness.waits()}"
+                return Verdict("missing", (odd[0].rank,), said)
+    return None
+
+
 def _unknown(states: Mapping[int, RankState]) -> Verdict:
     state = max(states.values(), key=lambda s: s.waited_s)
     others = f"; all {len(states)} ranks wait" if all(s.is_waiting for s in states.values()) else ""
     sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s{others}"
     return Verdict("unknown", (state.rank,), sentence)
-
-
-def to_json(state: RankState) -> dict[str, Any]:
-    """JSON for the store; named tuples become lists."""
-    return dict(vars(state))
-
-
-def from_json(content: dict[str, Any]) -> RankState:
-    """The state again."""
-
-    def operation(fields: list | None) -> Operation | None:
-        if fields is None:
-            return None
-        group, number, name, shape, dtype, peer = fields
-        return Operation(group, number, name, tuple(shape), dtype, peer)
-
-    departure = content["departure"]
-    if departure is not None:
-        departure = Departure(*(operation(o) for o in departure))
-    return RankState(
-        **content
-        | {
-            "waiting": operation(content["waiting"]),
-            "ranks": {name: tuple(ranks) for name, ranks in content["ranks"].items()},
-            "recent": tuple(operation(o) for o in content["recent"]),
-            "departure": departure,
-        }
-    )

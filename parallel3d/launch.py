@@ -34,7 +34,8 @@ class Worker:
     """One rank of a run: its place, its device and what it is doing.
 
     `phase` is what a failure report says the rank was in ("train step 12"): set it as the work
-    goes on. `device` is "cpu" or "cuda:<index>", already current; torch.distributed is initialised.
+    goes on. `device` is "cpu" or "<type>:<index>", already current, and torch.distributed is
+    initialised.
     `rank` is the place in the layout; the launcher may have numbered this process otherwise.
     `placement` is where all ranks sit, None where the run did not need to know. `stop` holds the
     signals that came; `stopped` says that the run ended early because of one, on some rank.

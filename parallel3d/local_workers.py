@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from parallel3d import failure
 from parallel3d.config import Config
-from parallel3d.devices import cores
+from parallel3d.devices import CPU, PRETEND, cores
+from parallel3d.gpu_environment import gpu_environment
 from parallel3d.restarts import Restarts
 from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.stop_signals import STOPPING, blocked_signals, kept_handlers
@@ -105,18 +106,20 @@ class Agent(LocalElasticAgent):
         return time.monotonic() - self.asked_at > self.grace_s
 
 
-def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, device: str) -> int:
-    """Start `world_size` ranks of `app` on this host and wait. Returns the exit code.
+def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> int:
+    """Start `world_size` ranks of `app` on this host, on devices of type `kind`, and wait.
+
+    Returns the exit code.
 
     If a rank fails, all end within seconds, and the last line on stderr is the failure that
     caused the others.
     """
     with (
         tempfile.TemporaryDirectory(prefix="parallel3d-") as logs,
-        _environment(_defaults_for_workers(world_size, device)),
+        _environment(_defaults_for_workers(config, world_size, kind)),
         kept_handlers(SIGNALS),
     ):
-        agent = _agent(app, config, run_dir, world_size, Path(logs))
+        agent = _agent(app, config, run_dir, world_size, kind, Path(logs))
         _silence_elastic()
         try:
             result = agent.run()
@@ -159,7 +162,9 @@ def _is_answer(code: int) -> bool:
     return ANSWER <= code < 2 * ANSWER
 
 
-def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path) -> Agent:
+def _agent(
+    app: str, config: Config, run_dir: Path, world_size: int, kind: str, logs: Path
+) -> Agent:
     max_restarts = config.recovery.max_restarts if app in STOPPABLE else 0
     parameters = RendezvousParameters(
         backend="c10d",
@@ -176,7 +181,7 @@ def _agent(app: str, config: Config, run_dir: Path, world_size: int, logs: Path)
         entrypoint=sys.executable,
         args=(
             *_import_flags(),
-            *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid())),
+            *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid()), kind),
         ),
         rdzv_handler=get_rendezvous_handler(parameters),
         max_restarts=max_restarts,
@@ -201,10 +206,11 @@ def _import_flags() -> tuple[str, ...]:
     return () if {"", os.getcwd()} & set(sys.path) else ("-P",)
 
 
-def _defaults_for_workers(world_size: int, device: str) -> dict[str, str]:
+def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:
     """Variables that the workers get unless the user has set them."""
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
-    if device == "cpu":
+    wanted |= gpu_environment(config, kind, os.environ)
+    if kind in (CPU, PRETEND):
         # One host needs no network: without this, gloo asks the resolver for the host's own name.
         interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
         if interface is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.config import Config
-from parallel3d.devices import choose_device
+from parallel3d.devices import device_of_rank
 from parallel3d.errors import UserError
 from parallel3d.launch import Place, Worker
 from parallel3d.rank_exchange import wait_for_readers
@@ -61,15 +61,17 @@ def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: Store) -> Config:
-    """Make or take the run directory on rank 0 and make it known; the others learn run and device.
+def agree_on_run(
+    app: str, config: Config, place: Place, worker: Worker, store: Store, kind: str
+) -> Config:
+    """Make or take the run directory on rank 0 and make it known; the others learn the run.
 
-    Sets `worker.run_dir` and `worker.device`. A UserError of rank 0 is raised on every rank.
+    Sets `worker.run_dir` and `worker.device`, one of `kind`, this host's choice. A UserError of
+    rank 0 is raised on every rank; so is one on ranks whose host chose another kind.
     """
     error: UserError | None = None
     if place.rank == 0:
         try:
-            kind = device_of(config, place).split(":")[0]
             if _attempt() and (made := _name_before(store)):
                 config = dataclasses.replace(config, run=made)
             config, worker.run_dir = make_run_directory(
@@ -90,12 +92,12 @@ def agree_on_run(app: str, config: Config, place: Place, worker: Worker, store: 
     if "error" in word:
         raise UserError(word["error"])
     worker.run_dir = Path(word["run_dir"])
-    worker.device = device_of(config, place)
-    if not worker.device.startswith(word["device"]):
+    if kind != word["device"]:
         raise UserError(
             f"device={config.device}: rank 0 computes on {word['device']}, rank {place.rank} would "
-            f"on {worker.device}; give device=cpu or device=cuda"
+            f"on {kind}; give device=cpu or device=cuda"
         )
+    worker.device = device_of_rank(kind, place.local_rank)
     return dataclasses.replace(config, run=word["run"])
 
 
@@ -103,14 +105,3 @@ def _name_before(store: Store) -> str | None:
     """The run's name before torchrun's agent started the ranks again: one without is made once."""
     before = store.underlying_store
     return before.get(RUN_KEY).decode() if before.check([RUN_KEY]) else None
-
-
-def device_of(config: Config, place: Place) -> str:
-    """This rank's device, "cpu" or "cuda:<index>"."""
-    slurm = place.launcher == "slurm"
-    kind = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
-    if kind == "cpu":
-        return kind
-    import torch
-
-    return f"cuda:{place.local_rank % torch.cuda.device_count()}"

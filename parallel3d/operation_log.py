@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class OperationLog:
 
     Attributes:
         progress: grows whenever an operation starts or ends, or somebody calls `beat`.
-        waiting: the note of the operation that the rank waits for, None while it computes.
+        waiting: the note of the operation that the host waits for, None while it computes.
+        newest: of each group the note of its newest operation.
         starting: an operation is being started; what it calls is not noted apart.
         ranks: name of each group that communicated → its ranks.
     """
@@ -106,6 +108,7 @@ class OperationLog:
         self.starting = False
         self.ranks: dict[str, tuple[int, ...]] = {}
         self.counts: dict[str, int] = {}
+        self.newest: dict[str, Note] = {}
         self._notes: list[Note] = []
         self._kind = ""
         self._habits: dict[str, list[Note]] = {}
@@ -134,6 +137,7 @@ class OperationLog:
             self.ranks[key] = group.ranks
         self.counts[key] = number
         note = (key, number, name, tensor.shape, tensor.dtype, peer)
+        self.newest[key] = note
         self._notes.append(note)
         self.progress += 1
         return note
@@ -188,6 +192,26 @@ class Watched:
         self.work.wait()
         log.waiting = outer
         log.progress += 1
+
+
+@contextmanager
+def blocking(group: _Group) -> Iterator[None]:
+    """Around what reads a number off the device: the host waits for `group`'s newest operation.
+
+    The wait for a handle of NCCL only orders streams, so that this is where a host finds that a
+    rank is missing. An error leaves no note behind: on a device it may be of anything before.
+    """
+    log = group.log
+    note = None if log is None else log.newest.get(group.name)
+    if log is None or note is None:
+        yield
+        return
+    outer, log.waiting = log.waiting, note
+    try:
+        yield
+    finally:
+        log.waiting = outer
+    log.progress += 1
 
 
 def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:

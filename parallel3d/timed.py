@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d import accelerator
+from parallel3d.exchange import transfer
 from parallel3d.metrics.breakdown import OF_GROUP, Clock
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
     calls = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
     for call in calls:
         if accelerator.is_on_accelerator(message):
-            for work in dist.batch_isend_irecv([dist.P2POp(call, message, peer, pp.handle)]):
-                work.wait()
+            transfer(call, message, peer, pp.handle)
         else:
             call(message, peer, group=pp.handle).wait()
 

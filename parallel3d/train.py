@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d import accelerator
 from parallel3d.bench.preflight import preflight
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
@@ -19,6 +20,7 @@ from parallel3d.health import Health
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.jsonl import write_json
+from parallel3d.metrics.memory import peak_memory, peak_memory_of_all
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
@@ -72,17 +74,20 @@ def train(config: Config, worker: Worker) -> None:
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder, checkpoints)
-        times = trainer.step_times()
+        times, memory = trainer.step_times(), peak_memory_of_all(device, groups.world)
         if recorder is not None:
-            recorder.breakdown(times)
-        worker.watchdog.stop()
+            recorder.breakdown(times, memory)
+        worker.watchdog.rest()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
         if worker.stopped:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
-    groups.close()
+    worker.phase = "closing the process groups"
+    worker.watchdog.go_on()
+    groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
+    worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 
@@ -132,6 +137,7 @@ def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, second
         skipped=result.skipped,
         loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
         times=trainer.clock.last,
+        memory=peak_memory(trainer.device),
     )
 
 
@@ -178,8 +184,8 @@ def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[s
     sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
     threads = torch.get_num_threads()
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
+    if accelerator.is_accelerator(device):
+        where = accelerator.name(device)
     return {"data": f"{name}: {sizes}", "device": where}
 
 

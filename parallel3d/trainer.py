@@ -25,6 +25,7 @@ from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.data_parallel.measured_order import in_measured_order
 from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
+from parallel3d.operation_log import blocking
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (
     Optimizer,
@@ -100,7 +101,8 @@ class Trainer:
         self.before_update = lambda: None  # called once a step, before parameters change
 
         wide = torch.promote_types(self.dtype, torch.float32)
-        initializer = Initializer(config.seed, wide, self.device)
+        # The engine below draws the parameters, where it keeps them.
+        initializer = Initializer(config.seed, wide, self.device, deferred=True)
         overlap = overlap_of(config, groups.tp, self.device)
         context = BuildContext(
             initializer,
@@ -116,7 +118,9 @@ class Trainer:
         self.stage = Stage(model, layers, first, last, context)
         self.tied_name = self._name_of_tied_table()
         tied = () if self.tied_name is None else (self.tied_name,)
-        self.data_parallel = data_parallel_engine(config, self.stage, self.dtype, groups, tied)
+        self.data_parallel = data_parallel_engine(
+            config, self.stage, initializer, self.dtype, groups, tied
+        )
         self.parameters = self.data_parallel.parameters
         self.stage.before_use = self.data_parallel.wait_for
         if config.compile:
@@ -223,7 +227,8 @@ class Trainer:
             )
             total += self._share_of_loss(loss_sum, tokens)
         collectives.all_reduce(total, self.groups.world)
-        return float(total[0] / total[1])
+        with blocking(self.groups.world):
+            return float(total[0] / total[1])
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
         """Unmasked tokens of a global batch, float64; zero on stages without a loss."""
@@ -251,10 +256,12 @@ class Trainer:
         squared = self.optimizer.squared_norm().to(self.device)
         if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks,
             squared = squared * 0.0  # the others too where theirs is not finite
-        stop = squared.new_tensor(float(self.stop_requested))
+        # By a kernel: a number copied from the host would be waited for.
+        stop = torch.full_like(squared, float(self.stop_requested))
         sums = torch.cat((self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop))))
         collectives.all_reduce_few(sums, self.groups.world)
-        loss, count, square, stops = sums.tolist()
+        with blocking(self.groups.world):
+            loss, count, square, stops = sums.tolist()
         return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
 
     def _name_of_tied_table(self) -> str | None:
@@ -300,7 +307,9 @@ class Trainer:
     def step_times(self) -> list[RankTimes]:
         """What the steps so far went into, of every rank in rank order; collective."""
         mine = torch.tensor([list(self.clock.means().values())], dtype=torch.float64)
-        rows = collectives.all_gather(mine.to(self.device), self.groups.world).tolist()
+        everyone = collectives.all_gather(mine.to(self.device), self.groups.world)
+        with blocking(self.groups.world):
+            rows = everyone.tolist()
         layout = self.groups.layout
         return [
             RankTimes(rank, layout.coordinates(rank), dict(zip(KINDS, row, strict=True)))

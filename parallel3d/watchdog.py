@@ -24,13 +24,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel3d import failure, hang
+import torch
+
+from parallel3d import failure, flight_record, hang, hang_state
+from parallel3d.accelerator import is_accelerator
 from parallel3d.config import Config
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
 from parallel3d.processes import born, kill, on_this_host, state_letter
+from parallel3d.stacks import dump, in_torch_distributed, of_the_work
+from parallel3d.time_limits import started, until, within
 from parallel3d.worker import say
 
 if TYPE_CHECKING:
@@ -39,14 +44,15 @@ if TYPE_CHECKING:
 KEY = "parallel3d/hang"
 HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
-ANSWER_S = 2.5  # ranks that have not answered after this are silent
+RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
+ANSWER_S = 3.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
 VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
+DUMP_S = 3.0  # what is left for files that are still being written then
+END_S = 25.0  # more than all of these: then the process ends without a word
 
-
-T = TypeVar("T")
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
-Found = tuple[hang.Verdict | None, list[tuple[int, int]]]
+Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Watchdog:
     store: Store | None
     timeout_s: float
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _resting: bool = False
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
@@ -89,10 +96,17 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """No longer watches: what follows may take its time."""
+        """No longer watches, nor answers."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
+
+    def rest(self) -> None:
+        """What follows may take its time without a collective; still answers another rank."""
+        self._resting = True
+
+    def go_on(self) -> None:
+        self._resting = False
 
     def timed_out(self) -> None:
         """The main thread's own wait has timed out: that is a hang as well. Does not return."""
@@ -107,11 +121,12 @@ class Watchdog:
             now = time.monotonic()
             state = (self.log.progress, self.worker.phase)
             # A gap means that this process itself was stopped meanwhile: that is no hang of others.
-            if state != seen or now - looked > 5 * interval + 1:
+            if state != seen or self._resting or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
             late = self._idle_s >= self.timeout_s
-            if late or (self._idle_s >= self.timeout_s / 2 and self._is_asked()):
+            looks_up = self._resting or self._idle_s >= self.timeout_s / 2
+            if late or (looks_up and self._is_asked()):
                 self._report()
             looked = time.monotonic()
 
@@ -121,70 +136,109 @@ class Watchdog:
         if store is None:
             return False
         # Without an answer this rank's own time-out will come, and say so.
-        return _within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
+        return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
-    def _report(self) -> None:
-        """State told, stacks dumped, verdict found or awaited; then the process ends."""
+    def _report(self) -> NoReturn:
+        """State told, stacks dumped, verdict found or awaited; then the process ends, whatever
+        goes wrong in between: a hang must not outlive its watchdog.
+        """
         with self._reporting:
-            dump_stacks(self.worker)
-            state = self._state()
-            found = None
-            if self._store_answers():
-                found = _within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
-            verdict, pids = found or self._without_store(state)
-            for process in pids:
-                kill(*process)
-            if verdict is not None:
-                self._speak(self._failure(verdict))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            try:
+                # A thread outside of Python: the recorder may hold the interpreter while it waits.
+                faulthandler.dump_traceback_later(END_S, exit=True)
+                self._tell()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except Exception as error:  # the last that this process can do about it
+                with contextlib.suppress(Exception):
+                    say(f"watchdog: {type(error).__name__}: {error}")
+            finally:
+                os._exit(1)
+
+    def _tell(self) -> None:
+        record = None
+        if is_accelerator(torch.device(self.worker.device)):
+            record = within(RECORD_S, flight_record.take, None)
+        dumps = started(lambda: self._dump(record))
+        state = self._state(record)
+        found = None
+        if self._store_answers():
+            found = within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
+        verdict, pids = found or self._without_store(state)
+        dumps.join(DUMP_S)
+        for process in pids:
+            kill(*process)
+        if verdict is not None:
+            self._speak(self._failure(verdict))
+
+    def _dump(self, record: str | None) -> None:
+        """The stacks, and the flight recorder where there is one, into the run directory."""
+        run, rank = self.worker.run_dir, self.worker.rank
+        writes: dict[Path, Callable[[Path], object]] = {run / f"rank-{rank}.stacks.txt": dump}
+        if record is not None:
+            writes[run / f"rank-{rank}.nccl.json"] = lambda p: p.write_text(record, "utf-8")
+        for path, write in writes.items():
+            try:
+                write(path)
+            except Exception as error:  # a full disk: the verdict does not need the file
+                say(f"{path} could not be written ({error})")
 
     def _speak(self, failed: failure.Failure) -> None:
         """The record, and the line unless a launcher of ours will say it last."""
-        failure.write_record(failed, "", self.worker.run_dir)
-        if self.worker.launcher != "local" or self.worker.world_size == 1:
+        by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
+        try:
+            failure.write_record(failed, "", self.worker.run_dir)
+        except OSError:
+            by_launcher = False
+        if not by_launcher:
             say(failed.sentence())
 
-    def _state(self) -> hang.RankState:
-        stack = _main_stack()
-        who = failure.who(self.config, self.worker.rank)
-        return hang.RankState(
+    def _state(self, record: str | None) -> hang_state.RankState:
+        stack, ranks = of_the_work(), dict(self.log.ranks)
+        queue = None
+        if record is not None:
+            try:
+                read = flight_record.read(record, ranks)
+                queue, ranks = read.queue or None, ranks | read.ranks
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                say(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
+        return hang_state.RankState(
             rank=self.worker.rank,
-            who=who,
+            who=failure.who(self.config, self.worker.rank),
             phase=self.worker.phase,
             place=failure.place_in(stack),
-            blocked=_in_torch_distributed(stack),
+            blocked=in_torch_distributed(stack),
             waiting=self.log.awaited(),
             waited_s=self._idle_s,
-            ranks=dict(self.log.ranks),
+            ranks=ranks,
             counts=dict(self.log.counts),
             recent=tuple(self.log.recent(20)),
             departure=self.log.departure(),
+            queue=queue,
         )
 
     def _store_answers(self) -> bool:
         store = self.store
-        return store is None or _within(STORE_S, lambda: store.check([KEY]) or True, False)
+        return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
 
-    def _agree(self, state: hang.RankState) -> Found:
+    def _agree(self, state: hang_state.RankState) -> Found:
         """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
         store, world = self.store, range(self.worker.world_size)
-        store.set(f"{KEY}/state/{state.rank}", json.dumps(hang.to_json(state)))
+        store.set(f"{KEY}/state/{state.rank}", json.dumps(hang_state.to_json(state)))
         store.set(f"{KEY}/asked", "1")
         first = store.add(f"{KEY}/first", 1) == 1
         if not first:
             verdict_key = f"{KEY}/verdict"
-            _until(lambda: store.check([verdict_key]), VERDICT_S)
+            until(lambda: store.check([verdict_key]), VERDICT_S)
             silent = json.loads(store.get(verdict_key)) if store.check([verdict_key]) else []
             return None, self._mine_to_kill(silent)
         answers = [f"{KEY}/state/{rank}" for rank in world]
-        _until(lambda: store.check(answers), ANSWER_S)
+        until(lambda: store.check(answers), ANSWER_S)
         there = {rank for rank in world if store.check([answers[rank]])}
         texts = store.multi_get([answers[rank] for rank in sorted(there)])
-        found = (hang.from_json(json.loads(text)) for text in texts)
+        found = (hang_state.from_json(json.loads(text)) for text in texts)
         states = {answer.rank: answer for answer in found}
         silent = {rank: self._look_at(rank) for rank in world if rank not in there}
         verdict = hang.diagnose(states, silent)
@@ -217,7 +271,7 @@ class Watchdog:
         """Silent processes of this host: a stopped one would outlive the job."""
         return on_this_host([self._process(rank) for rank in silent])
 
-    def _without_store(self, state: hang.RankState) -> Found:
+    def _without_store(self, state: hang_state.RankState) -> Found:
         """What one rank can tell alone; the first to make the file speaks."""
         who, why = self._look_at_process(0, self._keeper)
         here = on_this_host([self._keeper])
@@ -225,10 +279,12 @@ class Watchdog:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
             return None, here
+        except OSError:
+            pass  # no disk to agree by: said twice is better than not at all
         why += ", and the store that it keeps gives no answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here
 
-    def _failure(self, verdict: hang.Verdict) -> failure.Failure:
+    def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"
         return failure.Failure(
             rank=verdict.ranks[0],
@@ -248,60 +304,3 @@ def start_watchdog(config: Config, worker: Worker) -> Watchdog:
     watchdog = Watchdog(config, worker, worker.store, timeout_s)
     watchdog.start()
     return watchdog
-
-
-def dump_stacks(worker: Worker) -> None:
-    """All Python threads of this process, and on CUDA NCCL's flight recorder, into the run."""
-    path = worker.run_dir / f"rank-{worker.rank}.stacks.txt"
-    with path.open("w", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-    if worker.device.startswith("cuda"):
-        from torch._C import _distributed_c10d
-
-        trace = _distributed_c10d._dump_nccl_trace_json()
-        text = trace.decode() if isinstance(trace, bytes) else trace
-        Path(worker.run_dir / f"rank-{worker.rank}.nccl.json").write_text(text, encoding="utf-8")
-
-
-def _main_stack() -> list[tuple[str, int, str]]:
-    """(file, line, function) of the main thread's frames, outermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return found[::-1]
-
-
-def _in_torch_distributed(stack: list[tuple[str, int, str]]) -> str:
-    """The call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
-    name = ""
-    for file, _, function in reversed(stack):
-        if "/torch/distributed/" not in Path(file).as_posix():
-            break
-        name = function if function != "wrapper" else name
-    return name
-
-
-def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """What `call` gives, or `otherwise` if it fails or takes too long.
-
-    A store whose process is stopped keeps its client waiting for ever, whatever its time-out.
-    """
-    answers: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            answers.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else otherwise
-
-
-def _until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.config_groups import parse_nccl_env
+from parallel3d.devices import PRETEND, Choice, device_of_rank
 from parallel3d.errors import UserError
+from parallel3d.gpu_environment import gpu_environment
 from parallel3d.host_memory import keep_freed_memory
 from parallel3d.launch import Place, Worker, detect
-from parallel3d.meeting import agree_on_run, device_of, meet
+from parallel3d.meeting import agree_on_run, meet
+from parallel3d.numa import bind_near
 from parallel3d.rank_exchange import take_rank
 from parallel3d.run_directory import discard_unused, load_config
 from parallel3d.stop_signals import kept_handlers
 from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
 # What each subcommand runs on every rank: f(config, worker) -> exit code or None.
@@ -54,19 +58,47 @@ def say(sentence: str) -> None:
     print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 
 
-def run_alone(app: str, config: Config, run_dir: Path, device: str) -> int:
-    """Run a world of one rank in this process. Returns the exit code; failures were said."""
+def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: Choice) -> int:
+    """Run all ranks of a world on this host: one in this process, several in their own.
+
+    Returns the exit code; failures were said.
+    """
+    if device.note:
+        say(device.note)
+    if world_size == 1:
+        return run_alone(app, config, run_dir, device.kind)
+    from parallel3d.local_workers import run_local_workers  # imports torch
+
+    return run_local_workers(app, config, run_dir, world_size, device.kind)
+
+
+def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
+    """Run a world of one rank in this process, on a device of type `kind`.
+
+    Returns the exit code; failures were said.
+    """
+    os.environ.update(gpu_environment(config, kind, os.environ))
+    begin_on(kind)
     from torch.distributed import HashStore
 
-    worker = Worker(0, 0, 1, 1, run_dir, "local", device)
+    worker = Worker(0, 0, 1, 1, run_dir, "local")
     with kept_handlers():
         if app in STOPPABLE:
             worker.stop.install()
         try:
+            worker.device = device_of_rank(kind, worker.local_rank)
             return _after(worker, _work(app, config, worker, HashStore()))
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
             return close_books(failure.write(failed, error, run_dir), run_dir)
+
+
+def begin_on(kind: str) -> None:
+    """What must be so before anything of torch is used by a rank on a device of type `kind`."""
+    if kind == PRETEND:
+        from parallel3d.pretend import enable
+
+        enable()
 
 
 def _after(worker: Worker, code: int) -> int:
@@ -93,12 +125,13 @@ def close_books(cause: failure.Failure, run_dir: Path) -> int:
     return USER_ERROR
 
 
-def run_joined(app: str, config: Config, place: Place) -> int:
-    """Run this process's rank among those that torchrun or srun started.
+def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
+    """Run this process's rank among those that torchrun or srun started, on a device of `kind`.
 
     Rank 0 names and makes the run directory and tells the others through the store. Every failing
     rank says its own line; a UserError is said by one rank. Returns the exit code.
     """
+    begin_on(kind)
     place = place.with_port(config.launch.master_port)
     worker = Worker(
         place.rank,
@@ -114,7 +147,7 @@ def run_joined(app: str, config: Config, place: Place) -> int:
         worker.stop.install()
     try:
         store = meet(config, place)
-        config = agree_on_run(app, config, place, worker, store)
+        config = agree_on_run(app, config, place, worker, store, kind)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
         _tell_hang(worker, error)
@@ -122,12 +155,15 @@ def run_joined(app: str, config: Config, place: Place) -> int:
         _leave(USER_ERROR if isinstance(error, UserError) else 1)
 
 
-def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
+def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
     """A rank that our own launcher started: its configuration lies in the run directory.
 
-    Says nothing of failures itself: it records them, and the launcher says the one that matters.
+    The launcher has chosen the type of device for all of its ranks, also for those of a later
+    start. Says nothing of failures itself: it records them, and the launcher says the one that
+    matters.
     """
     _die_with(int(launcher_pid))
+    begin_on(kind)
     directory = Path(run_dir)
     config = load_config(directory)
     place = detect(os.environ)
@@ -146,7 +182,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str) -> int:
         worker.stop.second_interrupts = False  # the launcher counts them
         worker.stop.install()
     try:
-        worker.device = device_of(config, place)
+        worker.device = device_of_rank(kind, place.local_rank)
         code = _work(app, config, worker, meet(config, place))
         return ANSWER + code if code else 0
     except Exception as error:
@@ -160,24 +196,24 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     import torch
     import torch.distributed as dist
 
+    from parallel3d.accelerator import backend_of, is_accelerator
+
     worker.store = store if worker.world_size > 1 else None
     worker.phase = "placing the ranks"
     take_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
-    cuda = worker.device.startswith("cuda")
-    if cuda:
-        torch.cuda.setdevice_of(worker.device)
-        for name, value in parse_nccl_env(config.cluster.nccl_env).items():
-            os.environ.setdefault(name, value)
+    device = torch.device(worker.device)
+    if is_accelerator(device):
+        _prepare_accelerator(config, device)
     else:
         _prepare_cpu(config, worker)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backend_of(device),
         store=store,
         rank=worker.rank,
         world_size=worker.world_size,
         timeout=timedelta(seconds=config.launch.timeout_s),
-        device_id=torch.device(worker.device) if cuda else None,
+        device_id=device if is_accelerator(device) else None,
     )
     worker.phase = "start"
     code = _entry(app)(config, worker) or 0
@@ -188,6 +224,17 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return code
+
+
+def _prepare_accelerator(config: Config, device: torch.device) -> None:
+    """The device made this process's own, NCCL's variables, and the CPUs next to the device."""
+    from parallel3d.accelerator import bus_id, make_current
+
+    make_current(device)
+    for name, value in parse_nccl_env(config.cluster.nccl_env).items():
+        os.environ.setdefault(name, value)
+    if config.launch.numa_binding and (address := bus_id(device)):
+        bind_near(address)
 
 
 def _prepare_cpu(config: Config, worker: Worker) -> None:

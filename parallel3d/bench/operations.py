@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives
+from parallel3d import accelerator, collectives
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import post
 from parallel3d.pipeline.schedule import Action, Kind
@@ -95,7 +95,7 @@ class Site:
 
     def path(self, operation: Operation, size: int) -> str:
         """Which way the bytes take: the backend's name, or that of our own where it has one."""
-        if not operation.own or self.device.type != "cpu":
+        if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         nbytes, shared = self.whole_bytes(size), self.group.shared
         if operation.name == "send_recv":

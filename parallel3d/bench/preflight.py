@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel3d import accelerator
 from parallel3d.bench.operations import Operation, Site, prepare
-from parallel3d.bench.probe import FLOOR_S, PAUSES_S, Exchange, exchange, probe, shown
+from parallel3d.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe, shown
 from parallel3d.bench.rows import WORLD, groups_of, sites
 from parallel3d.bench.timing import finisher, timed_calls
 from parallel3d.bench.where import Where
@@ -104,7 +105,7 @@ def preflight(
     unexplained = [found for found in slow if not known & set(found.group.ranks)]
     lines = [finding.sentence(where) for finding in findings]
     lines += [group.sentence(where) for group in unexplained]
-    if device.type == "cuda":  # the cluster's speeds are those of GPUs
+    if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
         lines += [line for of_dim in times for line in off_the_price(of_dim, outlier)]
     for line in lines:
         say(f"preflight: {line}")
@@ -125,7 +126,7 @@ def _probe_groups(
     groups: ProcessGroups, where: Where, device: torch.device, config: Config
 ) -> tuple[list[list[GroupTime]], list[SlowGroup]]:
     """(times of every group by dimension, what is slow among them), on every rank."""
-    outlier, floor_s = config.bench.outlier, FLOOR_S[device.type]
+    outlier, floor_s = config.bench.outlier, floor_of(device)
     mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
     times = [_fastest(site, dim, where) for dim, site in mine.items()]
     slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]

@@ -22,15 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d import accelerator
 from parallel3d.bench.timing import finisher
 from parallel3d.bench.where import Where
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import Group, ProcessGroups
 
-# Bytes: one shows latency, the other bandwidth. By device, as is what counts as different at all:
-# below it is the operating system, not the wire.
-SIZES = {"cpu": (4096, 1 << 20), "cuda": (4096, 32 << 20)}
-FLOOR_S = {"cpu": 1e-3, "cuda": 5e-6}
 ROUNDS = 3  # over all pairs
 PINGS = 5  # exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # before rounds that confirm a finding
@@ -39,6 +36,16 @@ ALL_PAIRS = 8  # ranks of a group of which every pair is probed; beyond, neighbo
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
 Exchange = Callable[[Tensor, Tensor, int, Group], None]
+
+
+def sizes_of(device: torch.device) -> tuple[int, ...]:
+    """Bytes of the messages: one shows latency, the other bandwidth."""
+    return (4096, 32 << 20) if accelerator.is_accelerator(device) else (4096, 1 << 20)
+
+
+def floor_of(device: torch.device) -> float:
+    """Seconds below which a difference is the operating system's, not the wire's."""
+    return 5e-6 if accelerator.is_accelerator(device) else 1e-3
 
 
 def exchange(sent: Tensor, received: Tensor, peer: int, group: Group) -> None:
@@ -166,10 +173,10 @@ def probe(
     classes = np.array([where.link_class(a, b) for a, b in pairs])
 
     def share(rank: int) -> object:
-        return where.hosts[rank] if device.type == "cpu" else rank
+        return rank if accelerator.is_accelerator(device) else where.hosts[rank]
 
     order = turns(pairs, share)
-    judging = Judging(pairs, classes, SIZES[device.type], outlier, FLOOR_S[device.type])
+    judging = Judging(pairs, classes, sizes_of(device), outlier, floor_of(device))
     fastest = _rounds(pairs, order, groups, device, send)
     findings = judging.findings(fastest)
     for pause in PAUSES_S:
@@ -192,7 +199,7 @@ def _rounds(
     rank = dist.get_rank()
     number = {pair: i for i, pair in enumerate(pairs)}
     finish = finisher(device)
-    sizes = SIZES[device.type]
+    sizes = sizes_of(device)
     buffers = [[torch.zeros(size // 4, device=device) for _ in range(2)] for size in sizes]
     mine = torch.zeros(ROUNDS, len(sizes), len(pairs), dtype=torch.float64)
     for turn in range(ROUNDS):

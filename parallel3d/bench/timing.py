@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from parallel3d import accelerator
+
 # Of the budget; the rest is for the probe of pairs, and for ending.
 MEASURING_SHARE = 0.75
 
 
 def finisher(device: torch.device) -> Callable[[], None]:
     """What waits until the device has done what was asked of it."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+    return lambda: accelerator.synchronize(device)
 
 
 def timed_calls(

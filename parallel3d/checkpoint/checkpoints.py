@@ -29,6 +29,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
 from parallel3d.exchange import all_gather_json, broadcast_json
 from parallel3d.metrics.flops import parameter_count
+from parallel3d.operation_log import blocking
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 
@@ -101,9 +102,16 @@ class Checkpoints:
                 )
             if self.is_first_rank and (self.run_dir / "metrics.jsonl").exists():
                 self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
-        if self.config.checkpoint.async_save and self.config.checkpoint.every:
+        if self._copies_ahead(first_step - 1):
             self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
         return first_step
+
+    def _copies_ahead(self, step: int) -> bool:
+        """Whether a save will be copied after `step`: memory that is lacking is found out first."""
+        settings, steps = self.config.checkpoint, self.config.train.steps
+        if not (settings.async_save and settings.every):
+            return False
+        return (step // settings.every + 1) * settings.every < steps
 
     def after_step(self, trainer: Trainer) -> None:
         """Call after every step: saves when it is time, and says how a save has ended.
@@ -127,6 +135,8 @@ class Checkpoints:
         step = trainer.steps_done
         if step == self.saved_step:
             return written
+        # With zero=1 parameters may be on their way: what comes is written over this rank's own too.
+        trainer.data_parallel.wait_for_all()
         state = logical_tensors(trainer.parameter_slices(), shared=True)
         if not wait:
             trainer.before_update = self.saver.copied.wait
@@ -134,7 +144,9 @@ class Checkpoints:
         elements = parameter_count(self.config.model)
         save = Save(step, self.number, state, self._facts(trainer), elements)
         self.under_way = self.saved_step = step
-        self.saver.start(save, background=not wait)
+        # After the last step nobody changes the values: they are written from where they are.
+        copies = step < self.config.train.steps
+        self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True
 
     def close(self) -> bool:
@@ -154,7 +166,8 @@ class Checkpoints:
         if self.is_first_rank:
             code += _code(outcome)
         collectives.all_reduce(code, self.groups.world)
-        code = int(code)
+        with blocking(self.groups.world):
+            code = int(code)
         if code == _RUNNING:
             return True
         self.last_failed = code != _WRITTEN

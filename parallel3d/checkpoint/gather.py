@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.exchange import gather_json
+from parallel3d.exchange import gather_json, transfer
 from parallel3d.tensor_parallel.parameters import Piece
 from parallel3d.topology.process_groups import ProcessGroups
 
@@ -68,7 +68,8 @@ def _gather(
         sizes = [box.nbytes for _, box in boxes]
         for span in messages(sizes):
             parts = [boxes[i][1].reshape(-1).view(torch.uint8) for i in span]
-            _transfer(dist.isend, torch.cat(parts) if len(parts) > 1 else parts[0], 0, groups)
+            flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+            transfer(dist.isend, flat, 0, groups.world.handle)
         return []
     found = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
     for rank in range(1, groups.world.size):
@@ -76,7 +77,7 @@ def _gather(
         sizes = [math.prod(piece.shape) * dtype.itemsize for piece, dtype in kinds]
         for span in messages(sizes):
             flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
-            _transfer(dist.irecv, flat, rank, groups)
+            transfer(dist.irecv, flat, rank, groups.world.handle)
             parts = flat.cpu().split([sizes[i] for i in span])
             for (piece, dtype), part in zip((kinds[i] for i in span), parts, strict=True):
                 # A copy of its own: aligned for its type, whatever came before it.
@@ -94,12 +95,6 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
         total += size
     if sizes:
         yield range(first, len(sizes))
-
-
-def _transfer(call: Callable, flat: Tensor, peer: int, groups: ProcessGroups) -> None:
-    """Sends or receives; as a batch of one, as NCCL wants messages that are no collective."""
-    for work in dist.batch_isend_irecv([dist.P2POp(call, flat, peer, groups.world.handle)]):
-        work.wait()
 
 
 def _piece(fields: Sequence[Any]) -> Piece:

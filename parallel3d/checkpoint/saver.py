@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import shutil
@@ -16,12 +17,14 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from parallel3d import accelerator
 from parallel3d.checkpoint.boxes import LogicalTensor
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
@@ -36,7 +39,7 @@ from parallel3d.checkpoint.manifest import (
     write_manifest,
 )
 from parallel3d.checkpoint.retention import discard, too_many
-from parallel3d.checkpoint.staging import Staging
+from parallel3d.checkpoint.staging import Staging, State, device_of
 
 if TYPE_CHECKING:
     from parallel3d.config import CheckpointConfig
@@ -112,19 +115,26 @@ class Saver:
         self.staging = Staging()
         self.copied = threading.Event()  # the values of the save under way may change again
 
-    def start(self, save: Save, *, background: bool) -> None:
+    def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
         """Begin a save; without `background` it has ended, on this rank, at the return.
 
         Then or later `outcome` says how it ended: on rank 0 the whole, elsewhere this rank's part.
-        In the background the values may not change before `copied` is set.
+        In the background the values may not change before `copied` is set: as soon as there is a
+        copy, without `copies` (for the end of a run) when they are written. The calling thread is
+        the one that computes them. Raises RuntimeError while another save is under way.
         """
+        if self.thread is not None:
+            raise RuntimeError("a save is under way, and its copies are where this one's would be")
         self.outcome = None
         if not background:
             self._work(save)
             return
         self.copied.clear()
+        ready = self.staging.now(save.state)
         name = f"checkpoint of step {save.step}"
-        self.thread = threading.Thread(target=self._work, args=(save, True), name=name, daemon=True)
+        self.thread = threading.Thread(
+            target=self._in_background, args=(save, ready, copies), name=name, daemon=True
+        )
         self.thread.start()
 
     def join(self) -> Outcome:
@@ -136,8 +146,14 @@ class Saver:
             raise RuntimeError("no save was started")
         return self.outcome
 
-    def _work(self, save: Save, copies: bool = False) -> None:
-        part = self._part(save, copies)
+    def _in_background(self, save: Save, ready: Any, copies: bool) -> None:
+        # A thread begins on device 0, and a call there would leave a context of this process on it.
+        accelerator.make_current(device_of(save.state))
+        copy = functools.partial(self.staging.copy, ready=ready) if copies else None
+        self._work(save, copy)
+
+    def _work(self, save: Save, copy: Callable[[State], State] | None = None) -> None:
+        part = self._part(save, copy)
         outcome = part.outcome
         try:
             if self.rank == 0:
@@ -148,11 +164,11 @@ class Saver:
             outcome = _failed(save, self.rank, error)
         self.outcome = outcome
 
-    def _part(self, save: Save, copies: bool) -> Part:
+    def _part(self, save: Save, copy: Callable[[State], State] | None) -> Part:
         """Write this rank's file, of a copy of the values or of themselves."""
         unfinished = self._unfinished(save)
         try:
-            state = self.staging.copy(save.state) if copies else save.state
+            state = copy(save.state) if copy is not None else save.state
             self.copied.set()
             # Here, as DCP takes half a second to import.
             from parallel3d.checkpoint.storage import write_state

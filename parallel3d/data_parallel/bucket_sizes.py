@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
-DEFAULT_CAP_MIB = 25.0
+CPU_CAP_MIB = 25.0
+# NVLink and InfiniBand come near their rate at a hundred MiB and more, where TCP long has its own.
+ACCELERATOR_CAP_MIB = 128.0
 SHARD_ALIGNMENT = 32  # elements: a shard of fp32 begins at a multiple of 128 bytes
 
 
@@ -17,16 +19,23 @@ def padded_numel(numel: int, shards: int) -> int:
 
 
 def assign(
-    sizes: Iterable[int], bucket_cap_mb: float | None, alone: Collection[int] = ()
+    sizes: Iterable[int],
+    bucket_cap_mb: float | None,
+    alone: Collection[int] = (),
+    accelerated: bool = False,
 ) -> list[list[int]]:
     """Groups parameters, given by their bytes in the order of readiness, into buckets.
 
     As PyTorch's DDP means `bucket_cap_mb`: parameters are never split, and a bucket closes with
     the parameter that makes it reach the cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3). The parameters
-    numbered in `alone` get buckets of their own: a tied table's two copies must be cut alike.
+    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB
+    where the parameters are on an accelerator (`accelerated`). There the first bucket ends, since
+    parameters are not split, with the first matrix of the backward: one call more for a start that
+    is a layer earlier. The parameters numbered in `alone` get buckets of their own: a tied table's
+    two copies must be cut alike.
     """
-    caps = [FIRST_BUCKET_MIB, DEFAULT_CAP_MIB] if bucket_cap_mb is None else [bucket_cap_mb]
+    usual = ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB
+    caps = [FIRST_BUCKET_MIB, usual] if bucket_cap_mb is None else [bucket_cap_mb]
     buckets: list[list[int]] = []
     current: list[int] = []
     filled = 0

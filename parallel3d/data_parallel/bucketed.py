@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from parallel3d import collectives
 from parallel3d.collectives import Work
 from parallel3d.config import DataParallelConfig
-from parallel3d.data_parallel.buckets import WHOLE, Bucket, Segment, Sharding, build_buckets
+from parallel3d.data_parallel.buckets import (
+    WHOLE,
+    Bucket,
+    Segment,
+    Sharding,
+    Values,
+    build_buckets,
+    own_values,
+)
 from parallel3d.data_parallel.reducer import CommHook, Reducer
 from parallel3d.topology.process_groups import Group
 
@@ -29,6 +37,7 @@ class BucketedDataParallel:
         zero: 0 or 1.
         tied: names of tables that another stage holds too: cut alike on both, in own buckets.
         make_hook: how these buckets are summed (`reducer.CommHook`); None: in the plain way.
+        values: the initial ones of a parameter (see `build_buckets`).
 
     Attributes:
         parameters: as given.
@@ -45,6 +54,7 @@ class BucketedDataParallel:
         zero: int,
         tied: Iterable[str] = (),
         make_hook: Callable[[list[Bucket]], CommHook] | None = None,
+        values: Values = own_values,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
@@ -52,7 +62,7 @@ class BucketedDataParallel:
         self.parameters, self.cap, self.dtype = parameters, config.bucket_cap_mb, dtype
         self.tied, self.make_hook = list(tied), make_hook or self._plain_hook
         self.gathering: dict[int, Work] = {}
-        self._fill_buckets(list(parameters))
+        self._fill_buckets(list(parameters), values)
         self.reducer = Reducer(self.buckets, dp, config.overlap, self.make_hook(self.buckets))
 
     def _plain_hook(self, _: list[Bucket]) -> CommHook:
@@ -60,10 +70,10 @@ class BucketedDataParallel:
             return collectives.reduce_scatter_bucket
         return collectives.all_reduce_bucket
 
-    def _fill_buckets(self, forward_order: list[str]) -> None:
+    def _fill_buckets(self, forward_order: list[str], values: Values = own_values) -> None:
         """Moves the parameters, whose values become the masters, into buckets."""
         named = [(name, self.parameters[name]) for name in forward_order]
-        self.buckets = build_buckets(named, self.cap, self.dtype, self.sharding, self.tied)
+        self.buckets = build_buckets(named, self.cap, self.dtype, self.sharding, self.tied, values)
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
 

@@ -11,13 +11,14 @@ gradient norm and the sequence-parallel sum each touch a few long views and not 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.accelerator import is_accelerator
 from parallel3d.data_parallel.bucket_sizes import assign, padded_numel
 from parallel3d.tensor_parallel.parameters import ParameterSpec
 
@@ -90,6 +91,12 @@ class Sharding(NamedTuple):
 
 
 WHOLE = Sharding(1, 0)
+Values = Callable[[nn.Parameter], Tensor]
+
+
+def own_values(parameter: nn.Parameter) -> Tensor:
+    """What the parameter holds now."""
+    return parameter.detach()
 
 
 def build_buckets(
@@ -98,24 +105,26 @@ def build_buckets(
     param_dtype: torch.dtype,
     sharding: Sharding = WHOLE,
     alone: Collection[str] = (),
+    values: Values = own_values,
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
     Each parameter's storage becomes a view of its bucket, in `param_dtype`, and it gains
     `main_grad`, the view of the bucket's gradients that every backward adds to. Views are never
-    reassigned. The given values, in fp32 or better, become the masters.
+    reassigned. The values, in fp32 or better, become the masters.
 
     Args:
         alone: names of parameters that get buckets of their own.
+        values: asked once for each parameter, one after the other, so that parameters which are
+            only drawn here (`Initializer.deferred`) never lie beside their buckets all at once.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
     apart = {i for i, (name, _) in enumerate(ready) if name in alone}
-    groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart)
-    return [
-        _build(i, dict(ready[j] for j in sorted(members, reverse=True)), param_dtype, sharding)
-        for i, members in enumerate(groups)
-    ]
+    accelerated = bool(ready) and is_accelerator(ready[0][1].device)
+    groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart, accelerated)
+    ordered = [dict(ready[j] for j in sorted(members, reverse=True)) for members in groups]
+    return [_build(i, p, param_dtype, sharding, values) for i, p in enumerate(ordered)]
 
 
 def _treatment(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
@@ -125,7 +134,11 @@ def _treatment(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
 
 @torch.no_grad()
 def _build(
-    index: int, params: dict[str, nn.Parameter], dtype: torch.dtype, sharding: Sharding
+    index: int,
+    params: dict[str, nn.Parameter],
+    dtype: torch.dtype,
+    sharding: Sharding,
+    values: Values,
 ) -> Bucket:
     device = next(iter(params.values())).device
     wide = torch.promote_types(dtype, torch.float32)
@@ -147,13 +160,17 @@ def _build(
             parts = _parts(alike, offset, first, last)
             segment = Segment(flat[first:last], grad[first:last], master, *kind, parts)
             bucket.segments.append(segment)
-            _fill(master, alike, parts)
         for p in alike.values():
-            view = flat[offset : offset + p.numel()].view(p.shape)
-            view.copy_(p)
-            p.data = view
-            p.main_grad = grad[offset : offset + p.numel()].view(p.shape)
-            offset += p.numel()
+            until = offset + p.numel()
+            whole = values(p).flatten()
+            flat[offset:until] = whole
+            begin, stop = max(first, offset), min(last, until)
+            if begin < stop and dtype != wide:
+                master[begin - first : stop - first] = whole[begin - offset : stop - offset]
+            p.data = flat[offset:until].view(p.shape)
+            p.main_grad = grad[offset:until].view(p.shape)
+            offset = until
+            del whole  # before the next one is drawn
     return bucket
 
 
@@ -166,8 +183,3 @@ def _parts(params: dict[str, nn.Parameter], offset: int, first: int, last: int) 
             found.append(Part(name, p.spec, start - offset, end - start))
         offset += p.numel()
     return found
-
-
-def _fill(master: Tensor, params: dict[str, nn.Parameter], parts: list[Part]) -> None:
-    values = [params[p.name].detach().flatten()[p.start : p.start + p.numel] for p in parts]
-    torch.cat(values, out=master)

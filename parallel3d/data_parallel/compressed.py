@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from parallel3d import collectives
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.collectives import Work
 from parallel3d.data_parallel.bucket_sizes import padded_numel
+from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.topology.process_groups import Group
 
 
@@ -22,9 +24,13 @@ class InBf16:
     bf16 tensors sends the same bytes, and rounds after each of its n − 1 additions.
     """
 
+    side: SideStream = field(default_factory=SideStream)
+
     def __call__(self, tensor: Tensor, group: Group) -> Work:
         """Starts the sum of a flat `tensor` over the group; it is there after `wait()`."""
         started = _Started(tensor, group)
+        if is_on_accelerator(tensor):
+            return self.side.run(tensor, lambda: started)
         if group.shared is None:  # else all in the wait, as `collectives.all_reduce_bucket` does
             started.exchange()
         return started

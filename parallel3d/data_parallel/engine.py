@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from parallel3d import collectives
 from parallel3d.config import Config
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.buckets import Bucket, Segment
+from parallel3d.data_parallel.buckets import Bucket, Segment, own_values
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.hierarchical import TwoLevels
 from parallel3d.data_parallel.powersgd import PowerSGD
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.models.transformer import Stage
+from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.topology.process_groups import ProcessGroups
 
 
@@ -39,6 +40,7 @@ class DataParallel(Protocol):
 def data_parallel_engine(
     config: Config,
     stage: Stage,
+    initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
     tied: Iterable[str] = (),
@@ -46,6 +48,8 @@ def data_parallel_engine(
     """The engine of `config.zero` for a stage whose parameters are in fp32 or better.
 
     Args:
+        initializer: what the stage was made with. With `deferred` the engine draws the values, each
+            rank what it keeps; this way a stage starts on a device that cannot hold it twice.
         dtype: the compute type.
         tied: names of tables that another stage holds too.
 
@@ -59,7 +63,8 @@ def data_parallel_engine(
         # Imported here: FSDP2 and DTensor take a second that no other run needs.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
-        return FullyShardedDataParallel(stage, dtype, groups, config.zero)
+        every = config.ddp.reduces_every_microbatch(config.zero)
+        return FullyShardedDataParallel(stage, initializer, dtype, groups, config.zero, every)
     parameters = dict(stage.named_parameters())
     return BucketedDataParallel(
         parameters,
@@ -69,6 +74,7 @@ def data_parallel_engine(
         config.zero,
         tied,
         lambda buckets: comm_hook(config, groups, buckets),
+        (lambda p: initializer.values(p.spec)) if initializer.deferred else own_values,
     )
 
 

@@ -4,8 +4,8 @@ Every block is a unit of its own, and the rest of the stage (embedding, final no
 tied table is one tensor) is one more. FSDP2 cuts each local parameter, already this rank's part of
 the tensor group, along its first dimension over dp. A unit's parameters are gathered before its
 forward. Under stage 3 those of a block are freed after it and gathered again for its backward; the
-others, and all under stage 2, stay until the step's last backward. Gradients of the micro-batches
-add up whole, and are reduce-scattered in the last backward.
+others, and all under stage 2, stay until the step's last backward. Gradients are reduce-scattered
+in every backward, or (`every_microbatch` false) add up whole and are reduce-scattered in the last.
 
 What FSDP2 leaves to us: sums instead of means (the loss carries 1/N already), one flat buffer that
 all reduced gradients are added to, the names of what never got one, and the collectives, which are
@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel3d import collectives
+from parallel3d import accelerator, collectives
 from parallel3d.data_parallel.buckets import Part, Segment
 from parallel3d.models.transformer import Stage
+from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.topology.process_groups import SINGLE, Group, ProcessGroups
 
 
@@ -34,10 +35,14 @@ class FullyShardedDataParallel:
 
     Args:
         stage: with parameters in fp32 or better, which become the masters.
+        initializer: what the stage was made with; with `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
         groups: with two levels of dp (`dp_inner`, `dp_outer`), a copy of the model is sharded over
             the inner group, and the outer one holds replicas (HSDP).
         zero: 2 or 3.
+        every_microbatch: reduce in every backward: no rank holds whole gradients of more than a
+            unit, for as many reduce-scatters as there are micro-batches. With two levels of dp the
+            sum over the replicas is made once, at the end of the step.
 
     Attributes:
         parameters: local name → sharded parameter with `spec`, and `read_as`, the compute type.
@@ -45,18 +50,28 @@ class FullyShardedDataParallel:
         replicas: (this rank's number, how many) among the dp ranks that step the same elements.
     """
 
-    def __init__(self, stage: Stage, dtype: torch.dtype, groups: ProcessGroups, zero: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        initializer: Initializer,
+        dtype: torch.dtype,
+        groups: ProcessGroups,
+        zero: int,
+        every_microbatch: bool,
+    ) -> None:
         specs = {name: p.spec for name, p in stage.named_parameters()}
         whole = {name: p.shape for name, p in stage.named_parameters()}
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
         hybrid = groups.dp_inner.size > 1
         shards, copies = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
-        mesh, self.zero = _mesh(groups), zero
-        for block in stage.layers.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-        # The root's parameters are needed again at once in the backward: they stay.
-        fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
+        for unit in (*stage.layers.values(), stage):  # drawn and cut one after the other
+            if initializer.deferred:
+                _draw_own_rows(unit, initializer, shards)
+            # The root's parameters are needed again at once in the backward: they stay.
+            frees = zero == 3 and unit is not stage
+            fully_shard(unit, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
         self.stage: FSDPModule = stage
         self.units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in self.units:
@@ -64,8 +79,9 @@ class FullyShardedDataParallel:
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_custom_all_gather(_AllGather(shards))
             unit.set_custom_reduce_scatter(_ReduceScatter(shards))
-            if hybrid:
-                unit.set_all_reduce_hook(lambda flat: collectives.all_reduce(flat, copies))
+            if hybrid and not every_microbatch:
+                unit.set_all_reduce_hook(lambda flat: _sum_over_copies(flat, copies))
+        self.copies = copies
         self.replicas = (copies.index, copies.size)
         self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
         self.without_gradient: set[str] = set()
@@ -102,22 +118,24 @@ class FullyShardedDataParallel:
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
     def start_step(self) -> None:
-        """Clears the gradients of the step before; no gradient is sent until the last backward."""
+        """Clears the gradients of the step before."""
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)
         self._last_backward(False)
 
     def start_last_microbatch(self) -> None:
-        """The next backward is the last: it reduces what all of them have added up."""
+        """The next backward is the last: after it the parameters may go."""
         self._last_backward(True)
 
     def _last_backward(self, last: bool) -> None:
-        self.stage.set_requires_gradient_sync(last)
+        self.stage.set_requires_gradient_sync(last or self.every_microbatch)
         self.stage.set_is_last_backward(last)
         self.stage.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
         """The names of parameters without a gradient; FSDP2 has waited for the sums."""
+        if self.every_microbatch and self.copies.size > 1:
+            collectives.all_reduce(self.gradients, self.copies)
         return [name for name in self.parameters if name in self.without_gradient]
 
     def tied_gradient(self, name: str) -> Tensor:
@@ -168,8 +186,37 @@ class _ReduceScatter(_Buffers):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP2 reduces by {op}, and gradients of one loss are sums")
-        collectives.reduce_scatter_bucket(input_tensor, self.group).wait()
-        output_tensor.copy_(collectives.own_shard(input_tensor, self.group))
+        collectives.reduce_scatter_into(output_tensor, input_tensor, self.group).wait()
+
+
+def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> None:
+    """Gives a unit's parameters memory, and in the rows that this rank keeps their values.
+
+    The rest of them is zero, and FSDP2 drops it in a moment. What an earlier unit holds, as the
+    blocks do of the stage, is in shards already.
+    """
+    for parameter in unit.parameters():
+        if isinstance(parameter, DTensor):
+            continue
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        rows = len(whole)
+        first, end = (first_row(rows, shards.size, shards.index + i) for i in (0, 1))
+        initializer.fill_rows(parameter.spec, first, whole[first:end])
+        parameter.data = whole
+
+
+def _sum_over_copies(flat: Tensor, copies: Group) -> None:
+    """The all-reduce hook: sums a unit's reduced gradients, which FSDP2 then adds to `.grad`.
+
+    FSDP2 made `flat` on its reduce-scatter stream, and calls this on its all-reduce stream, where
+    the addition follows. Since every `.grad` is there already, nothing holds `flat` once that
+    addition is queued, and the next unit's reduce-scatter, on a stream that waits for neither,
+    would be given the same memory. The mark keeps it until the all-reduce stream is past the
+    point at which the last reference goes.
+    """
+    collectives.all_reduce(flat, copies)
+    if accelerator.is_on_accelerator(flat):
+        flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 
 def _mesh(groups: ProcessGroups) -> DeviceMesh:

@@ -7,12 +7,14 @@ and the j-th members of all domains, which talk to each other, sit on one rail.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from parallel3d import collectives
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.collectives import Work
+from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.topology.process_groups import Group
 
 
@@ -26,9 +28,15 @@ class TwoLevels:
 
     inner: Group
     outer: Group
+    side: SideStream = field(default_factory=SideStream)
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
         """Starts the sum of a flat `tensor` over inner × outer, which are the whole `group`."""
+        if is_on_accelerator(tensor):
+            return self.side.run(tensor, lambda: self._start(tensor))
+        return self._start(tensor)
+
+    def _start(self, tensor: Tensor) -> Work:
         even = tensor.numel() // self.inner.size * self.inner.size
         if even == 0:
             return _Started(self, tensor, 0, tensor[:0], collectives.Done())

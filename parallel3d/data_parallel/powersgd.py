@@ -3,8 +3,9 @@
 PyTorch has the algorithm as a hook of its DDP. That one starts its second and third reduction from
 the completion of the one before, on whatever thread that runs: with several buckets under way the
 ranks of a gloo group would enter them in different orders. Here a bucket's first reduction starts
-with the bucket and its second in `wait()`, which every rank calls in bucket order, and the result
-is a sum and not a mean. `tests/distributed/test_comm_hooks.py` holds the two side by side.
+with the bucket and its second in `wait()`, which every rank calls in bucket order (on an
+accelerator both start with the bucket, see `SideStream`), and the result is a sum and not a mean.
+`tests/distributed/test_comm_hooks.py` holds the two side by side.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from parallel3d import collectives
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.collectives import Work
 from parallel3d.data_parallel.bucket_sizes import compressed_rank
+from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.topology.process_groups import Group
 
 Shapes = list[tuple[int, ...]]
@@ -81,7 +84,7 @@ class PowerSGD:
         start: int,
         rank_of: Callable[[int, int, int], int] = compressed_rank,
     ) -> None:
-        self.start = start
+        self.start, self.side = start, SideStream()
         self.by_address = {
             grad.data_ptr(): _factors(grad, shapes, rank, rank_of) for grad, shapes in layouts
         }
@@ -92,6 +95,8 @@ class PowerSGD:
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:
             return collectives.all_reduce_bucket(tensor, group)
+        if is_on_accelerator(tensor):
+            return self.side.run(tensor, lambda: _Started(tensor, group, factors))
         return _Started(tensor, group, factors)
 
 
@@ -135,6 +140,8 @@ class _Started:
 
     def __init__(self, tensor: Tensor, group: Group, factors: Factors) -> None:
         self.tensor, self.group, self.factors = tensor, group, factors
+        # What the wait replaces, made on another stream at first: see `SideStream`, lifetimes.
+        self.replaced = [(m.q, m.error) for m in factors.matrices]
         self.ps = []
         for m in factors.matrices:
             whole = m.of(tensor).add_(m.error)

@@ -92,7 +92,7 @@ class DeviceTimes:
     the collective is exposed for; its start only queues, and has no mark. Nor has what is called
     while another stream is current: FSDP2 (zero ≥ 2) gathers and reduces on streams of its own and
     makes the compute stream wait for them by itself. What is exposed of that stands under forward
-    and backward there, and dp is 0.
+    and backward there, and dp holds little more than the sum of the tokens.
 
     The price: two marks a collective, each an event to record, to pass and to read, some
     microseconds of the host and about one of the stream: thousands in a step with tp. So it is
@@ -141,7 +141,8 @@ class DeviceTimes:
         """The steps that the device has left behind; with `wait` all of them."""
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
-            marks[-1][0].synchronize()
+            if wait:
+                marks[-1][0].synchronize()
             spent = dict.fromkeys(KINDS, 0.0)
             for (before, _), (after, interval) in pairwise(marks):
                 _add(spent, *interval, 1e-3 * before.elapsed_time(after))

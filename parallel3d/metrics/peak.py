@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from parallel3d import accelerator
 from parallel3d.metrics.text import si
 
 TERA = 1e12
@@ -96,12 +97,14 @@ def device_peak_flops(
     """
     if override_tflops is not None:
         return Peak(override_tflops * TERA, "launch.peak_tflops")
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    if accelerator.is_accelerator(device):
+        name = accelerator.name(device)
         known = datasheet_peak(name, dtype_name)
         if known is not None:
             return known
-        return Peak(_measure(device, dtype_name, 8192), f"measured: {name}, {dtype_name} GEMM")
+        size = _enough(device, dtype_name)
+        source = f"measured: {name}, {dtype_name} GEMM of {size}"
+        return Peak(_measure(device, dtype_name, size), source)
     cores = local_cores or available_cores()
     threads = min(torch.get_num_threads(), cores)
     share = cpu_share(threads, local_ranks, cores)
@@ -137,13 +140,32 @@ def available_cores() -> int:
     return cores
 
 
+def _enough(device: torch.device, dtype_name: str) -> int:
+    """The size of a product that keeps an accelerator busy, and does not take for ever."""
+    size = 1024
+    while size < 8192:
+        a, out = _operands(device, dtype_name, size)
+        _time(a, out)
+        if _time(a, out) > MEASURE_BUDGET_S / 100:
+            break
+        size *= 2
+    return size
+
+
+def _operands(
+    device: torch.device, dtype_name: str, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random square matrix, and room for a product."""
+    generator = torch.Generator().manual_seed(0)  # not the run's random numbers
+    matrix = torch.randn(size, size, generator=generator)
+    a = matrix.to(device, _TORCH_TYPES[dtype_name])
+    return a, torch.empty_like(a)
+
+
 def _measure(device: torch.device, dtype_name: str, size: int) -> float:
     """FLOP/s of a square GEMM: the median of as many runs as fit the budget, after a warm-up."""
-    dtype = _TORCH_TYPES[dtype_name]
-    generator = torch.Generator().manual_seed(0)  # not the run's random numbers
-    a = torch.randn(size, size, generator=generator).to(device, dtype)
-    out = torch.empty_like(a)
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    a, out = _operands(device, dtype_name, size)
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # CUDA's alone: others do not look at it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
     try:
         _time(a, out)
@@ -157,12 +179,10 @@ def _measure(device: torch.device, dtype_name: str, size: int) -> float:
 
 def _time(a: torch.Tensor, out: torch.Tensor) -> float:
     """Seconds of one a @ a, waiting for the device on both sides."""
-    if a.is_cuda:
-        torch.cuda.synchronize(a.device)
+    accelerator.synchronize(a.device)
     start = time.perf_counter()
     torch.mm(a, a, out=out)
-    if a.is_cuda:
-        torch.cuda.synchronize(a.device)
+    accelerator.synchronize(a.device)
     return time.perf_counter() - start
 
 

@@ -19,6 +19,8 @@ from parallel3d.metrics.breakdown import RankTimes, summary_of
 from parallel3d.metrics.breakdown_picture import breakdown_svg
 from parallel3d.metrics.flops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 from parallel3d.metrics.jsonl import MetricsFile, finite, value, write_json
+from parallel3d.metrics.memory import Memory
+from parallel3d.metrics.memory import summary_of as memory_summary_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console, make_progress, say
 from parallel3d.metrics.provenance import Provenance
@@ -67,6 +69,7 @@ class Recorder:
         self._last: StepRecord | None = None
         self._skipped = 0
         self._ranks: Sequence[RankTimes] = ()
+        self._memory: Sequence[Memory] = ()
         self._started_at: str | None = None
         self._error: str | None = None
         self._summary: dict[str, Any] | None = None
@@ -121,19 +124,20 @@ class Recorder:
         skipped: bool = False,
         loss_scale: float | None = None,
         times: Mapping[str, float] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """Record optimizer step `step` (counts from 1).
 
         `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
         the step computed (global batch × sequence length), masked ones too: throughput and MFU are
-        about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale` and
-        `times`: see `StepRecord`. Raises OSError if metrics.jsonl cannot be written.
+        about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale`,
+        `times` and `memory`: see `StepRecord`. Raises OSError if metrics.jsonl cannot be written.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         mfu = self._mfu(rate)
         record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, mfu, step_time_s)
-        record = record._replace(skipped=skipped, loss_scale=loss_scale, times=times)
+        record = record._replace(skipped=skipped, loss_scale=loss_scale, times=times, memory=memory)
         self._skipped += skipped
         self._last = record
         self._throughput.add(tokens, step_time_s)
@@ -156,9 +160,12 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens)
 
-    def breakdown(self, ranks: Sequence[RankTimes]) -> None:
-        """What the steps went into, of every rank: for the summary, its panel and breakdown.svg."""
-        self._ranks = ranks
+    def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[Memory] = ()) -> None:
+        """What the steps went into, of every rank: for the summary, its panel and breakdown.svg.
+
+        `memory`: what their accelerators held at most.
+        """
+        self._ranks, self._memory = ranks, memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
         """Close everything, write summary.json, print the closing panel; return the summary.
@@ -253,6 +260,7 @@ class Recorder:
             "tokens_per_s": self._rates(),
             "mfu": self._mfu_with_terms(),
             "breakdown": summary_of(self._ranks) if self._ranks else None,
+            "memory": memory_summary_of(self._memory) if self._memory else None,
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
             "layout": self._layout(),

@@ -6,7 +6,10 @@ import math
 import statistics
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from parallel3d.metrics.memory import Memory
 
 WARMUP_STEPS = 3  # slow for reasons of their own: allocators, caches, lazy connections
 
@@ -25,6 +28,7 @@ class StepRecord(NamedTuple):
     skipped: bool = False  # gradients were not finite, the parameters stay as they were
     loss_scale: float | None = None  # of fp16, after the step
     times: Mapping[str, float] | None = None  # seconds by kind, see `metrics.breakdown`
+    memory: Memory | None = None  # of rank 0's accelerator so far
 
     def row(self) -> dict[str, Any]:
         """As a line of metrics.jsonl: what a step has not, is not there."""
@@ -33,6 +37,8 @@ class StepRecord(NamedTuple):
             del row["skipped"]
         if self.times is not None:
             row["times"] = {kind: round(seconds, 6) for kind, seconds in self.times.items()}
+        if self.memory is not None:
+            row["memory"] = self.memory._asdict()
         return {key: value for key, value in row.items() if value is not None}
 
 

@@ -100,6 +100,12 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         peak = f"{si(mfu['peak_flops_per_device'])}FLOP/s"
         rows["MFU"] = f"{percent(mfu['value'])} of {mfu['world_size']} × {peak}"
         rows["peak per rank"] = mfu["peak_source"]
+    if summary["memory"] is not None:
+        most = max(summary["memory"]["ranks"], key=lambda rank: rank["allocated"])
+        rows["memory"] = (
+            f"{si(most['allocated'])}B at most, on rank {most['rank']} · "
+            f"{si(most['reserved'])}B reserved"
+        )
     rows["time"] = f"{duration(summary['wall_time_s'])} · {si(summary['tokens'])} tokens".replace(
         "  ", " "
     )

@@ -45,6 +45,7 @@ _NAMES = {
     "mfu": "speed/mfu",
     "step_time_s": "speed/step_time_s",
 }
+_TABLES = {"times": "time", "memory": "memory"}  # figures with parts, each part one of W&B's
 
 
 def check_logger(logger: LoggerConfig) -> None:
@@ -154,7 +155,7 @@ class WandbLogger:
             return
 
         def close() -> None:
-            local = ("paths", "wandb", "breakdown")  # places, and a table as long as the world
+            local = ("paths", "wandb", "breakdown", "memory")  # places, and tables by rank
             run.summary.update({k: v for k, v in summary.items() if k not in local})
             run.finish(exit_code=exit_code)
 
@@ -210,8 +211,10 @@ class WandbLogger:
                 self._step({key: line[key] for key in line if key != "nonfinite"} | restored)
 
     def _step(self, figures: Mapping[str, Any]) -> None:
-        row = {_NAMES.get(key, key): figure for key, figure in figures.items() if key != "times"}
-        row |= {f"time/{kind}": seconds for kind, seconds in figures.get("times", {}).items()}
+        plain = {key: figure for key, figure in figures.items() if key not in _TABLES}
+        row = {_NAMES.get(key, key): figure for key, figure in plain.items()}
+        for key, section in _TABLES.items():
+            row |= {f"{section}/{part}": figure for part, figure in figures.get(key, {}).items()}
         self._log(Row(figures["step"], evaluation=False), row)
 
     def _log(self, place: Row, row: dict[str, float]) -> None:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from parallel3d import collectives
+from parallel3d.accelerator import is_accelerator
 from parallel3d.config import OptimConfig
 from parallel3d.data_parallel.buckets import Segment
 from parallel3d.topology.process_groups import Group
 
-NORM_PIECE = 1 << 15  # elements whose squares are added in the gradients' own type
+NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 
 
 @dataclass
@@ -69,6 +70,11 @@ class Optimizer:
         self.groups = [FlatGroup.of(some, decay, names) for some, decay in alike if some]
         self.updates = 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where the segments are; a CPU for none."""
+        return self.segments[0].grad.device if self.segments else torch.device("cpu")
+
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
         """This rank's share of the squared gradient norm, each distinct parameter once, float64.
@@ -81,7 +87,9 @@ class Optimizer:
             for run, copies in segment.runs():
                 first = self.tp.index % copies == 0  # of the ranks that share the run
                 (counted if counts and first else rest).append(segment.grad[run])
-        return _sum_of_squares(counted) + 0.0 * _sum_of_squares(rest)  # 0 · inf and 0 · NaN are NaN
+        device = self.device
+        # 0 · inf and 0 · NaN are NaN
+        return _sum_of_squares(counted, device) + 0.0 * _sum_of_squares(rest, device)
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -95,14 +103,30 @@ class Optimizer:
         factor = 1.0 / loss_scale
         if self.optim.clip_grad > 0:
             factor *= min(1.0, self.optim.clip_grad / (grad_norm + 1e-6))
+        divisor = None
         if factor != 1.0:
-            torch._foreach_mul_([s.grad for s in self.segments], factor)
+            divisor = self._divisor(factor)
+            if divisor is None:
+                torch._foreach_mul_([s.grad for s in self.segments], factor)
         for group in self.groups:
             if self.optim.name == "adamw":
-                self._adamw(group, learning_rate)
+                self._adamw(group, learning_rate, divisor)
             else:
-                self._sgd(group, learning_rate)
+                self._sgd(group, learning_rate, divisor)
         self.updates += 1
+
+    def _divisor(self, factor: float) -> Tensor | None:
+        """1 / factor for the kernels to divide fp32 gradients by; None: multiply them beforehand.
+
+        An accelerator reads and writes each gradient once less so. The division errs as the product
+        does, by a rounding of its scalar (none for a loss scale alone, a power of two) and its own.
+        A CPU multiplies, to the bits that it always had, and fp64 too: the kernels read fp32.
+        """
+        fp32 = all(s.grad.dtype == torch.float32 for s in self.segments)
+        if not (self.segments and fp32 and is_accelerator(self.device)):
+            return None
+        # Filled by a kernel: a number copied from the host would be waited for.
+        return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.device)
 
     def restore(self, updates: int) -> None:
         """Goes on after so many updates; the state itself was written into `groups`."""
@@ -111,7 +135,7 @@ class Optimizer:
             for step in group.steps:
                 step.fill_(updates)
 
-    def _adamw(self, group: FlatGroup, learning_rate: float) -> None:
+    def _adamw(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """Loshchilov and Hutter 2019, algorithm 2."""
         torch._foreach_add_(group.steps, 1)
         torch._fused_adamw_(
@@ -127,9 +151,10 @@ class Optimizer:
             eps=self.optim.eps,
             amsgrad=False,
             maximize=False,
+            grad_scale=divisor,
         )
 
-    def _sgd(self, group: FlatGroup, learning_rate: float) -> None:
+    def _sgd(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
         """With momentum as torch.optim.SGD has it: the buffer starts as the first gradient."""
         torch._fused_sgd_(
             group.masters,
@@ -142,16 +167,19 @@ class Optimizer:
             nesterov=False,
             maximize=False,
             is_first_step=self.updates == 0,
+            grad_scale=divisor,
         )
 
 
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Float64 scalar; 0 of nothing."""
+def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Float64 scalar on `device`, where the gradients are; 0 of nothing."""
     if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
-    pieces = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
-    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if not is_accelerator(device):
+        # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
+        # Accelerators add in a tree anyway, where each piece would cost the host a call.
+        grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
+    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:

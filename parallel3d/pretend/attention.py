@@ -33,7 +33,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored as (b, s, heads, d)."""
+    """(b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored (b, s, heads, d)."""
     if attn_mask is not None or dropout_p:
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
     if query.shape[1] != key.shape[1] and not enable_gqa:

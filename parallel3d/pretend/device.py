@@ -200,6 +200,10 @@ class PretendedModule:
 
     manual_seed_all = manual_seed
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Asked by the machinery of recomputation."""
+        return [torch.bfloat16, torch.float16]
+
     def get_device_name(self, device: Any = None) -> str:
         return NAME
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from parallel3d.pretend import attention, nccl
+from parallel3d.pretend import attention, backend
+from parallel3d.pretend.copies import SPECIAL, is_pinned
 from parallel3d.pretend.device import TYPE, PretendedModule, this_machine
 from parallel3d.pretend.machine import DEVICES, Machine
-from parallel3d.pretend.tensor import dispatch, is_pinned
+from parallel3d.pretend.tensor import dispatch
 
 FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m")
 
@@ -29,6 +30,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> Machine:
     if hasattr(torch, TYPE):
         return this_machine()
     machine = Machine(data, checks_races)
+    machine.special |= SPECIAL | backend.functional()
     _setup_privateuseone_for_python_backend(TYPE, backend_module=PretendedModule(machine))
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
     library = torch.library.Library("_", "IMPL")
@@ -37,7 +39,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> Machine:
     _make_tensors_by_a_copy()
     _give_pinned_memory()
     _follow_resized_storages()
-    nccl.register()
+    backend.register()
     return machine
 
 

@@ -9,99 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from parallel3d.pretend.races import Memory, Races, Range
+from parallel3d.pretend.records import Block, Kernel, Left, Observer, Usage, Use
 
 DEVICES = 8
 ROUNDING = 512  # bytes: blocks of the allocator are multiples
 FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
-
-
-class Use(NamedTuple):
-    """Memory that a kernel reads or writes: a range of a block, of which it touches `nbytes`."""
-
-    block: Block
-    where: Range
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One launch, as observers see it.
-
-    Attributes:
-        name: of the operator. call: its overload, arguments and result in terms of the data behind
-            the tensors; None for a collective, and for operators that count as one (`fused_kernel`).
-        launches: kernels that a GPU would launch for it.
-    """
-
-    name: str
-    stream: int
-    reads: Sequence[Use]
-    writes: Sequence[Use]
-    call: tuple[Any, Sequence[Any], dict[str, Any], Any] | None = None
-    launches: int = 1
-
-
-class Observer:
-    """Told of what happens; override what is of interest."""
-
-    def kernel(self, kernel: Kernel) -> None:
-        """A kernel was launched."""
-
-    def collective(self, name: str, group: Any, tensor: Tensor) -> None:
-        """A collective or message was started, with the tensor that this rank gives."""
-
-    def host_wait(self, why: str) -> None:
-        """The host waited for the device."""
-
-    def allocated(self, block: Block) -> None:
-        """Memory was given out."""
-
-    def freed(self, block: Left) -> None:
-        """Memory came back."""
-
-
-class Block:
-    """A storage's memory; lives as long as the storage, to which it is attached."""
-
-    __slots__ = ("__weakref__", "device", "freed", "label", "memory", "nbytes", "used_on")
-
-    def __init__(self, freed: deque[Left], memory: Memory, nbytes: int, device: int) -> None:
-        self.freed, self.memory, self.nbytes, self.device = freed, memory, nbytes, device
-        self.used_on: set[int] = set()  # by record_stream
-        self.label: str | None = None
-
-    def __del__(self) -> None:
-        # Any thread may get here at any moment: what follows waits for the next allocation.
-        self.freed.append(Left(self.memory, self.nbytes, self.device, self.used_on, self.label))
-
-
-class Left(NamedTuple):
-    """What is left of a block once its storage is gone."""
-
-    memory: Memory
-    nbytes: int
-    device: int
-    used_on: set[int]
-    label: str | None
-
-
-@dataclass
-class Usage:
-    """Bytes of one device, as its allocator counts them."""
-
-    live: int = 0
-    peak: int = 0
 
 
 @dataclass
@@ -116,12 +39,12 @@ class _Pending:
 class _Thread(threading.local):
     """The current device of a thread, and its current stream on each; a new one begins at 0.
 
-    Autograd's own threads, which Python did not start, begin at the device of the process.
+    Autograd's own threads, which Python did not start, are on the main thread's device (None).
     """
 
-    def __init__(self, of_process: list[int]) -> None:
+    def __init__(self) -> None:
         is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
-        self.device = of_process[0] if is_autograds else 0
+        self.device: int | None = None if is_autograds else 0
         self.streams: dict[int, int] = {}
         self.fused: _Fused | None = None
 
@@ -137,6 +60,8 @@ class Machine:
     Attributes:
         touched: devices on which this process has a context, as `set_device` or a stream makes one.
         host_waits: how often the host waited for a device.
+        special: operators that are more than a kernel → what runs them.
+        kept: what is undone where it is let go (libraries of operators).
     """
 
     data: str = "cpu"
@@ -146,12 +71,13 @@ class Machine:
     touched: set[int] = field(default_factory=set)
     host_waits: int = 0
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
+    special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._of_process = [0]  # the main thread's device
-        self.thread = _Thread(self._of_process)
+        self._of_main = 0
+        self.thread = _Thread()
         self._freed: deque[Left] = deque()
         self._pools: dict[tuple[int, int], list[Memory]] = {}
         self._pending: list[_Pending] = []
@@ -164,7 +90,8 @@ class Machine:
 
     @property
     def device(self) -> int:
-        return self.thread.device
+        own = self.thread.device
+        return self._of_main if own is None else own
 
     def set_device(self, device: int) -> None:
         """Raises RuntimeError for a device that is not there."""
@@ -172,7 +99,7 @@ class Machine:
             raise RuntimeError(f"invalid device ordinal {device}: there are {DEVICES} devices")
         self.thread.device = device
         if threading.current_thread() is threading.main_thread():
-            self._of_process[0] = device
+            self._of_main = device
         self.touched.add(device)
 
     def stream_of(self, device: int | None = None) -> int:
@@ -239,6 +166,12 @@ class Machine:
         """Calls `settle` when the host has waited for what is on `stream` now."""
         with self.lock:
             self._pending.append(_Pending(stream, self.races.sequence, settle))
+
+    def forget(self) -> None:
+        """After a mistake that was found: what was under way is given up, and all is in order."""
+        with self.lock:
+            self._pending.clear()
+            self.races.syncs.sync_all_streams()
 
     # --- memory --------------------------------------------------------------------------------
 

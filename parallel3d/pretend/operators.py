@@ -14,19 +14,21 @@ aten = torch.ops.aten
 
 # Operators that make a tensor without filling it, or tell something about one: no kernel.
 _NO_KERNEL = frozenset(
-    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_")
-    + ("detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_")
-    + ("sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
-)
+    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "detach",
+     "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "sym_size",
+     "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
+)  # fmt: skip
 # Written without being read, though their names end like those that change a tensor.
-_OVERWRITING = frozenset(("copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_copy_"))
-_OVERWRITING |= frozenset(("_foreach_zero_", "random_"))
+_OVERWRITING = frozenset(
+    ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "_foreach_copy_",
+     "_foreach_zero_")
+)  # fmt: skip
 # The host waits for their result, or for its size.
 HOST_WAITS = frozenset(
-    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim")
-    + ("bincount", "is_nonzero", "allclose")
-)
-TENSORS_A_LAUNCH = 110  # of PyTorch's multi-tensor kernels, with one list; two lists: 64, four: 36
+    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
+     "bincount", "is_nonzero")
+)  # fmt: skip
+# Tensors that one launch of PyTorch's multi-tensor kernels takes, by the number of lists.
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 

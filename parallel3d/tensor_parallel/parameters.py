@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from parallel3d import accelerator
 
 WORD_TABLE = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn
+BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at full speed
 
 
 @dataclass(frozen=True)
@@ -111,23 +113,46 @@ class Initializer:
     """Makes parameters whose values are a function of (seed, name, index) alone.
 
     A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
-    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, one at a
-    time: it never holds more than its slice and one tile, and no layout changes a value.
+    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, on as
+    many threads as torch has and a band of at most `BAND` elements at a time: beside its slice it
+    holds one band, and no layout changes a value.
+
+    With `deferred`, parameters have their shape and type but one element of memory: whoever
+    decides where they live asks for `values` or `fill_rows`, one parameter at a time.
     """
 
     seed: int
     dtype: torch.dtype
     device: torch.device
+    deferred: bool = False
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
-        """A parameter with its initial values and its `spec` attached."""
-        local = torch.zeros(spec.shape, dtype=self.dtype, device=self.device)
-        if self.device.type != "meta":
-            for piece in spec.pieces:
-                self.fill(piece, piece.of_local(local))
+        """A parameter with its `spec` attached, and its initial values unless `deferred`."""
+        if self.deferred:
+            local = torch.zeros((), dtype=self.dtype, device=self.device).expand(spec.shape)
+        else:
+            local = self.values(spec)
         parameter = nn.Parameter(local)
         parameter.spec = spec
         return parameter
+
+    def values(self, spec: ParameterSpec) -> Tensor:
+        """The initial values of a whole local parameter."""
+        local = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "meta":
+            self.fill_rows(spec, 0, local)
+        return local
+
+    def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
+        """Writes the initial values of a local parameter's rows from `first` on into `out`."""
+        out.zero_()  # what no box covers is padding
+        end = first + out.shape[0]
+        for piece in spec.pieces:
+            top, bottom = max(first, piece.row), min(end, piece.row + piece.shape[0])
+            if top < bottom:
+                start = (piece.start[0] + top - piece.row, *piece.start[1:])
+                box = replace(piece, start=start, shape=(bottom - top, *piece.shape[1:]))
+                self.fill(box, out[top - first : bottom - first])
 
     def fill(self, piece: Piece, out: Tensor) -> None:
         """Writes the initial values of a box into `out`, a tensor of the box's shape."""
@@ -136,15 +161,38 @@ class Initializer:
         if piece.std == 0.0:
             out.fill_(piece.fill)
             return
-        (row0, col0), (rows, cols) = piece.start, piece.shape
-        for i in range(row0 // TILE, (row0 + rows - 1) // TILE + 1):
-            top, bottom = max(row0, i * TILE), min(row0 + rows, (i + 1) * TILE)
-            for j in range(col0 // TILE, (col0 + cols - 1) // TILE + 1):
-                left, right = max(col0, j * TILE), min(col0 + cols, (j + 1) * TILE)
-                tile = self._tile(piece.name, i, j)
-                box = tile[top - i * TILE : bottom - i * TILE, left - j * TILE : right - j * TILE]
-                values = torch.from_numpy(box * np.float32(piece.std)).to(out.dtype)
-                out[top - row0 : bottom - row0, left - col0 : right - col0] = values
+        row0, (rows, cols) = piece.start[0], piece.shape
+        height = max(1, BAND // (TILE * cols)) * TILE  # rows of a band: whole tiles
+        for i in range(row0 // TILE * TILE, row0 + rows, height):
+            top, bottom = max(row0, i), min(row0 + rows, i + height)
+            # One copy a band: on a GPU each is a transfer that the host waits for.
+            out[top - row0 : bottom - row0] = torch.from_numpy(self._band(piece, top, bottom))
+
+    def _band(self, piece: Piece, top: int, bottom: int) -> np.ndarray:
+        """Rows [top, bottom) of the full matrix in the box's columns, float32."""
+        left, cols = piece.start[1], piece.shape[1]
+        band = np.empty((bottom - top, cols), dtype=np.float32)
+
+        def draw(tile: tuple[int, int]) -> None:
+            i, j = tile
+            up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
+            west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
+            values = self._tile(piece.name, i, j)
+            box = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
+            out = band[up - top : down - top, west - left : east - left]
+            np.multiply(box, np.float32(piece.std), out=out)
+
+        down = range(top // TILE, (bottom - 1) // TILE + 1)
+        across = range(left // TILE, (left + cols - 1) // TILE + 1)
+        tiles = [(i, j) for i in down for j in across]
+        threads = min(torch.get_num_threads(), len(tiles))
+        if threads == 1:
+            for tile in tiles:
+                draw(tile)
+        else:  # NumPy lets go of the interpreter while it draws
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(draw, tiles))
+        return band
 
     def _tile(self, name: str, i: int, j: int) -> np.ndarray:
         """(256, 256) standard normal values, float32 whatever the compute type is."""

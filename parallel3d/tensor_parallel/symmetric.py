@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
+from parallel3d import accelerator, collectives
 from parallel3d.tensor_parallel.mappings import sequence_first
 from parallel3d.topology.process_groups import Group
 
@@ -33,7 +33,7 @@ class Member:
 
     Attributes:
         host: a number that the ranks of one host share.
-        device: its CUDA index, −1 on anything else.
+        device: its index, −1 on a CPU.
         operators: this PyTorch has the fused operators.
     """
 
@@ -56,13 +56,17 @@ def may_share(members: Sequence[Member]) -> bool:
 
 def is_usable(group: Group, device: torch.device) -> bool:
     """Whether all ranks of the group can use this module, the same answer on each; collective."""
-    if device.type != "cuda" or group.size == 1:  # the same on all ranks of a run
+    if group.size == 1 or not accelerator.is_accelerator(device):  # the same on all ranks of a run
+        return False
+    # Of torch.cuda's names, one that few other devices have.
+    can_reach = getattr(accelerator.module(device), "can_device_access_peer", None)
+    if can_reach is None:
         return False
     members = [Member(h, d, bool(o)) for h, d, o in _all(group, device, _facts(device))]
     if not may_share(members):
         return False
     others = [m.device for m in members if m.device != device.index]
-    reaches = all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+    reaches = all(can_reach(device.index, other) for other in others)
     return all(answer for (answer,) in _all(group, device, [int(reaches)]))
 
 

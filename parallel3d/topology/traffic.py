@@ -246,7 +246,8 @@ def _data(stage: _Stage) -> Iterator[Transfer]:
     sizes = [p.numel * stage.grad_item for p in ready]
     tied = config.model.tie_embeddings and stage.layout.pp > 1
     alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_TABLES]
-    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone)
+    accelerated = config.device != "cpu"  # a plan for `auto` is one for a cluster of GPUs
+    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, accelerated)
     bucketed = [[ready[i] for i in members] for members in buckets]
     if config.ddp.comm_hook == "powersgd":
         yield from _low_rank(stage, bucketed)
@@ -261,16 +262,17 @@ def _fully_sharded(stage: _Stage) -> Iterator[Transfer]:
 
     With ddp.shard_size this is an upper bound: fewer ranks gather, and a sum over copies follows.
     """
-    dp, twice = stage.layout.dp, 2 * stage.config.num_microbatches
+    config, dp, microbatches = stage.config, stage.layout.dp, stage.config.num_microbatches
+    every = microbatches if config.ddp.reduces_every_microbatch(config.zero) else 1
     numels: Counter[str] = Counter()
     for p in stage.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
         numels[unit] += dp * _sharded_numel(p, dp)
     for unit, numel in numels.items():
-        times = twice if stage.config.zero == 3 and unit != "rest" else 1
+        times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
         yield Transfer("dp", "all_gather", numel * stage.item, times, "parameters")
-        yield Transfer("dp", "reduce_scatter", numel * stage.grad_item, 1, "gradients")
+        yield Transfer("dp", "reduce_scatter", numel * stage.grad_item, every, "gradients")
 
 
 def _sharded_numel(parameter: LocalParameter, shards: int) -> int:

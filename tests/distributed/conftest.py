@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.pool import Pool
+from tests.distributed.pretended import PretendedPool
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,13 @@ def pool() -> Iterator[Pool]:
     """Runs functions on real ranks: `pool.run(world_size, function, *args) -> results by rank`."""
     with Pool() as shared:
         yield shared
+
+
+@pytest.fixture(scope="session")
+def pretended() -> Iterator[PretendedPool]:
+    """As `pool`, on the pretended accelerator: these workers know no other device."""
+    with Pool() as own:
+        yield PretendedPool(own)
 
 
 @pytest.fixture(scope="session")

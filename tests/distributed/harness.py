@@ -29,6 +29,7 @@ from tests.distributed.cases import (
     dead_weights,
 )
 from tests.distributed.pool import Pool
+from tests.distributed.pretended import here
 from tests.reference.train import ReferenceRun, batch_loss, build, train_reference
 
 
@@ -71,8 +72,7 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
     """A trainer of `case` on this rank, fed by samples with unequal masks."""
     config = case.config(groups.layout)
     source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
-    device = torch.device("cpu")
-    return Trainer(config, groups, device, train_source=source, valid_source=source)
+    return Trainer(config, groups, here(), train_source=source, valid_source=source)
 
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
@@ -88,7 +88,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
     """The groups of `layout` as they are where nothing is known of a cluster."""
-    return ProcessGroups.create(layout, "cpu", timeout_s=60)
+    return ProcessGroups.create(layout, here().type, timeout_s=60)
 
 
 def run_cases(

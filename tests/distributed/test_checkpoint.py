@@ -164,9 +164,9 @@ def save_with_a_slow_copy(run_dir: Path) -> tuple[dict[str, np.ndarray], list[st
     weights = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}
     copy, step, order = checkpoints.saver.staging.copy, trainer.optimizer.step, []
 
-    def slow_copy(state: dict) -> dict:
+    def slow_copy(state: dict, ready: object) -> dict:
         time.sleep(1.0)  # several steps
-        copied = copy(state)
+        copied = copy(state, ready)
         order.append("copy")
         return copied
 

@@ -1,8 +1,7 @@
-"""zero=2 and zero=3 by FSDP2 train the reference's model, and hold a shard of it."""
+"""zero=2 and zero=3 by FSDP2 train the reference's model, and keep its slices."""
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from parallel3d.data_parallel.fully_sharded import first_row
 from parallel3d.topology.layout import Layout
@@ -30,6 +28,7 @@ from tests.distributed.pool import Pool
 GPT = Problem("gpt_tiny", "sgd", tied=True)
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 HALF_COPIES = ("ddp.shard_size", 2)
+EVERY, ONCE = (("ddp.reduce_every_microbatch", every) for every in (True, False))
 # Rows that dp does not divide: 3 over 4 ranks leaves the last without any, 5 over 4 as well.
 ODD = (("ffn_hidden_size", 3), ("vocab_size", 5), ("vocab_multiple", 5))
 
@@ -52,7 +51,9 @@ CASES = {
     (1, 1, 4): [zero(2, replace(GPT, model=ODD), microbatches=2), zero(3, LLAMA)],
     (1, 2, 2): [
         zero(2),
+        zero(2, GPT, EVERY),
         zero(3, replace(GPT, optimizer="adamw")),
+        zero(3, replace(GPT, precision="fp32"), ONCE),
         zero(3, replace(LLAMA, optimizer="sgd"), schedule="gpipe"),
     ],
     (2, 1, 2): [
@@ -74,7 +75,11 @@ def test_sharded_training_is_the_reference(
 
 
 def test_copies_over_two_ranks_each_are_the_reference(pool: Pool, references: References) -> None:
-    cases = [zero(2, GPT, HALF_COPIES), zero(3, LLAMA, HALF_COPIES)]
+    cases = [
+        zero(stage, problem, HALF_COPIES, way)
+        for stage, problem in ((2, GPT), (3, LLAMA))
+        for way in (EVERY, ONCE)
+    ]
     compare((1, 1, 4), cases, pool, references, with_copies_of_two)
 
 
@@ -107,56 +112,6 @@ def test_shards_are_those_of_chunk(rows: int, ranks: int) -> None:
         *lengths,
         *[0] * (ranks - len(lengths)),
     ]
-
-
-def bytes_of_tensors() -> int:
-    """Of every tensor that this process holds and that is not frozen, each storage once."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), FakeTensor):
-            continue  # left by a compiled graph of a test before: it holds no memory
-        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
-            local = found.to_local() if hasattr(found, "to_local") else found
-            storage = local.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
-
-
-def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, float]:
-    """Bytes that a trainer holds between steps, over those of the parameters of its stage in fp32;
-    and the share of the parameters that this rank steps."""
-    groups = plain_groups(Layout(*sizes))
-    problem = Problem("gpt_tiny", "adamw", True, precision, model=(("hidden_size", 128),))
-    gc.collect()
-    gc.freeze()  # what tests before left is neither searched nor counted
-    trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
-    for _ in range(2):
-        trainer.train_step()
-    trainer.data_parallel.wait_for_all()
-    numel = sum(p.numel() for p in trainer.parameters.values())
-    found = {"held": bytes_of_tensors() / (4 * numel)}
-    gc.unfreeze()
-    parameters = 0
-    for slice_ in trainer.parameter_slices():
-        parameters += slice_.values["parameter"].numel()
-    found["stepped"] = parameters / numel
-    groups.close()
-    return found
-
-
-def test_memory_falls_with_dp(pool: Pool) -> None:
-    held_by_stage = {}
-    for stage in (0, 1, 2, 3):
-        by_rank = pool.run(4, held, (1, 1, 4), stage, "fp32")
-        held_by_stage[stage] = max(found["held"] for found in by_rank)
-        stepped = sum(found["stepped"] for found in by_rank)
-        assert stepped == pytest.approx(4 if stage == 0 else 1)
-    # Parameters, gradients and two moments, in units of the parameters.
-    assert held_by_stage[0] == pytest.approx(4, rel=0.1)
-    assert held_by_stage[1] == pytest.approx(2.5, rel=0.1)
-    for stage in (2, 3):
-        assert held_by_stage[stage] == pytest.approx(1, rel=0.15)
 
 
 def slices_of_a_run(stage: int, steps: int) -> list[Any]:

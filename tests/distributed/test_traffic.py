@@ -120,6 +120,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.recompute, config.compile = changes.get("recompute", "none"), "compile" in changes
     config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
+    config.ddp.reduce_every_microbatch = changes.get("every")
     config.ddp.comm_hook, config.ddp.powersgd_start = changes.get("comm_hook", "none"), 2
     config.ddp.powersgd_rank = 1
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
@@ -211,6 +212,8 @@ CASES = [
     pytest.param(Layout(pp=2, dp=2), {"zero": 1}, id="pp2 dp2 zero1"),
     pytest.param(Layout(dp=4), {"comm_hook": "bf16"}, id="dp4 bf16 buckets"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 2}, id="pp2 dp2 zero2"),
+    pytest.param(Layout(dp=2), {"zero": 2, "every": True}, id="dp2 zero2 every micro-batch"),
+    pytest.param(Layout(dp=2), {"zero": 3, "every": False}, id="dp2 zero3 once a step"),
     pytest.param(Layout(tp=2, dp=2), {"zero": 3, "sp": True, **LLAMA}, id="tp2 dp2 sp zero3"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}, id="pp2 dp2 zero3 bf16"),
     pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel3d.data_parallel import buckets as buckets_module
 from parallel3d.data_parallel.bucket_sizes import MIB, assign
-from parallel3d.data_parallel.buckets import build_buckets
+from parallel3d.data_parallel.buckets import Sharding, build_buckets
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.tensor_parallel.parameters import ParameterSpec
 from parallel3d.topology.process_groups import SINGLE
@@ -25,6 +28,25 @@ def test_assignment_is_that_of_ddp(cap: float | None) -> None:
         limits = [1 * MIB, 25 * MIB] if cap is None else [int(cap * MIB)]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
         assert assign(sizes, cap) == expected
+
+
+def test_an_accelerator_has_larger_buckets_unless_the_cap_is_given() -> None:
+    sizes = [2 * MIB, *[20 * MIB] * 10]
+    assert [len(b) for b in assign(sizes, None)] == [1, 2, 2, 2, 2, 2]
+    assert [len(b) for b in assign(sizes, None, accelerated=True)] == [1, 7, 3]
+    assert assign(sizes, 50.0, accelerated=True) == assign(sizes, 50.0)
+
+
+def test_the_cap_is_that_of_the_parameters_device() -> None:
+    def buckets() -> int:
+        on_meta = [(str(i), nn.Parameter(torch.empty(8 * MIB, device="meta"))) for i in range(9)]
+        for _, p in on_meta:
+            p.spec = ParameterSpec(tuple(p.shape), (), replicated=True)
+        return len(build_buckets(on_meta, None, torch.float32))
+
+    assert buckets() == 9  # of 32 MiB each
+    with patch.object(buckets_module, "is_accelerator", lambda device: True):
+        assert buckets() == 3
 
 
 def parameter(*shape: int, replicated: bool = False, uses: int = 1) -> nn.Parameter:
@@ -59,6 +81,35 @@ def test_segments_separate_what_is_treated_differently() -> None:
     assert sorted(kinds) == [(False, True, 8), (True, False, 64)]
     assert bucket.grad.dtype == torch.float64
     assert sum(s.grad.numel() for s in bucket.segments) == bucket.grad.numel()
+
+
+@pytest.mark.parametrize("sharding", [Sharding(1, 0), Sharding(3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, sharding: Sharding) -> None:
+    parameters, alive, most = named(), [], []
+    given = {p: p.detach().clone() for _, p in parameters}
+    expected = build_buckets([(n, clone_of(p)) for n, p in parameters], None, dtype, sharding)
+
+    def drawn(p: nn.Parameter) -> torch.Tensor:
+        most.append(sum(ref() is not None for ref in alive))
+        made = given[p].clone()
+        alive.append(weakref.ref(made))
+        return made
+
+    for p in given:
+        p.data = torch.zeros(()).expand(p.shape)
+    found = build_buckets(parameters, None, dtype, sharding, values=drawn)
+    assert most == [0, 0, 0], "no drawn parameter beside another"
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.param, theirs.param)
+        for a, b in zip(ours.segments, theirs.segments, strict=True):
+            assert torch.equal(a.master, b.master) and a.parts == b.parts
+
+
+def clone_of(p: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(p.detach().clone())
+    made.spec = p.spec
+    return made
 
 
 class Recorded:

@@ -57,7 +57,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ),
     ({"zero": 7}, None, ["zero=7", "at most 3", "nearest is zero=3"]),
     ({"launch.master_port": 70000}, None, ["launch.master_port=70000", "=65535"]),
-    ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda"]),
+    ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda, pretend"]),
     ({"optim.name": "adam"}, None, ["optim.name=adam", "adamw, sgd", "nearest is optim=adamw"]),
     ({"model.norm": "rms"}, None, ["model.norm=rms", "nearest is model.norm=rmsnorm"]),
     ({"optim.lr": 0.0}, None, ["optim.lr=0.0", "above 0", "0.001"]),

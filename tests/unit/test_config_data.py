@@ -53,6 +53,11 @@ def config(**changes: Any) -> Config:
             "ddp.shard_size=null.",
         ),
         (
+            {"zero": 1, "ddp__reduce_every_microbatch": True},
+            "ddp.reduce_every_microbatch=true is read by zero=2 and zero=3 alone, but zero=1; the "
+            "nearest is ddp.reduce_every_microbatch=null.",
+        ),
+        (
             {"zero": 3, "ddp__shard_size": 3},
             "ddp.shard_size=3 must divide dp=4 and be at least 2; the nearest is ddp.shard_size=2.",
         ),

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
 
-from benchmarks import gpu, gpu_rows
+from benchmarks import gpu, gpu_process, gpu_results, gpu_rows, gpu_shards, gpu_tables
+from parallel3d import accelerator, collectives
+from parallel3d.config import conf_dir
+from parallel3d.topology.layout import Layout
+
+TINY = ["--size", "tiny", "--device", "cpu"]
+CPU = torch.device("cpu")
+
+
+def files(folder: Path) -> list[str]:
+    return ["--json", str(folder / "gpu.json"), "--markdown", str(folder / "gpu.md")]
+
+
+def sections(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "gpu.json").read_text())["sections"]
 
 
 def test_every_row_of_a_cpu_is_measured_and_written(
@@ -24,13 +48,12 @@ def test_every_row_of_a_cpu_is_measured_and_written(
     )
     rows = ["gemm", "parallel3d 1b", "parallel3d 3b", "transformers 1b", "torchtitan 1b"]
     rows += ["shard llama3_70b", "shard gpt3_175b", "fp8"]
-    files = ["--json", str(tmp_path / "gpu.json"), "--markdown", str(tmp_path / "gpu.md")]
-    size = ["--size", "tiny", "--device", "cpu", "--in-process"]
-    assert gpu.main([*size, *files, "--only", *rows]) == 0
-    found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", *rows]) == 0
+    (section,) = sections(tmp_path)
+    found = section["rows"]
     assert list(found) == rows
-    assert found["torchtitan 1b"] == {"skipped": "torchtitan is not installed"}
-    assert found["fp8"] == {"skipped": "fp8 needs a GPU"}
+    assert found["torchtitan 1b"]["skipped"] == "torchtitan is not installed"
+    assert found["fp8"]["skipped"] == "fp8 needs a GPU"
     # 64 tokens a step of 2 sequences of 32; the peers count the same model.
     ours = found["parallel3d 1b"]
     assert ours["tokens_per_s"] == pytest.approx(64e3 / ours["step_ms"])
@@ -45,6 +68,192 @@ def test_every_row_of_a_cpu_is_measured_and_written(
     assert "- torchtitan 1b: torchtitan is not installed" in text
     assert "| llama3_70b | tp 8, pp 10 | 1 |" in text
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_take_less_than_eight_minutes_and_hold_every_row() -> None:
+    for group in gpu.GROUPS:
+        assert sum(row.seconds for row in gpu.ROWS.values() if row.group == group) < 480, group
+    assert all(row.limit_s >= 2 * row.seconds for row in gpu.ROWS.values())
+    assert all(name in gpu.groups_text() for name in (*gpu.GROUPS, *gpu.ROWS))
+
+
+def test_the_page_has_every_group_with_its_seconds() -> None:
+    page = (gpu_process.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for group in gpu.GROUPS:
+        seconds = sum(row.seconds for row in gpu.ROWS.values() if row.group == group)
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{group}` |"))
+        assert line.endswith(f"| {seconds} |")
+
+
+def test_rows_join_what_the_file_has_and_failures_replace_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TINY, "--in-process", *files(tmp_path)]
+    assert gpu.main([*words, "--only", "gemm"]) == 0
+    assert gpu.main([*words, "--only", "fp8"]) == 0
+    (section,) = sections(tmp_path)
+    assert list(section["rows"]) == ["gemm", "fp8"]
+
+    def fails(*_: object) -> None:
+        raise ValueError("no luck\ntoday")
+
+    monkeypatch.setitem(gpu.ROWS, "gemm", gpu.Row(fails, "card", 1))
+    assert gpu.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 0  # and goes on
+    (section,) = sections(tmp_path)
+    assert section["rows"]["gemm"]["tflops"] > 0.0
+    assert section["rows"]["gemm"]["again"] == "ValueError: no luck"
+    assert section["rows"]["shard gpt3_175b"]["layers"] == 1
+    assert "- gemm, when repeated: ValueError: no luck" in (tmp_path / "gpu.md").read_text()
+
+    monkeypatch.setattr(gpu, "machine", lambda device: {"device": "another", "torch": "9"})
+    assert gpu.main([*words, "--only", "fp8"]) == 0
+    first, second = sections(tmp_path)
+    assert (list(first["rows"]), list(second["rows"])) == (list(section["rows"]), ["fp8"])
+    assert "## another, torch 9" in (tmp_path / "gpu.md").read_text()
+
+
+def test_missing_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+    for name, row in (("gemm", {"tflops": 1.0, "size": 1}), ("fp8", {"skipped": "no"})):
+        call = lambda *_, n=name, r=row: run.append(n) or dict(r)  # noqa: E731
+        monkeypatch.setitem(gpu.ROWS, name, gpu.Row(call, "card", 1))
+    words = [*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"]
+    assert gpu.main(words) == 0
+    assert gpu.main([*words, "--missing"]) == 0
+    assert run == ["gemm", "fp8", "fp8"]
+
+
+@pytest.mark.parametrize("name", ["gpu.json", "gpu.md"])
+def test_what_a_user_made_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    assert gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm"]) == 2
+    assert f"{name} was not written by this command" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_both_files_stand_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(*_: object) -> None:
+        assert "gemm" in sections(tmp_path)[0]["rows"]
+        assert "GEMM at 64³" in (tmp_path / "gpu.md").read_text()
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu.ROWS, "fp8", gpu.Row(second, "card", 1))
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"])
+
+
+def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
+    words = [*TINY, *files(tmp_path), "--only", "gemm"]
+    assert gpu.main(words) == 0
+    assert sections(tmp_path)[0]["rows"]["gemm"]["size"] == 64
+    given = gpu._parser().parse_args([*words, "--limit", "0.05"])
+    assert gpu.run_row("fp8", given) == {"failed": "took longer than 0.05 s"}
+
+
+def test_at_its_limit_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {child}; wait"
+    ended = gpu_process.run_limited(["bash", "-c", script], 1.0)
+    assert ended.code is None
+    assert gpu_process.reason(ended, 1.0) == "took longer than 1 s"
+    _wait_for(lambda: not _runs(int(child.read_text())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_whoever_is_ended_leaves_no_row_behind(tmp_path: Path, number: int) -> None:
+    child = tmp_path / "child"
+    row = "import os, sys, time; from benchmarks import gpu_process\n"
+    row += "gpu_process.die_with_parent(int(sys.argv[1])); open(sys.argv[2], 'w').write(str("
+    row += "os.getpid())); os.rename(sys.argv[2], sys.argv[3]); time.sleep(60)"
+    main = "import os, sys; from benchmarks import gpu_process\n"
+    main += "with gpu_process.stops_on_sigterm():\n"
+    main += "    words = [sys.executable, '-c', sys.argv[1], str(os.getpid()), *sys.argv[2:]]\n"
+    main += "    gpu_process.run_limited(words, 60)"
+    words = [sys.executable, "-c", main, row, f"{child}.new", str(child)]
+    parent = subprocess.Popen(words, cwd=gpu_process.ROOT)
+    try:
+        _wait_for(child.exists)
+        pid = int(child.read_text())
+        parent.send_signal(number)
+        assert parent.wait(10) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+        _wait_for(lambda: not _runs(pid))
+    finally:
+        parent.kill()
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_users_setting_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in gpu_process.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert gpu_process.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert gpu_process.environment() == dict(os.environ)
+
+
+TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "said"),
+    [
+        (1, f"{TRACE}ValueError: first\n\n{TRACE}KeyError: 'x'\n", "KeyError: 'x'"),
+        (1, f"{TRACE}ValueError: bad\nsome/file.py:3: UserWarning: leaked\n", "ValueError: bad"),
+        (1, f"{TRACE}OSError: full\nException ignored in: <f>\n{TRACE}TypeError: late\n",
+         "OSError: full"),
+        (1, "".join(f"[rank0]: {line}\n" for line in f"{TRACE}ValueError: r".splitlines()),
+         "ValueError: r"),
+        (2, "W: slow\nparallel3d: tp=3 cannot work.\nnote\n", "parallel3d: tp=3 cannot work."),
+        (3, "", "exit code 3"),
+        (-9, "warning\n", "ended by SIGKILL (no memory left on the host?)"),
+        (-11, "", "ended by SIGSEGV"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failure_is_its_exception(code: int, err: str, said: str) -> None:
+    assert gpu_process.reason(gpu_process.Ended(code, "", err, 1.0), 9.0) == said
+
+
+def test_torch_and_numpy_are_all_that_it_imports() -> None:
+    script = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"omegaconf", "hydra", "wandb", "antlr4", "yaml", "rich"}:
+            raise ImportError("not in this image: " + name)
+sys.meta_path.insert(0, Absent())
+import torch
+import parallel3d.trainer
+from benchmarks import gpu, gpu_first
+found = gpu.ROWS["parallel3d 1b"].run(gpu.SIZES["tiny"], torch.device("cpu"))
+assert found["micro_batch"] == 2, found
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=gpu_process.ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_presets_are_read_as_omegaconf_reads_them() -> None:
+    presets = sorted((conf_dir() / "model").glob("*.yaml"))
+    assert len(presets) >= 8
+    for path in presets:
+        assert gpu_rows.read_preset(path) == OmegaConf.to_container(OmegaConf.load(path)), path.name
 
 
 def test_the_presets_are_of_the_size_in_their_name() -> None:
@@ -64,13 +273,98 @@ def test_what_does_not_fit_is_tried_with_smaller_micro_batches() -> None:
             raise torch.OutOfMemoryError
         return {"tokens_per_s": 1}
 
-    size, cpu = gpu_rows.SIZES["full"], torch.device("cpu")
-    assert gpu_rows.first_that_fits(size, cpu, run) == {"tokens_per_s": 1, "micro_batch": 2}
+    size = gpu_rows.SIZES["full"]
+    assert gpu_rows.first_that_fits(size, CPU, run) == {"tokens_per_s": 1, "micro_batch": 2}
     assert tried == [8, 4, 2]
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+class Events:
+    """What `accelerator.module` gives of a device whose clock goes on by 2 ms an action."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.said = 0.0, []
+
+    def Event(self, enable_timing: bool = False) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.now_ms)
+        event.elapsed_time = lambda later: later.at - event.at
+        return event
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.said.append(name) or 3e9
+
+
+def test_an_accelerator_is_timed_by_its_events_and_its_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Events()
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(accelerator, "module", lambda device: module)
+    size = gpu_rows.SIZES["tiny"]
+
+    def action() -> None:
+        module.now_ms += 2.0
+
+    assert gpu_rows.seconds_of(action, CPU, size) == pytest.approx(2e-3)
+    assert module.now_ms == 2.0 * (size.warm_up + size.steps)
+    assert module.said == ["synchronize", "synchronize"]
+    assert gpu_rows.peak_memory_gb(CPU) == 3.0
+
+    def run(micro_batch: int) -> dict[str, int]:
+        if micro_batch == 2:
+            raise torch.OutOfMemoryError
+        return {}
+
+    module.said.clear()
+    assert gpu_rows.first_that_fits(size, CPU, run) == {"micro_batch": 1}
+    assert module.said == ["empty_cache", "reset_peak_memory_stats"]
+
+
+@pytest.mark.parametrize("backend", ["of this torch", "that leaves its output as it was"])
+def test_a_reduction_among_nobody_hands_back_this_ranks_own_numbers(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)]
+    if backend != "of this torch":
+        for name in names:
+            monkeypatch.setattr(dist, name, lambda out, tensor, **_: collectives.Done())
+    before = [getattr(dist, name) for name in names]
+    with gpu_shards.fake_groups(Layout(tp=8), 3, CPU) as groups:
+        whole = torch.arange(16.0).reshape(16, 1).expand(16, 5)
+        for _ in range(3):  # memory that was freed may hold the right numbers by chance
+            out, work = collectives.reduce_scatter_async(whole, groups.tp)
+            work.wait()
+            assert torch.equal(out, whole[6:8])
+            out.fill_(torch.nan)
+    assert [getattr(dist, name) for name in names] == before
+
+
+def test_tables_show_both_shares() -> None:
+    model = {"model_tflops": 400.0, "tokens_per_s": 1.0, "micro_batch": 8, "step_ms": 1.0}
+    rows = {
+        "gemm": {"size": 8192, "tflops": 800.0},
+        "parallel3d 1b": model | {"peak_memory_gb": 70.0, "commit": "abc1234"},
+    }
+    here = {"device": "NVIDIA H200", "torch": "2.11", "datasheet_tflops": 1000.0, "datasheet": "d"}
+    text = gpu_tables.markdown([{"machine": here, "size": "full", "rows": rows}])
+    assert "GEMM at 8192³: 800 TFLOP/s, 80 % of it. Commit abc1234." in text
+    assert "| parallel3d 1b | 8 | 1.0 | 1 | 40.0 % | 50.0 % | 70.0 |" in text
+
+
+def test_a_file_of_results_is_replaced_whole(tmp_path: Path) -> None:
+    results = gpu_results.ResultFiles(tmp_path / "a.json")
+    results.add({"device": "a"}, "tiny", "gemm", {"tflops": 1.0})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert results.rows({"device": "a"}, "tiny") == {"gemm": {"tflops": 1.0}}
+    assert results.rows({"device": "a"}, "full") == {}
+
+
+def test_without_a_gpu_the_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    assert gpu.main([]) == 2
+    assert gpu.main(["--in-process", *files(tmp_path)]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
-from parallel3d.hang import RankState, diagnose, from_json, to_json
-from parallel3d.operation_log import Operation, OperationLog, Watched, logged
+from parallel3d.hang import diagnose
+from parallel3d.hang_state import RankState, from_json, to_json
+from parallel3d.operation_log import Operation, OperationLog, Watched, blocking, logged
 
 DP = {"dp": (0, 1, 2, 3)}
 
@@ -158,3 +160,19 @@ def test_wait_is_noted_until_it_ends() -> None:
         Watched(log, note, Failing()).wait()
     except RuntimeError:
         assert log.awaited() is not None  # a failure says in what
+
+
+def test_what_reads_off_the_device_is_a_wait_for_the_groups_newest_operation() -> None:
+    log = log_of("ab")
+    before = log.progress
+    with blocking(Group(log)):
+        assert str(log.awaited()) == "broadcast 2 of dp (float32[4])"
+    assert log.awaited() is None
+    assert log.progress > before
+    with pytest.raises(RuntimeError), blocking(Group(log)):
+        raise RuntimeError("device-side assert")
+    assert log.awaited() is None
+    with blocking(Group(OperationLog())):  # nothing was exchanged yet
+        pass
+    with blocking(Group(None)):
+        pass

@@ -7,7 +7,11 @@ import time
 import pytest
 import torch
 
+from parallel3d import accelerator
+from parallel3d.metrics import peak as peak_module
+from parallel3d.metrics.memory import Memory, peak_memory, peak_memory_of_all
 from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops
+from parallel3d.topology.process_groups import ProcessGroups
 
 CPU = torch.device("cpu")
 
@@ -94,3 +98,62 @@ def test_measuring_leaves_the_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     device_peak_flops(CPU, "bf16")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Chip:
+    """An accelerator's module, as far as peaks of speed and memory ask it."""
+
+    def get_device_name(self, device: torch.device) -> str:
+        return self.name
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return 5
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return 8
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
+    made = Chip()
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(accelerator, "module", lambda device: made)
+    monkeypatch.setattr(accelerator, "synchronize", lambda device: None)
+    return made
+
+
+def test_an_accelerator_of_the_table_has_its_datasheets_peak(chip: Chip) -> None:
+    chip.name = "NVIDIA H200"
+    peak = device_peak_flops(torch.device("cuda:0"), "bf16")
+    assert peak.flops == pytest.approx(989.4e12)
+    assert peak.source == "NVIDIA H200 datasheet, dense bf16"
+
+
+@pytest.mark.parametrize(("flops", "size"), [(1e15, 8192), (2e13, 4096), (1e9, 1024)])
+def test_another_is_measured_at_a_size_that_fits_its_speed(
+    flops: float, size: int, chip: Chip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip.name = "New Chip"
+    sizes = []
+
+    def operands(device: torch.device, dtype_name: str, n: int) -> tuple[int, int]:
+        sizes.append(n)
+        return n, n
+
+    monkeypatch.setattr(peak_module, "_operands", operands)
+    monkeypatch.setattr(peak_module, "_time", lambda n, out: 2 * n**3 / flops)
+    peak = device_peak_flops(CPU, "bf16")
+    assert peak.flops == pytest.approx(flops)
+    assert peak.source == f"measured: New Chip, bf16 GEMM of {size}"
+    assert max(sizes) == size
+
+
+def test_memory_is_the_accelerators_and_there_is_none_of_a_cpu(
+    request: pytest.FixtureRequest,
+) -> None:
+    alone = ProcessGroups.single().world
+    assert peak_memory(CPU) is None
+    assert peak_memory_of_all(CPU, alone) == []
+    request.getfixturevalue("chip")
+    assert peak_memory(CPU) == Memory(allocated=5, reserved=8)
+    assert peak_memory_of_all(CPU, alone) == [Memory(5, 8)]

@@ -17,6 +17,7 @@ from parallel3d.config import Config, ModelConfig
 from parallel3d.metrics.breakdown import KINDS, RankTimes
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
@@ -336,3 +337,33 @@ def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
         assert again.finish()["skipped_steps"] == 3
     assert "skipped 1 · scale 2048 · grad" in Text.from_ansi(screen.getvalue()).plain
     assert "3 steps, whose gradients were not finite" in screen.getvalue()
+
+
+def test_the_memory_of_accelerators_is_in_the_lines_the_summary_and_the_panel(
+    tmp_path: Path,
+) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(2))
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 5.5, 1.25, 1e-3, 4096, 0.5, memory=Memory(50_000_000_000, 60_000_000_000))
+        memory = [Memory(50_000_000_000, 60_000_000_000), Memory(61_200_000_000, 64_000_000_000)]
+        recorder.breakdown(rank_times(2), memory)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["memory"] == {"allocated": 50_000_000_000, "reserved": 60_000_000_000}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["memory"]["ranks"][1] == {
+        "rank": 1,
+        "allocated": 61_200_000_000,
+        "reserved": 64_000_000_000,
+    }
+    assert "61.2 GB at most, on rank 1 · 64.0 GB reserved" in screen.getvalue()
+
+
+def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(2))
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 2)
+    assert "memory" not in read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert json.loads((tmp_path / "summary.json").read_text())["memory"] is None
+    assert "memory" not in screen.getvalue()

@@ -16,6 +16,7 @@ import wandb
 from parallel3d.config import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, check_logger, resolve_mode, run_id
@@ -47,7 +48,8 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
         recorder.start({})
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
-            recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, times=times)
+            more = {"times": times, "memory": Memory(step, 9)}
+            recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)
         if fail:
             raise ValueError("planted")
@@ -73,7 +75,8 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert rows[-1]["eval/loss"] == 1.5
     assert [row.get("time/tp") for row in rows] == [0.01, 0.02, 0.03, None]
     assert [bool(row.get("train/skipped")) for row in rows] == [False, True, False, False]
-    assert "times" not in rows[0]
+    assert [row.get("memory/allocated") for row in rows] == [1, 2, 3, None]
+    assert not {"times", "memory"} & rows[0].keys()
     run = records["run"][0]
     assert (run["run_id"], run["display_name"], run["project"]) == ("my-run",) * 2 + ("parallel3d",)
     assert run["run_group"] == "sweep"

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from parallel3d.config import OptimConfig
-from parallel3d.data_parallel.buckets import Segment
+from parallel3d.config import ModelConfig, OptimConfig
+from parallel3d.data_parallel import buckets
+from parallel3d.data_parallel.buckets import Part, Segment, build_buckets
+from parallel3d.models.context import BuildContext
+from parallel3d.models.transformer import Stage
+from parallel3d.optim import optimizer as optimizer_module
 from parallel3d.optim.optimizer import Optimizer
+from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec
 from parallel3d.topology.process_groups import SINGLE
+from tests.distributed.cases import preset
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
@@ -52,3 +59,70 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Optimizer]:
+    param, spec = torch.ones_like(grad), ParameterSpec(tuple(grad.shape), (), replicated=True)
+    parts = [Part("p", spec, 0, grad.numel())]
+    segment = Segment(param, grad, param, True, True, tied_copy=False, parts=parts)
+    return param, Optimizer(OptimConfig(**changes), [segment], SINGLE)
+
+
+def on_an_accelerator() -> object:
+    return patch.object(optimizer_module, "is_accelerator", lambda device: True)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize(("norm", "scale"), [(1.0, 1024.0), (7.0, 1.0), (7.0, 1024.0)])
+def test_an_accelerators_kernels_unscale_and_clip(name: str, norm: float, scale: float) -> None:
+    gradient = scale * torch.randn(1000)
+    updated = {}
+    for divides in (False, True):
+        param, optimizer = one_segment(gradient.clone(), name=name, clip_grad=1.0, lr=0.1)
+        with patch.object(torch, "_foreach_mul_", wraps=torch._foreach_mul_) as multiply:
+            if divides:
+                with on_an_accelerator():
+                    optimizer.step(0.1, norm, scale)
+            else:
+                optimizer.step(0.1, norm, scale)
+        assert multiply.call_count == (0 if divides else 1), "no pass over the gradients of its own"
+        updated[divides] = (param, optimizer.segments[0].grad)
+    for ours, theirs in zip(updated[True], updated[False], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=3e-7, atol=1e-7)
+
+
+def test_gradients_in_fp64_are_not_divided_by_an_fp32_number() -> None:
+    gradient = torch.randn(100, dtype=torch.float64)
+    param, optimizer = one_segment(gradient.clone(), name="sgd", weight_decay=0.0, clip_grad=1.0)
+    with on_an_accelerator():
+        optimizer.step(0.1, 7.0)
+    expected = 1.0 - 0.1 * gradient / (7.0 + 1e-6)
+    torch.testing.assert_close(param, expected, rtol=1e-14, atol=0)
+
+
+def test_an_accelerators_norm_takes_each_run_whole() -> None:
+    grad = torch.randn(5 * optimizer_module.NORM_PIECE, dtype=torch.float64)
+    _, optimizer = one_segment(grad)
+    with patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms:
+        in_pieces = optimizer.squared_norm()
+        with on_an_accelerator():
+            whole = optimizer.squared_norm()
+    assert [len(call.args[0]) for call in norms.call_args_list] == [5, 1]
+    torch.testing.assert_close(whole, in_pieces, rtol=1e-13, atol=0)
+
+
+def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
+    model = ModelConfig(**preset("llama_1b"))
+    context = BuildContext(Initializer(0, torch.float32, torch.device("meta")), SINGLE, sp=False)
+    stage = Stage(model, range(model.num_layers), True, True, context)
+    assert sum(p.numel() for p in stage.parameters()) > 1.1e9
+    with (
+        on_an_accelerator(),
+        patch.object(buckets, "is_accelerator", lambda device: True),
+        patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms,
+    ):
+        made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)
+        optimizer = Optimizer(OptimConfig(), [s for b in made for s in b.segments], SINGLE)
+        assert optimizer.squared_norm().device.type == "meta"
+    # A multi-tensor kernel takes 110 of them; in pieces they were 37,000.
+    assert sum(len(call.args[0]) for call in norms.call_args_list) < 110

@@ -1,4 +1,4 @@
-"""How messages between stages go out on an accelerator, by recorded calls: this machine has none."""
+"""How messages between stages go out on an accelerator: recorded calls, as there is none here."""
 
 from __future__ import annotations
 

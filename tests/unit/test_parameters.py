@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from parallel3d.tensor_parallel import parameters
 from parallel3d.tensor_parallel.parameters import TILE, Initializer, ParameterSpec, Piece
 
 CPU = torch.device("cpu")
@@ -77,3 +79,61 @@ def test_runs_cut_a_parameter_where_its_copies_change() -> None:
     assert list(ParameterSpec((8, 4), (), replicated=False).runs(3, 5)) == [(0, 5, 1)]
     padded = ParameterSpec((9, 4), (q,), replicated=False)
     assert list(padded.runs(0, 36)) == [(0, 36, 1)]
+
+
+@pytest.mark.parametrize(("threads", "band"), [(1, 1), (3, 1), (3, 1 << 24), (2, 3 * TILE * TILE)])
+def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> None:
+    full, start, shape = (4 * TILE, 3 * TILE), (100, 50), (2 * TILE + 7, TILE + 300)
+    with patch.object(torch, "get_num_threads", lambda: 1):
+        expected = draw(4, "w", full, start, shape)
+    with (
+        patch.object(torch, "get_num_threads", lambda: threads),
+        patch.object(parameters, "BAND", band),
+    ):
+        assert torch.equal(draw(4, "w", full, start, shape), expected)
+
+
+def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
+    copies = []
+
+    class Counted(torch.Tensor):
+        """Where the values go: counts what is written to it."""
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.__setitem__:
+                copies.append(args[0][args[1]].shape)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    shape = (5 * TILE, 4 * TILE)
+    out = torch.empty(shape).as_subclass(Counted)
+    piece = Piece("w", shape, (0, 0), shape, std=0.02)
+    with patch.object(parameters, "BAND", 2 * 4 * TILE * TILE):
+        Initializer(0, torch.float32, CPU).fill(piece, out)
+    assert [tuple(copied) for copied in copies] == [(512, 1024), (512, 1024), (256, 1024)]
+
+
+def fused() -> ParameterSpec:
+    """Two matrices in one parameter, rows of both cut out of the middle, and three of padding."""
+    q = Piece("q", (700, 300), (90, 20), (280, 260), 0, std=0.02)
+    k = Piece("k", (700, 300), (400, 20), (20, 260), 280, std=0.02)
+    one = Piece("one", (2, 260), (0, 0), (2, 260), 300, fill=1.0)
+    return ParameterSpec((305, 260), (q, k, one), replicated=False)
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 305), (0, 0), (270, 35), (299, 2), (301, 4)])
+def test_rows_of_a_parameter_are_those_of_the_whole(first: int, rows: int) -> None:
+    init, spec = Initializer(3, torch.float64, CPU), fused()
+    whole = init.values(spec)
+    assert whole[:300].ne(0).all() and whole[302:].eq(0).all()
+    out = torch.full((rows, 260), float("nan"), dtype=torch.float64)
+    init.fill_rows(spec, first, out)
+    assert torch.equal(out, whole[first : first + rows])
+
+
+def test_a_deferred_parameter_has_its_shape_and_no_memory() -> None:
+    init, spec = Initializer(3, torch.float32, CPU, deferred=True), fused()
+    made = init.parameter(spec)
+    assert made.shape == spec.shape and made.spec is spec and made.requires_grad
+    assert made.untyped_storage().nbytes() == 4
+    assert torch.equal(init.values(spec), Initializer(3, torch.float32, CPU).parameter(spec))

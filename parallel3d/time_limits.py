@@ -1,0 +1,45 @@
+"""Calls that may take too long, or fail, where nobody could wait for them or hear of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from parallel3d.worker import say
+
+T = TypeVar("T")
+
+
+def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+    """What `call` gives, or `otherwise` if it fails or takes too long.
+
+    A store whose process is stopped keeps its client waiting for ever, whatever its time-out.
+    """
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(call())
+        except RuntimeError:
+            return  # the store is gone
+        except Exception as error:
+            say(f"watchdog: {type(error).__name__}: {error}")
+
+    started(run).join(seconds)
+    return answers[0] if answers else otherwise
+
+
+def started(call: Callable[[], object]) -> threading.Thread:
+    """A thread that does not keep the process."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Returns when `condition` holds, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)

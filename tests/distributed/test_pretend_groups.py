@@ -1,0 +1,190 @@
+"""Groups, words between ranks, the clock and checkpoints, on the pretended accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel3d import exchange
+from parallel3d.checkpoint import gather
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.storage import read_whole
+from parallel3d.config import LaunchConfig
+from parallel3d.metrics.breakdown import KINDS
+from parallel3d.metrics.memory import Memory, peak_memory_of_all
+from parallel3d.pretend.device import this_machine
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.process_groups import ProcessGroups
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import array, make_trainer, plain_groups
+from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.test_exchange import AS_JSON, WORDS
+
+GPT = Problem("gpt_tiny", "adamw", True)
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any], list[str]]:
+    """(kind → None for the world's own, else priority and most CTAs; kinds as they were closed)."""
+    groups = ProcessGroups.create(layout, here().type, 60.0, launch)
+    found: dict[str, Any] = {}
+    for group in (groups.tp, groups.dp, groups.pp, groups.world):
+        if group.size > 1 and group.handle is dist.group.WORLD:
+            found[group.name] = None
+        elif group.size > 1:
+            options = group.handle._get_backend(here()).options
+            found[group.name] = (options.is_high_priority_stream, options.config.max_ctas)
+    world = dist.group.WORLD._get_backend(here())
+    groups.close()
+    return found, list(world.closed)
+
+
+def test_options_reach_their_kind_and_groups_close_as_they_were_made(
+    pretended: PretendedPool,
+) -> None:
+    launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
+    for found, closed in pretended.run(4, what_was_made, Layout(tp=2, dp=2), launch):
+        assert found["dp"] == (False, 8)
+        assert found["tp"][0] is True and found["tp"][1] != 8
+        assert found["world"] is None
+        assert closed == ["tp", "dp"]
+    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), launch):
+        assert found == {"dp": (False, 8), "world": None}
+        assert closed == ["dp"]
+    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), LaunchConfig()):
+        assert (found, closed) == ({"dp": None, "world": None}, [])
+
+
+# --- words and boxes --------------------------------------------------------------------------
+
+
+def told() -> list[Any]:
+    word, world = WORDS[dist.get_rank()], dist.group.WORLD
+    calls: tuple[Callable, ...] = (
+        exchange.all_gather_json,
+        exchange.gather_json,
+        exchange.broadcast_json,
+    )
+    return [call(word, world, here()) for call in calls]
+
+
+def test_ranks_hear_each_other(pretended: PretendedPool) -> None:
+    for rank, found in enumerate(pretended.run(4, told)):
+        assert found == [AS_JSON, AS_JSON if rank == 0 else [], AS_JSON[0]]
+
+
+def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
+    """Bytes on this rank's device beyond what was there; those of all that came, and of the largest
+    box."""
+    groups = plain_groups(Layout(tp=2, dp=2))
+    trainer = make_trainer(Case(GPT), groups)
+    gather.MESSAGE_BYTES = message_bytes
+    api = torch.get_device_module(here())
+    api.synchronize()
+    api.reset_peak_memory_stats()
+    before = api.memory_allocated()
+    boxes = gather.gather_boxes(trainer.parameters.values(), groups)
+    more = api.max_memory_allocated() - before
+    sizes = [box.nbytes for rank, _, box in boxes if rank > 0]
+    groups.close()
+    return more, sum(sizes), max(sizes, default=0)
+
+
+def test_rank_0_holds_one_message_of_the_others_boxes(pretended: PretendedPool) -> None:
+    message = 4096
+    more, came, largest = pretended.run(4, most_memory_of_a_gather, message)[0]
+    words = 100_000  # what each rank says of its boxes
+    assert came > 300_000
+    assert more < max(message, largest) + words
+
+
+# --- the clock --------------------------------------------------------------------------------
+
+
+def clocked_steps(sizes: tuple[int, int, int], keys: tuple) -> dict[str, Any]:
+    groups = plain_groups(Layout(*sizes))
+    trainer = make_trainer(Case(GPT, keys=keys), groups)
+    known, marked = [], []
+    for step in range(1, 13):
+        trainer.train_step()
+        marked = marked or [kind for _, (kind, _) in trainer.clock.times.marks]
+        if trainer.clock.last is not None:
+            known.append(step)
+    means = trainer.clock.means()
+    memory = peak_memory_of_all(here(), groups.world)
+    groups.close()
+    return {"known": known, "means": means, "memory": memory, "marked": marked}
+
+
+def test_some_steps_are_told_one_step_later(pretended: PretendedPool) -> None:
+    for found in pretended.run(2, clocked_steps, (2, 1, 1), ()):
+        assert found["known"] == [2, 3, 4, 5, 12]  # of steps 1, 2, 3, 4 and 11
+        means = found["means"]
+        assert list(means) == list(KINDS) and min(means.values()) >= 0
+        assert all(means[kind] > 0 for kind in ("forward", "backward", "tp", "optimizer"))
+        assert all(isinstance(m, Memory) and m.allocated > 0 for m in found["memory"])
+        assert len(found["memory"]) == 2
+
+
+def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(
+    pretended: PretendedPool,
+) -> None:
+    for found in pretended.run(2, clocked_steps, (1, 1, 2), (("zero", 3),)):
+        assert found["marked"].count("dp") == 1  # the sum of the tokens
+        assert found["means"]["backward"] > 0
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
+    """Three steps, each saved; the last save is of a run's end. Any access out of order raises.
+
+    The weights come from a twin that saves nothing: to look at them, the host would wait.
+    """
+    groups = plain_groups(Layout(dp=2))
+    keys = (("zero", 1), ("run", run_dir.name), ("checkpoint.every", 1), ("train.steps", 3))
+    case, weights = replace(Case(GPT), keys=keys), {}
+    twin = make_trainer(case, groups)
+    for step in (1, 2, 3):
+        twin.train_step()
+        weights[step] = {name: array(w) for name, w in twin.full_parameters().items()}
+    trainer = make_trainer(case, groups)
+    checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+    checkpoints.restore(trainer)
+    slabs = checkpoints.saver.staging.slabs
+    room = [slab.is_pinned() for slab in slabs]
+    for _ in range(3):
+        trainer.train_step()
+        checkpoints.after_step(trainer)
+    assert checkpoints.close()
+    found = {"weights": weights, "room": room, "devices": set(this_machine().touched)}
+    found["kept"] = checkpoints.saver.staging.slabs is slabs and len(slabs) == len(room)
+    groups.close()
+    return found
+
+
+def test_a_save_beside_the_training_is_of_its_step_and_touches_its_own_device_alone(
+    pretended: PretendedPool, tmp_path: Path
+) -> None:
+    by_rank = pretended.run(2, saves_beside_the_training, tmp_path)
+    for rank, found in enumerate(by_rank):
+        assert found["devices"] == {rank}
+        assert found["room"] and all(found["room"]) and found["kept"]
+    folders = list_checkpoints(tmp_path)
+    assert len(folders) > 1
+    for folder in folders:
+        expected = by_rank[0]["weights"][int(folder.name.removeprefix("step-"))]
+        saved = read_whole(folder)
+        assert saved.keys() == {f"parameter/{name}" for name in expected}
+        for name, weight in expected.items():
+            assert np.array_equal(array(saved[f"parameter/{name}"]), weight), (folder, name)

@@ -1,0 +1,192 @@
+"""What a rank holds under the stages of ZeRO: at the start, in a step and between steps."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel3d import trainer as trainer_module
+from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import make_trainer, plain_groups
+from tests.distributed.pool import Pool
+from tests.distributed.test_fully_sharded import EVERY, ONCE
+
+
+def bytes_of_tensors() -> int:
+    """Of every tensor that this process holds and that is not frozen, each storage once."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), FakeTensor):
+            continue  # left by a compiled graph of a test before: it holds no memory
+        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
+            local = found.to_local() if hasattr(found, "to_local") else found
+            storage = local.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, float]:
+    """Bytes that a trainer holds between steps, over those of the parameters of its stage in fp32;
+    and the share of the parameters that this rank steps."""
+    groups = plain_groups(Layout(*sizes))
+    problem = Problem("gpt_tiny", "adamw", True, precision, model=(("hidden_size", 128),))
+    gc.collect()
+    gc.freeze()  # what tests before left is neither searched nor counted
+    trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
+    for _ in range(2):
+        trainer.train_step()
+    trainer.data_parallel.wait_for_all()
+    numel = sum(p.numel() for p in trainer.parameters.values())
+    found = {"held": bytes_of_tensors() / (4 * numel)}
+    gc.unfreeze()
+    parameters = 0
+    for slice_ in trainer.parameter_slices():
+        parameters += slice_.values["parameter"].numel()
+    found["stepped"] = parameters / numel
+    groups.close()
+    return found
+
+
+def test_memory_falls_with_dp(pool: Pool) -> None:
+    held_by_stage = {}
+    for stage in (0, 1, 2, 3):
+        by_rank = pool.run(4, held, (1, 1, 4), stage, "fp32")
+        held_by_stage[stage] = max(found["held"] for found in by_rank)
+        stepped = sum(found["stepped"] for found in by_rank)
+        assert stepped == pytest.approx(4 if stage == 0 else 1)
+    # Parameters, gradients and two moments, in units of the parameters.
+    assert held_by_stage[0] == pytest.approx(4, rel=0.1)
+    assert held_by_stage[1] == pytest.approx(2.5, rel=0.1)
+    for stage in (2, 3):
+        assert held_by_stage[stage] == pytest.approx(1, rel=0.15)
+
+
+def made_at_start(stage: int, precision: str, tied: bool) -> dict[str, float]:
+    """What making a trainer takes: elements drawn, the largest tensor that the initializer makes,
+    and the most bytes at a time before there is an optimizer; numels of the stage's parameters:
+    of all, of the largest, of the largest unit that FSDP2 shards."""
+    groups = plain_groups(Layout(1, 1, 4))
+    model = (("hidden_size", 128), ("vocab_size", 120))
+    problem = Problem("gpt_tiny", "adamw", tied, precision, model, layers=6)
+    found = {"drawn": 0, "largest": 0}
+    gc.collect()
+    gc.freeze()
+    peak = Peak()
+    fill, values, optimizer = Initializer.fill, Initializer.values, trainer_module.Optimizer
+
+    def counted_fill(self: Initializer, piece: Piece, out: torch.Tensor) -> None:
+        found["drawn"] += out.numel()
+        fill(self, piece, out)
+
+    def counted_values(self: Initializer, spec: ParameterSpec) -> torch.Tensor:
+        found["largest"] = max(found["largest"], math.prod(spec.shape))
+        return values(self, spec)
+
+    def counted_optimizer(*args: Any) -> Any:
+        found["peak"] = peak.most
+        return optimizer(*args)
+
+    with (
+        patch.object(Initializer, "fill", counted_fill),
+        patch.object(Initializer, "values", counted_values),
+        patch.object(trainer_module, "Optimizer", counted_optimizer),
+        peak,
+    ):
+        case = Case(problem, microbatches=1, keys=(("zero", stage),))
+        trainer = make_trainer(case, groups)
+    gc.unfreeze()
+    numels = {name: math.prod(p.spec.shape) for name, p in trainer.parameters.items()}
+    found["whole"] = sum(numels.values())
+    found["parameter"] = max(numels.values())
+    units: Counter[str] = Counter()
+    for name, numel in numels.items():
+        units[name[: len("layers.0")] if name.startswith("layers.") else "rest"] += numel
+    found["unit"] = max(units.values())
+    groups.close()
+    return found
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # a DTensor holds one of them
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.known:
+            return
+        self.known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self.known.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_rank_makes_more_at_start_than_it_keeps_and_a_layer(
+    stage: int, tied: bool, pool: Pool
+) -> None:
+    by_rank = pool.run(4, made_at_start, stage, "bf16", tied)
+    for found in by_rank:
+        whole, dp = found["whole"], 4
+        assert found["largest"] <= found["parameter"]
+        if stage < 2:  # parameters in bf16, gradients and masters in fp32, and one parameter
+            kept = 2 * whole + 4 * whole + 4 * whole // (dp if stage else 1)
+            spare = 4 * found["parameter"]
+        else:  # a shard in fp32 and its gradients, and one whole unit
+            kept, spare = 2 * 4 * whole // dp, 4 * found["unit"]
+        drawing = 4 * found["parameter"]  # the band at work
+        assert found["peak"] <= 1.01 * (kept + spare + drawing), found
+        assert found["peak"] > kept
+    drawn = [found["drawn"] for found in by_rank]
+    assert sum(drawn) == whole * (dp if stage < 2 else 1), "rows of other ranks are not drawn"
+
+
+def held_before_the_last_backward(every: bool) -> float:
+    """Bytes made in the step and held then, over those of the stage's parameters in fp32."""
+    groups = plain_groups(Layout(1, 1, 2))
+    problem = Problem("gpt_tiny", "sgd", True, "fp32", (("hidden_size", 128),))
+    trainer = make_trainer(Case(problem, keys=(("zero", 3), EVERY if every else ONCE)), groups)
+    engine, peak, found = trainer.data_parallel, Peak(), []
+    sound = engine.start_last_microbatch
+
+    def start_last_microbatch() -> None:
+        found.append(peak.now)
+        sound()
+
+    with patch.object(engine, "start_last_microbatch", start_last_microbatch), peak:
+        trainer.train_step()
+    groups.close()
+    return found[0] / (4 * sum(p.numel() for p in trainer.parameters.values()))
+
+
+def test_no_rank_holds_whole_gradients_between_microbatches(pool: Pool) -> None:
+    every, once = (pool.run(2, held_before_the_last_backward, way) for way in (True, False))
+    for at_once, added_up in zip(every, once, strict=True):
+        assert added_up - at_once == pytest.approx(1, abs=0.05)

@@ -1,0 +1,187 @@
+"""Copies of a save's boxes: where they lie, when they are made, and on which device's stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d import accelerator
+from parallel3d.checkpoint import staging
+from parallel3d.checkpoint.boxes import Box, LogicalTensor
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.saver import Saver
+from parallel3d.checkpoint.staging import Staging
+from parallel3d.config import CheckpointConfig, Config, TrainConfig
+
+GPU = torch.device("cuda:3")
+
+
+def state_of(*shapes: tuple[int, ...]) -> staging.State:
+    """A tensor for each shape, in one box that begins at row 5 of it."""
+    state = {}
+    for i, shape in enumerate(shapes):
+        values = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1000 * i
+        rest = (0,) * (len(shape) - 1)
+        tensor = LogicalTensor((shape[0] + 5, *shape[1:]), values.dtype)
+        tensor.boxes.append((Box((5, *rest), shape), values))
+        state[f"parameter/{i}"] = tensor
+    return state
+
+
+def assembled(tensor: LogicalTensor) -> Tensor:
+    whole = torch.full(tensor.full_shape, torch.nan)
+    for box, values in tensor.boxes:
+        rows = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+        assert whole[rows].isnan().all() and values.shape == box.sizes
+        whole[rows] = values
+    return whole
+
+
+def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLAB", 1024)
+    shapes = ((100,), (3,), (40, 16), (7, 5), (1, 300), (250,))  # of 12 to 2,560 bytes
+    kept, state = Staging(), state_of(*shapes)
+    kept.prepare(state)
+    slabs = [slab.data_ptr() for slab in kept.slabs]
+    # A row of 1,200 bytes is in no slab of 1,024; all else is.
+    assert sorted(slab.numel() for slab in kept.slabs)[-1] == 1216
+    assert all(slab.numel() <= 1024 for slab in kept.slabs if slab.numel() != 1216)
+    for _ in range(2):
+        copied = kept.copy(state)
+        for name, tensor in state.items():
+            assert torch.equal(
+                assembled(copied[name]).nan_to_num(-1), assembled(tensor).nan_to_num(-1)
+            )
+            assert copied[name].full_shape == tensor.full_shape
+        for tensor in state.values():
+            tensor.boxes[0][1].add_(1)  # training goes on: the copy stays, until the next
+    assert [slab.data_ptr() for slab in kept.slabs] == slabs
+    used = [values for tensor in copied.values() for _, values in tensor.boxes]
+    starts = sorted((values.data_ptr(), values.data_ptr() + values.nbytes) for values in used)
+    assert all(end <= start for (_, end), (start, _) in pairwise(starts))
+
+
+def test_little_of_the_slabs_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "SLAB", 1024)
+    sizes = [640, 320, 64, 640, 384, 512, 512] * 5
+    places, slabs = staging._places(sizes)
+    assert sum(slabs) == sum(sizes) and len(slabs) == 15
+    assert slabs == [1024] * 15
+    ends = sorted((*place, size) for place, size in zip(places, sizes, strict=True))
+    for (slab, at, size), (other, start, _) in pairwise(ends):
+        assert other > slab or start == at + size
+
+
+def test_nothing_to_save_is_nothing_to_copy() -> None:
+    assert Staging().copy({}) == {}
+    assert staging.device_of({}) == torch.device("cpu")
+
+
+class Gpu:
+    """A GPU's module: what is asked of its streams, in order, and by which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.current = {threading.get_ident(): GPU}  # the device of each thread
+        monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(accelerator, "module", lambda device: self)
+        monkeypatch.setattr(staging, "device_of", lambda state: GPU)
+        monkeypatch.setattr("parallel3d.checkpoint.saver.device_of", lambda state: GPU)
+        plain = torch.empty
+
+        def empty(*sizes: int, pin_memory: bool = False, dtype: torch.dtype) -> Tensor:
+            self.said.append("pinned" if pin_memory else "pageable")
+            return plain(*sizes, dtype=dtype)
+
+        monkeypatch.setattr(torch, "empty", empty)
+
+    def set_device(self, device: torch.device) -> None:
+        self.current[threading.get_ident()] = device
+
+    def current_stream(self, device: torch.device) -> str:
+        return "compute"
+
+    def Event(self) -> SimpleNamespace:
+        return SimpleNamespace(record=lambda stream: self.said.append(f"event on {stream}"))
+
+    def Stream(self, device: torch.device) -> SimpleNamespace:
+        self.said.append("new stream")
+        return SimpleNamespace(
+            device=device,
+            wait_event=lambda event: self.said.append("wait for the event"),
+            synchronize=lambda: self.said.append("synchronize"),
+        )
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        # On its way out `torch.cuda.stream` makes the thread's device current: 0 if nobody set it.
+        assert self.current.get(threading.get_ident()) == stream.device
+        self.said.append("copies")
+        yield
+
+
+def test_on_a_gpu_copies_begin_where_the_save_did_and_end_before_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, kept, state = Gpu(monkeypatch), Staging(), state_of((4, 4))
+    kept.prepare(state)
+    for _ in range(2):
+        copied = kept.copy(state, kept.now(state))
+    assert torch.equal(copied["parameter/0"].boxes[0][1], state["parameter/0"].boxes[0][1])
+    a_copy = ["wait for the event", "copies", "synchronize"]
+    first = ["pinned", "event on compute", "new stream", *a_copy]
+    assert gpu.said == [*first, "event on compute", *a_copy]
+
+
+def test_a_copy_that_fails_leaves_no_other_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, kept = Gpu(monkeypatch), Staging()
+    state = state_of((4, 4), (2,))
+    ready = kept.now(state)
+
+    def fail(self: Tensor, *_: object, **__: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(Tensor, "copy_", fail)
+    with pytest.raises(RuntimeError, match="out of something"):
+        kept.copy(state, ready)
+    assert gpu.said[-1] == "synchronize"
+
+
+def test_the_savers_thread_takes_the_ranks_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    gpu = Gpu(monkeypatch)
+    saver = Saver(tmp_path, CheckpointConfig(), 0, 1, "session", timeout_s=5)
+    monkeypatch.setattr(saver, "_work", lambda save, copy: copy(save.state))
+    saver.start(SimpleNamespace(step=3, state=state_of((4, 4))), background=True)
+    thread = saver.thread
+    thread.join()
+    assert gpu.current[thread.ident] == GPU  # else `Gpu.stream` has raised
+    assert gpu.said[0] == "event on compute" and gpu.said[-1] == "synchronize"
+    with pytest.raises(RuntimeError, match="a save is under way"):
+        saver.start(SimpleNamespace(step=4, state={}), background=False)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "done", "expected"),
+    [
+        (500, 20, 0, False),  # a smoke run: the save at its end is not copied
+        (500, 501, 0, True),
+        (10, 20, 9, True),
+        (10, 20, 10, False),
+        (0, 20, 0, False),
+    ],
+)
+def test_room_is_made_at_the_start_if_a_save_will_be_copied(
+    every: int, steps: int, done: int, expected: bool
+) -> None:
+    config = Config(train=TrainConfig(steps=steps), checkpoint=CheckpointConfig(every=every))
+    checkpoints = Checkpoints(config, None, None, print)
+    assert checkpoints._copies_ahead(done) is expected

@@ -1,0 +1,258 @@
+"""Which device a rank gets, on hosts that are played: no GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel3d import cli, devices, gpu_environment, meeting, worker
+from parallel3d.config import ClusterConfig, Config
+from parallel3d.config_checks import check_config
+from parallel3d.devices import Choice, HostError, choose_device, device_of_rank
+from parallel3d.errors import UserError
+from parallel3d.launch import Place, Worker
+
+HOST = socket.gethostname()
+CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workstation: one GPU, a torch that can use it."""
+    monkeypatch.setattr(devices, "gpu_count", lambda: 1)
+
+
+def test_auto_takes_the_gpus_if_each_rank_has_one(one_gpu: None) -> None:
+    assert choose_device("auto", 1) == Choice("cuda")
+    assert choose_device("auto", 8, one_gpu_each=True) == Choice("cuda")  # srun shows one a task
+
+
+def test_auto_takes_the_cpu_and_says_why_if_ranks_outnumber_gpus(one_gpu: None) -> None:
+    assert choose_device("auto", 4) == Choice(
+        "cpu",
+        f"device=auto computes on the CPU: 4 ranks need 4 GPUs, but host {HOST} shows 1: use a "
+        "smaller tp × pp × dp, more hosts, or device=cpu.",
+    )
+    assert choose_device("cpu", 4) == Choice("cpu")
+    with pytest.raises(HostError, match="4 ranks need 4 GPUs"):
+        choose_device("cuda", 4)
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> list[tuple]:
+    """What the command line hands to the launcher, which is recorded instead of started."""
+    started: list[tuple] = []
+
+    def record(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> int:
+        started.append((app, world_size, kind))
+        return 0
+
+    module = types.ModuleType("parallel3d.local_workers")
+    module.run_local_workers = record
+    monkeypatch.setitem(sys.modules, "parallel3d.local_workers", module)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.main(["train", *words]) == 0
+    return started
+
+
+def test_the_readmes_line_runs_on_a_workstation_with_one_gpu(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run_cli(monkeypatch, tmp_path, "tp=2", "pp=2") == [("train", 4, "cpu")]
+    said = capsys.readouterr().err
+    assert said.count("device=auto computes on the CPU: 4 ranks need 4 GPUs") == 1
+
+
+def place(rank: int, local_rank: int) -> Place:
+    return Place("torchrun", rank, local_rank, 4, 2, "host0", 29500)
+
+
+def test_under_torchrun_the_first_rank_of_each_host_says_it(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
+    config = check_config(Config(), 4)
+    kinds = [cli._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
+    assert kinds == ["cpu"] * 4
+    assert capsys.readouterr().err.count("computes on the CPU") == 2
+
+
+def test_hosts_that_chose_otherwise_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 0's host has a GPU for each of its ranks, the other's has not."""
+    played_cuda(2, monkeypatch)
+    monkeypatch.setattr(meeting, "take_run", lambda *_: None)
+    monkeypatch.setattr(meeting, "wait_for_readers", lambda *_: None)
+    store = dist.PrefixStore("attempt0", dist.HashStore())
+    config = check_config(Config(runs_dir=str(tmp_path)), 4)
+    for rank in (0, 1):
+        here = Worker(rank, rank, 4, 2, Path(), "torchrun")
+        meeting.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
+        assert here.device == f"cuda:{rank}"
+    with pytest.raises(UserError, match="rank 0 computes on cuda, rank 2 would on cpu"):
+        here = Worker(2, 0, 4, 2, Path(), "torchrun")
+        meeting.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
+
+
+# --- the driver, by calls that would reach it ---------------------------------------------------
+
+
+def played_driver(version: int, gpus: int) -> SimpleNamespace:
+    def put(value: int):
+        def call(pointer) -> int:
+            pointer._obj.value = value
+            return 0
+
+        return call
+
+    return SimpleNamespace(
+        cuDriverGetVersion=put(version), cuInit=lambda _: 0, cuDeviceGetCount=put(gpus)
+    )
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_torch_build", lambda: CUDA_BUILD)
+
+
+def test_driver_older_than_the_wheel_is_named_at_once(
+    cuda_build: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(12080, 8))
+    sentence = (
+        rf"host {HOST} has a driver for CUDA 12\.8, but the installed torch 2\.13\.0\+cu130 is "
+        r"built for CUDA 13\.0: update the driver, install a torch for CUDA 12, or use device=cpu"
+    )
+    with pytest.raises(HostError, match=sentence):
+        choose_device("cuda", 8)
+    kind, note = choose_device("auto", 8)
+    assert kind == "cpu"
+    assert "has a driver for CUDA 12.8" in note
+
+
+@pytest.mark.parametrize("version", [13000, 13010, 14000])
+def test_driver_of_the_same_major_version_or_newer_will_do(
+    cuda_build: None, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(version, 8))
+    assert choose_device("auto", 8) == Choice("cuda")
+
+
+# --- the rank -----------------------------------------------------------------------------------
+
+
+def played_cuda(count: int, monkeypatch: pytest.MonkeyPatch):
+    """`torch.cuda` as torch has it, with nothing behind: names that it lacks are refused."""
+    module = create_autospec(torch.cuda)
+    module.device_count.return_value = count
+    module.get_device_properties.return_value = SimpleNamespace(
+        pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_of_rank("cpu", 3) == "cpu"
+    assert device_of_rank("pretend", 9) == "pretend:1"
+    played_cuda(8, monkeypatch)
+    assert device_of_rank("cuda", 0) == "cuda:0"
+    assert device_of_rank("cuda", 7) == "cuda:7"
+    played_cuda(1, monkeypatch)
+    assert device_of_rank("cuda", 7) == "cuda:0"  # srun shows each task its own
+    played_cuda(0, monkeypatch)
+    with pytest.raises(HostError, match="torch finds no device of type cuda"):
+        device_of_rank("cuda", 0)
+
+
+class Started(Exception):
+    """torch.distributed would be up now."""
+
+
+@pytest.fixture
+def recorded_start(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What `init_process_group` is told; nothing goes on behind it."""
+    told: dict = {}
+
+    def record(backend: str, **more: object) -> None:
+        told.update(more, backend=backend)
+        raise Started
+
+    monkeypatch.setattr(dist, "init_process_group", record)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return told
+
+
+def test_rank_on_a_gpu_makes_it_current_and_tells_nccl_which(
+    recorded_start: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = played_cuda(8, monkeypatch)
+    bound = []
+    monkeypatch.setattr(worker, "bind_near", bound.append)
+    monkeypatch.setattr(worker, "take_rank", lambda *_: None)
+    rank = Worker(11, 3, 16, 8, tmp_path, "torchrun", device_of_rank("cuda", 3))
+    config = Config(dp=16, cluster=ClusterConfig(nccl_env=["NCCL_CROSS_NIC:0"]))
+    with pytest.raises(Started):
+        worker._work("train", config, rank, dist.HashStore())
+    module.set_device.assert_called_once_with(torch.device("cuda:3"))
+    assert recorded_start["backend"] == "nccl"
+    assert recorded_start["device_id"] == torch.device("cuda:3")
+    assert (recorded_start["rank"], recorded_start["world_size"]) == (11, 16)
+    assert os.environ["NCCL_CROSS_NIC"] == "0"
+    assert bound == ["0000:1b:00.0"]
+
+
+def test_world_of_one_on_a_gpu_has_an_index_too(
+    recorded_start: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = played_cuda(1, monkeypatch)
+    monkeypatch.setattr(worker, "bind_near", lambda _: None)
+    monkeypatch.setattr(worker, "close_books", lambda cause, run_dir: 1)
+    assert worker.run_alone("bench comm", Config(dp=1), tmp_path, "cuda") == 1
+    module.set_device.assert_called_once_with(torch.device("cuda:0"))
+    assert recorded_start["device_id"] == torch.device("cuda:0")
+
+
+def test_rank_on_the_cpu_starts_gloo_without_a_device(
+    recorded_start: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "keep_freed_memory", lambda: None)
+    with pytest.raises(Started):
+        worker._work("train", Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), dist.HashStore())
+    assert (recorded_start["backend"], recorded_start["device_id"]) == ("gloo", None)
+
+
+def test_pretended_accelerator_is_enabled_before_anything_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A world of one, and a local rank of several."""
+    module = types.ModuleType("parallel3d.pretend")
+
+    class Enabled(Exception):
+        pass
+
+    def enable() -> None:
+        raise Enabled
+
+    module.enable = enable
+    monkeypatch.setitem(sys.modules, "parallel3d.pretend", module)
+    monkeypatch.setattr(worker, "_die_with", lambda _: None)
+    with pytest.raises(Enabled):
+        worker.run_alone("train", Config(), tmp_path, "pretend")
+    with pytest.raises(Enabled):  # before its configuration is read, which is not there
+        worker.local_worker_main("train", str(tmp_path), "1", "pretend")
+    with pytest.raises(Enabled):
+        worker.run_joined("train", Config(), place(0, 0), "pretend")

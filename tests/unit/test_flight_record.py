@@ -1,0 +1,106 @@
+"""What is read out of a flight recorder, written as NCCL's groups write it (version 2.10)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from parallel3d import flight_record
+from parallel3d.flight_record import KEPT, Queued, read
+from parallel3d.operation_log import Operation
+
+NAMES = {"0": "default_pg", "7a": "dp", "3c": "pp"}
+RANKS = {"0": "[0, 1, 2, 3]", "7a": "[1, 3]", "3c": "[2, 3]"}
+
+
+def entry(
+    group: str, name: str, number: int, state: str, sizes: list[list[int]], p2p: int = 0
+) -> dict[str, Any]:
+    return {
+        "pg_id": list(NAMES).index(group),
+        "process_group": [group, NAMES[group]],
+        "profiling_name": f"nccl:{name}",
+        "collective_seq_id": number,
+        "p2p_seq_id": p2p,
+        "input_sizes": sizes,
+        "input_dtypes": ["Float"] * len(sizes),
+        "state": state,
+        "retired": False,
+        "is_p2p": p2p > 0,
+    }
+
+
+def text(*entries: dict[str, Any]) -> str:
+    config = {
+        name: {"name": name, "desc": desc, "ranks": RANKS[name]} for name, desc in NAMES.items()
+    }
+    return json.dumps({"version": "2.10", "pg_config": config, "entries": entries})
+
+
+def operation(
+    group: str, number: int, name: str, *shape: int, peer: int | None = None
+) -> Operation:
+    return Operation(group, number, name, shape, "float32", peer)
+
+
+def test_groups_are_called_as_we_call_them() -> None:
+    queue, ranks = read(
+        text(
+            entry("7a", "all_reduce", 4, "completed", [[8]]),
+            entry("0", "_all_gather_base", 9, "started", [[2, 3]]),
+            entry("7a", "all_reduce", 5, "scheduled", [[8]]),
+        ),
+        {},
+    )
+    assert queue == (
+        Queued(operation("dp", 4, "all_reduce", 8), True),
+        Queued(operation("world", 9, "all_gather_base", 2, 3), False),
+        Queued(operation("dp", 5, "all_reduce", 8), False),
+    )
+    assert ranks == {"dp": (1, 3), "world": (0, 1, 2, 3)}
+
+
+def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
+    """The entries of the messages themselves stay as they were queued."""
+    batches = [
+        entry("3c", name, 2, state, [[4]] if "<" in name or ">" in name else [], p2p=number)
+        for number, state in ((1, "completed"), (2, "started"))
+        for name in ("send 1->0", "recv 1<-0", "coalesced")
+    ]
+    for one in batches:
+        one["state"] = one["state"] if "coalesced" in one["profiling_name"] else "scheduled"
+    queue, _ = read(text(*batches), {})
+    assert queue == (
+        Queued(operation("pp", 1, "send", 4, peer=2), True),
+        Queued(operation("pp", 1, "receive", 4, peer=2), True),
+        Queued(operation("pp", 2, "send", 4, peer=2), False),
+        Queued(operation("pp", 2, "receive", 4, peer=2), False),
+    )
+
+
+def test_what_is_kept_lies_around_the_first_that_is_not_done() -> None:
+    entries = [
+        entry("7a", "all_reduce", number, "completed" if number < 90 else "scheduled", [[8]])
+        for number in range(1, 200)
+    ]
+    queue, _ = read(text(*entries), {})
+    assert [q.operation.number for q in queue] == list(range(90 - KEPT, 90 + KEPT))
+
+
+def test_ranks_that_the_recorder_lacks_are_those_of_the_log() -> None:
+    content = json.loads(text(entry("7a", "all_reduce", 1, "started", [[8]])))
+    content["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    assert read(json.dumps(content), {"dp": (0, 1), "tp": (0, 2)}).ranks == {"dp": (0, 1)}
+
+
+def test_groups_of_hosts_are_left_out() -> None:
+    host = entry("7a", "all_reduce", 1, "scheduled", [[8]])
+    host["profiling_name"] = "gloo:all_reduce"
+    assert read(text(host), {}).queue == ()
+
+
+def test_torchs_own_recorder_can_be_read() -> None:
+    """Of this build's: without NCCL it has the other name, and nothing in it."""
+    taken = flight_record.take()
+    assert taken is not None
+    assert read(taken, {}).queue == ()

@@ -1,0 +1,82 @@
+"""The variables that ranks on GPUs get, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+from parallel3d import devices, gpu_environment
+from parallel3d.config import ClusterConfig, Config
+
+
+@pytest.fixture
+def nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: True)
+    monkeypatch.setattr(gpu_environment, "compute_capability", lambda: 9)
+
+
+def variables(config: Config, device: str = "cuda", **environ: str) -> dict[str, str]:
+    return gpu_environment.gpu_environment(config, device, environ)
+
+
+def test_ranks_on_gpus_get_variables_that_the_user_has_not_set(nvidia: None) -> None:
+    assert variables(Config()) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_FR_BUFFER_SIZE": "20000",
+    }
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert set(variables(Config(), **{name: ""})) == {"TORCH_FR_BUFFER_SIZE"}
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        assert set(variables(Config(), **{name: "9"})) == {"PYTORCH_ALLOC_CONF"}
+    of_cluster = Config(cluster=ClusterConfig(nccl_env=["TORCH_FR_BUFFER_SIZE:9"]))
+    assert set(variables(of_cluster)) == {"PYTORCH_ALLOC_CONF"}
+
+
+def test_ranks_on_the_cpu_and_other_builds_get_none(
+    nvidia: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert variables(Config(tp=2), "cpu") == variables(Config(tp=2), "pretend") == {}
+    monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
+    assert variables(Config(tp=2)) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "ordered"),
+    [
+        (Config(tp=2), 9, True),
+        (Config(tp=2, zero=1), 8, True),
+        (Config(tp=2), None, True),
+        (Config(tp=2), 10, False),
+        (Config(tp=2, zero=3), 9, False),
+        (Config(pp=2), 9, False),
+    ],
+)
+def test_kernels_start_in_order_where_an_exchange_hides_behind_a_product(
+    nvidia: None,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    capability: int | None,
+    ordered: bool,
+) -> None:
+    monkeypatch.setattr(gpu_environment, "compute_capability", lambda: capability)
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in variables(config)) is ordered
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(config, CUDA_DEVICE_MAX_CONNECTIONS="8")
+
+
+def test_capability_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capability(_: object, major, minor) -> int:
+        major._obj.value, minor._obj.value = 9, 0
+        return 0
+
+    nvml = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByIndex_v2=lambda *_: 0,
+        nvmlDeviceGetCudaComputeCapability=capability,
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    assert devices.compute_capability() == 9
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert devices.compute_capability() is None

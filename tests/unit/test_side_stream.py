@@ -1,0 +1,148 @@
+"""All phases of a bucket's sum are queued on a stream of their own when the bucket is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d import accelerator
+from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
+from parallel3d.data_parallel.compressed import InBf16
+from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.powersgd import PowerSGD
+from parallel3d.data_parallel.reducer import CommHook
+from parallel3d.data_parallel.side_stream import SideStream
+from parallel3d.topology.process_groups import SINGLE
+
+SHAPE = (40, 30)
+
+
+class Streams:
+    """An accelerator's module of the names that are used, which notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.now = self.compute = self._stream("compute")
+
+    def _stream(self, name: str) -> SimpleNamespace:
+        def event() -> str:
+            self.said.append(f"{name} records")
+            return f"end of {name}"
+
+        return SimpleNamespace(
+            name=name,
+            wait_stream=lambda other: self.said.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.said.append(f"{name} waits for {event}"),
+            record_event=event,
+        )
+
+    def Stream(self, device: torch.device) -> SimpleNamespace:
+        return self._stream("side")
+
+    def current_stream(self, device: torch.device) -> SimpleNamespace:
+        return self.now
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.now = self.now, stream
+        self.said.append(f"on {stream.name}")
+        yield
+        self.said.append(f"off {stream.name}")
+        self.now = before
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    made = Streams()
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(accelerator, "module", lambda device: made))
+        patches.enter_context(patch.object(accelerator, "on_stream", made.on))
+        for module in (compressed, hierarchical, powersgd):
+            patches.enter_context(patch.object(module, "is_on_accelerator", lambda tensor: True))
+        yield made
+
+
+def two_levels(bucket: Tensor) -> CommHook:
+    return TwoLevels(SINGLE, SINGLE)
+
+
+def in_bf16(bucket: Tensor) -> CommHook:
+    return InBf16()
+
+
+def low_rank(bucket: Tensor) -> CommHook:
+    return PowerSGD([(bucket, [SHAPE])], rank=2, start=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "phase"),
+    [
+        (two_levels, (hierarchical.collectives, "all_gather")),
+        (in_bf16, (compressed.collectives, "all_gather")),
+        (low_rank, (powersgd.collectives, "all_reduce")),
+    ],
+)
+def test_the_last_phase_is_queued_before_anybody_waits(
+    make: Callable[[Tensor], CommHook], phase: tuple[object, str], streams: Streams
+) -> None:
+    bucket = torch.randn(SHAPE).flatten()
+    sound = getattr(*phase)
+
+    def noted(*args: object) -> object:
+        streams.said.append("last phase")
+        return sound(*args)
+
+    hook = make(bucket)
+    with patch.object(*phase, noted):
+        for _ in range(2):
+            work = hook(bucket, SINGLE)
+            assert streams.said == [
+                "side waits for compute", "on side", "last phase", "off side", "side records",
+            ]  # fmt: skip
+            streams.said.clear()
+            work.wait()
+            assert streams.said == ["compute waits for end of side"]
+            streams.said.clear()
+
+
+def test_what_a_phase_replaces_lives_until_the_compute_stream_has_waited(streams: Streams) -> None:
+    bucket = torch.randn(SHAPE).flatten()
+    hook = low_rank(bucket)
+    (factors,) = hook.by_address.values()
+    (matrix,) = factors.matrices
+    first = [matrix.q.data_ptr(), matrix.error.data_ptr()]  # made on the compute stream
+    work = hook(bucket, SINGLE)
+    assert [matrix.q.data_ptr(), matrix.error.data_ptr()] != first
+    assert [t.data_ptr() for t in work.kept.replaced[0]] == first
+    work.wait()
+    assert work.kept is None
+
+
+def test_one_stream_for_all_buckets(streams: Streams) -> None:
+    side, used = SideStream(), []
+    for _ in range(2):
+        side.run(torch.zeros(1), lambda: SimpleNamespace(wait=lambda: None))
+        used.append(side.stream)
+    assert used[0] is used[1]
+
+
+def test_gradients_summed_over_copies_are_marked_where_they_are_read(streams: Streams) -> None:
+    # FSDP2 made them on another stream, and lets go of them once their addition is queued here.
+    marked: list[str] = []
+    flat = SimpleNamespace(
+        device=torch.device("cpu"), record_stream=lambda stream: marked.append(stream.name)
+    )
+
+    with (
+        patch.object(accelerator, "is_on_accelerator", lambda tensor: True),
+        patch.object(fully_sharded.collectives, "all_reduce", lambda t, g: marked.append("summed")),
+        streams.on(streams._stream("all-reduce")),
+    ):
+        fully_sharded._sum_over_copies(flat, SINGLE)
+    assert marked == ["summed", "all-reduce"]

@@ -1,0 +1,187 @@
+"""The watchdog ends its process, whatever goes wrong while it finds out why."""
+
+from __future__ import annotations
+
+import _thread
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from parallel3d import stacks, train
+from parallel3d.config import Config
+from parallel3d.launch import Worker
+from parallel3d.stacks import in_torch_distributed, of_the_work
+from parallel3d.time_limits import within
+from parallel3d.watchdog import Watchdog
+
+WATCHED = """
+import errno, sys, time
+from pathlib import Path
+from parallel3d import failure, flight_record, hang, watchdog
+from parallel3d.config import Config
+from parallel3d.launch import Worker
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def broken(*_, **__):
+    raise KeyError("no such thing")
+
+def stays(*_, **__):
+    time.sleep(600)
+
+def stays_and_holds_the_interpreter(*_, **__):
+    import ctypes
+    ctypes.PyDLL(None).sleep(600)
+
+worker = Worker(0, 0, 1, 1, Path(sys.argv[1]), "local", "cpu", "train step 3")
+exec(sys.argv[2])
+watchdog.Watchdog(Config(dp=1), worker, None, 0.4).start()
+time.sleep(600)
+"""
+
+
+def end_of(run_dir: Path, what: str, seconds: float = 15.0) -> tuple[int, str]:
+    """Exit code and stderr of a process that hangs under a watchdog, `what` broken before."""
+    command = [sys.executable, "-c", WATCHED, str(run_dir), what]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    return ended.returncode, ended.stderr
+
+
+VERDICT = "parallel3d: hang: rank 0 (pp 0, dp 0, tp 0) on "
+
+
+def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
+    code, said = end_of(tmp_path, "watchdog.dump = full_disk; failure.write_record = full_disk")
+    assert code == 1
+    assert f"{tmp_path}/rank-0.stacks.txt could not be written" in said
+    assert VERDICT in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "watchdog.dump = stays; watchdog.DUMP_S = 0.5",
+        "hang.diagnose = broken",
+        "failure.who = broken",
+        "watchdog.of_the_work = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
+    ],
+)
+def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
+    tmp_path: Path, what: str
+) -> None:
+    code, said = end_of(tmp_path, what)
+    assert code == 1
+    if "dump" in what:
+        assert VERDICT in said.splitlines()[-1]
+
+
+def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:
+    text = '{"entries": []}'
+    on_device = f"worker.device = 'cuda:0'; flight_record.take = lambda: {text!r}"
+    assert end_of(tmp_path, on_device)[0] == 1
+    assert (tmp_path / "rank-0.nccl.json").read_text() == text
+    assert "File" in (tmp_path / "rank-0.stacks.txt").read_text()
+
+
+def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) -> None:
+    for take in ("stays", "lambda: 'no JSON'"):
+        code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; flight_record.take = {take}")
+        assert code == 1
+        assert VERDICT in said.splitlines()[-1]
+
+
+def test_resting_watchdog_lets_a_save_take_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = threading.Event()
+
+    def report(watchdog: Watchdog) -> None:
+        reported.set()
+        watchdog._stopped.set()
+
+    monkeypatch.setattr(Watchdog, "_report", report)
+    watchdog = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    watchdog.rest()
+    watchdog.start()
+    time.sleep(0.6)
+    assert not reported.is_set()
+    watchdog.go_on()
+    assert reported.wait(5)
+    watchdog.stop()
+
+
+def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Mock()
+    calls.restore.return_value = 1
+    monkeypatch.setattr(train.ProcessGroups, "of_run", lambda *_: calls.groups)
+    monkeypatch.setattr(train, "Checkpoints", lambda *_: calls)
+    monkeypatch.setattr(train, "start_watchdog", lambda *_: calls.watchdog)
+    monkeypatch.setattr(train, "with_log", lambda groups, _: groups)
+    for name in ("open_corpus", "Trainer", "save_weights", "run_steps", "dist"):
+        monkeypatch.setattr(train, name, Mock())
+    train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
+    order = [call[0] for call in calls.mock_calls if call[0] != "restore"]
+    assert order == ["watchdog.rest", "close", "watchdog.go_on", "groups.close", "watchdog.stop"]
+
+
+def test_failing_call_gives_what_was_agreed_and_is_said(capsys: pytest.CaptureFixture) -> None:
+    def fail() -> int:
+        raise ValueError("no number")
+
+    assert within(5.0, fail, 7) == 7
+    assert "watchdog: ValueError: no number" in capsys.readouterr().err
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+
+def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd's threads are none of Python's; a collective of our package is called in one."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def in_our_package() -> None:
+        within(60.0, lambda: (entered.set(), leave.wait(60)), None)
+
+    _thread.start_new_thread(in_our_package, ())
+    assert entered.wait(10)
+    try:
+        assert not any(name == "within" for _, _, name in of_the_work())
+
+        def _engine_run_backward() -> None:
+            stack = found(stacks._stack)
+            names = [name for _, _, name in stack]
+            assert names.index("_engine_run_backward") < names.index("within")
+
+        def found(real):
+            """The main thread's stack as it was while this one asks: cut at the backward."""
+
+            def cut(frame):
+                stack = real(frame)
+                names = [name for _, _, name in stack]
+                if "_engine_run_backward" in names:
+                    stack = stack[: names.index("_engine_run_backward") + 1]
+                return stack
+
+            monkeypatch.setattr(stacks, "_stack", cut)
+            return of_the_work()
+
+        _engine_run_backward()
+    finally:
+        leave.set()
+
+
+def test_innermost_call_of_torch_distributed_is_named() -> None:
+    inside = "/lib/torch/distributed/distributed_c10d.py"
+    stack = [("/ours/train.py", 3, "train"), (inside, 9, "all_reduce"), (inside, 4, "wrapper")]
+    assert in_torch_distributed(stack) == "all_reduce"
+    assert in_torch_distributed(stack[:1]) == ""
