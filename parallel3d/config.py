@@ -131,6 +131,13 @@ class Config:
         "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "
         "compiler on CPU, Triton on CUDA",
     )
+    deterministic: bool = key(
+        False,
+        "on GPUs, kernels that add in a fixed order: the same layout then gives the same bits, as "
+        "it always does on CPU; slower",
+        megatron="--deterministic-mode",
+        differs="there it also refuses settings that are not deterministic",
+    )
     placement: str = key(
         "default",
         "which GPU holds which rank: default (the launcher's order), auto (searched), an order "

@@ -51,8 +51,8 @@ class LossConfig:
     )
     chunk_tokens: int | None = key(
         None,
-        "tokens whose logits exist at a time; null: as many as take 64 MiB in fp32 on one rank, "
-        "but at least 1024",
+        "tokens whose logits exist at a time; null: as many as take 2 GiB on one GPU, or on a CPU "
+        "64 MiB in fp32, but at least 1024",
         minimum=1,
     )
 

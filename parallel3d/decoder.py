@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.config import Config
+from parallel3d.models.attention import attend, kernel_shares_heads, repeated
 from parallel3d.models.ops import split_heads_rotary
 from parallel3d.models.transformer import Attention, Block, BuildContext, Stage
 from parallel3d.pipeline.split import layers_of_stages
@@ -130,7 +130,7 @@ class Decoder:
             q, k, v = (t.transpose(1, 2) for t in parts)
         cache.keys[:, :, first:end], cache.values[:, :, first:end] = k, v
         k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
-        if kv_heads != heads:
-            k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=first == 0)
+        if not kernel_shares_heads(q):
+            k, v = repeated(k, heads), repeated(v, heads)
+        y = attend(q, k, v, is_causal=first == 0)
         return y.transpose(1, 2).flatten(2)

@@ -1,12 +1,14 @@
-"""Number formats: what the model computes in, and the loss scale that fp16 needs."""
+"""Number formats: what the model computes in, how exactly, and the loss scale that fp16 needs."""
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
 
+from parallel3d import accelerator
 from parallel3d.config import PrecisionConfig
 
 COMPUTE = {
@@ -26,6 +28,20 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
 def set_matmul_precision(precision: PrecisionConfig) -> None:
     """Lets fp32 GEMMs of this process run on tensor cores (tf32), or not."""
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
+
+
+def set_determinism(device: torch.device) -> None:
+    """Has this process compute the same bits from the same inputs, whatever runs beside it.
+
+    A CPU's kernels do anyway. PyTorch has slower forms of those of a GPU that add in the order of
+    arrival, and raises RuntimeError for one that has none; cuBLAS asks for workspaces of its own,
+    by a variable that it reads at its first product.
+    """
+    if not accelerator.is_accelerator(device):
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
 
 
 @dataclass

@@ -38,7 +38,7 @@ from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.split import layers_of_stages
-from parallel3d.precision import LossScale, compute_dtype, set_matmul_precision
+from parallel3d.precision import LossScale, compute_dtype, set_determinism, set_matmul_precision
 from parallel3d.tensor_parallel.overlap import overlap_of
 from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.timed import measure_floors, with_clock
@@ -94,6 +94,8 @@ class Trainer:
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
         set_matmul_precision(config.precision)
+        if config.deterministic:
+            set_determinism(self.device)
         self.loss_scale = LossScale(config.precision)
         self.steps_done = 0
         self.consumed_samples = 0

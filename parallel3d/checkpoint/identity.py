@@ -17,8 +17,8 @@ from parallel3d.config import Config
 # Keys, or sections with a dot at the end. The longest that fits decides; what none fits is said.
 REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
 FREE = (
-    *("run", "runs_dir", "device", "compile", "placement", "rank_file", "prompt", "preflight"),
-    *("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "recompute", "micro_batch_size"),
+    *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
+    *("preflight", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "recompute", "micro_batch_size"),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "checkpoint."),
     *("recovery.", "generate.", "topology.", "bench.", "verify.", "plan."),
     *("train.progress", "train.log_every", "train.save_weights", "loss.chunk_tokens"),

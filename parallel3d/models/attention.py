@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ops import Rotary, split_heads_rotary
 
@@ -38,15 +39,36 @@ def causal_attention(
     else:
         parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
         q, k, v = (t.transpose(1, 2) for t in parts)
-    if kv_heads != heads:
-        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    plain = dropout is None or samples is None
+    if not (plain and kernel_shares_heads(q)):
+        k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
-    if dropout is None or samples is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if plain:
+        y = attend(q, k, v, is_causal=True)
     else:
         y = dropout(_probabilities(q, k), samples).to(v.dtype) @ v
     return y.to(qkv.dtype).transpose(1, 2).flatten(2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    """PyTorch's kernel; k and v may have fewer heads where `kernel_shares_heads`."""
+    shared = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
+
+
+def kernel_shares_heads(q: Tensor) -> bool:
+    """Whether the kernel for `q` reads one key-value head for several query heads.
+
+    Those of flash attention and cuDNN do. What takes fp32 on a GPU does not, and would be left for
+    the path that writes the scores out, s × s.
+    """
+    return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """(b, kv_heads, s, head_dim) with a copy for each of the `heads` query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _is_slow_below_fp32(q: Tensor) -> bool:

@@ -1,8 +1,11 @@
-"""torch.compile for ranks that share a host: each graph is lowered by one of them.
+"""torch.compile for ranks that share a host: on CPU each graph is lowered by one of them.
 
 Ranks of equal place hold equal graphs. Left alone they would all lower the same one at the same
 time, each on its share of the cores. Here the first takes a lock while it does; the others wait
 for it and then find the result in TorchInductor's cache, which the ranks of a host share.
+
+Accelerators have an index, it is part of the cache's key, and so no rank would find what another
+lowered. There all lower theirs at the same time, on the host's many cores.
 """
 
 from __future__ import annotations
@@ -10,27 +13,44 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from parallel3d.accelerator import is_on_accelerator
+from parallel3d.fused import equal_on_all_ranks
 
-def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile`: TorchInductor, one rank of the host at a time for each graph.
+Compiling = Callable[[], AbstractContextManager[object]]
+
+
+def shared_inductor(
+    graph: GraphModule, inputs: Sequence[Any], compiling: Compiling
+) -> Callable[..., Any]:
+    """A backend for `torch.compile`: TorchInductor, on CPU one rank of the host at a time.
 
     The lock is held while a graph is compiled and never while one runs, so that a rank that
     waits in a collective is never waited for here. A rank that dies loses its lock.
+
+    Args:
+        compiling: entered while this rank compiles, the backward too, which is left for the first
+            time that it is needed. It may take minutes in which nothing else moves.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def one_at_a_time(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        with _lock(graph, inputs):
+    def at_once(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        with compiling():
             return compile_fx_inner(graph, inputs, **how)
 
-    return compile_fx(graph, inputs, inner_compile=one_at_a_time)
+    def one_at_a_time(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        with compiling(), _lock(graph, inputs):
+            return compile_fx_inner(graph, inputs, **how)
+
+    if not any(isinstance(x, torch.Tensor) and is_on_accelerator(x) for x in inputs):
+        return compile_fx(graph, inputs, inner_compile=one_at_a_time)
+    return compile_fx(graph, inputs, inner_compile=at_once, config_patches=equal_on_all_ranks())
 
 
 @contextmanager

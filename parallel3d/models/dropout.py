@@ -96,7 +96,9 @@ def row_keys(
     if len(rows) == 2:
         heads = torch.arange(first_head, first_head + rows[0], device=device)
         number = number + (heads << 32).unsqueeze(1)
-    start = (site.to(device) + samples * _signed(SAMPLE, 64)).view(-1, *(1 for _ in rows))
+    # `site` stays on the CPU: of no dimensions, it goes to a device as a kernel's argument, where a
+    # copy of its own would make the host wait for the device.
+    start = (site + samples * _signed(SAMPLE, 64)).view(-1, *(1 for _ in rows))
     key = start + number * _signed(ROW, 64)
     for by, factor in FINISH:
         key = (key ^ _shifted(key, by, 64)).mul_(_signed(factor, 64))

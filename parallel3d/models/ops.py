@@ -3,8 +3,10 @@
 Autograd's own graph for these reads and writes the activations two to three times as often (a pass
 per operation, copies where slices are joined again). Written as one node, each makes the fewest
 passes that PyTorch's kernels allow, and writes its gradients straight into the tensor that the GEMM
-behind it reads. Inside a compiled block (`compile=true`) the same functions are written as plain
-arithmetic instead, which TorchInductor joins with what stands around it.
+behind it reads. On an accelerator the forward and the backward of a node are one kernel each
+(`fused`), which makes again in registers what a CPU had better keep. Inside a compiled block
+(`compile=true`) the same functions are written as plain arithmetic instead, which TorchInductor
+joins with what stands around it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.accelerator import is_on_accelerator
+from parallel3d.fused import fused
+
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) each
 
 
@@ -23,25 +28,39 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+@fused
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and the scale (..., 1) in fp32 or better."""
+    wide = _wide(x)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+@fused
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight."""
+    normed = x * scale
+    product = grad * normed
+    grad_weight = product.flatten(0, -2).sum(0)
+    along = torch.matmul(product, weight.to(product.dtype)).unsqueeze(-1)
+    grad_x = torch.mul(grad, weight)
+    grad_x.addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        y, scale = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        along = torch.matmul(product, weight.to(product.dtype)).unsqueeze(-1)
-        grad_x = torch.mul(grad, weight)
-        grad_x.addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return *rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,10 +94,40 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
+@fused
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(_wide(gate)) * up).to(gate_up.dtype)
+
+
+@fused
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """silu'(z) = σ(z)·(1 + z·(1 − σ(z)))."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, grad = _wide(gate), _wide(grad)
+    sigmoid = torch.sigmoid(gate)
+    grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.cat((grad_gate, grad * gate * sigmoid), -1).to(gate_up.dtype)
+
+
+class _FusedSwiGLU(torch.autograd.Function):
+    """Keeps nothing beside its input: silu is made again while that is read."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu_forward(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return swiglu_backward(grad, *ctx.saved_tensors)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) · up (Shazeer 2020) of gate and up side by side: (..., 2f) → (..., f)."""
     if not torch.compiler.is_compiling():
-        return _SwiGLU.apply(gate_up)
+        node = _FusedSwiGLU if is_on_accelerator(gate_up) else _SwiGLU
+        return node.apply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -109,6 +158,40 @@ class _SplitHeads(torch.autograd.Function):
         return out.flatten(2), None, None, None, None
 
 
+@fused
+def split_heads_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v apart, contiguous (b, s, heads, head_dim) each, q and k rotated."""
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin), v.contiguous()
+
+
+@fused
+def split_heads_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients (b, s, heads, head_dim) of q, k and v as the gradient of the projection."""
+    # The inverse rotation is the transpose.
+    return torch.cat((_rotated(q, cos, -sin), _rotated(k, cos, -sin), v), 2).flatten(2)
+
+
+class _FusedSplitHeads(torch.autograd.Function):
+    """`_SplitHeads` for accelerators. There attention's kernels take the heads of a token side by
+    side as well, and give their output likewise, so that nothing is copied to join the heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*rotary)
+        parts = split_heads_forward(qkv, *rotary, heads, kv_heads, head_dim)
+        return tuple(part.transpose(1, 2) for part in parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        parts = (grad.transpose(1, 2) for grad in grads)
+        return split_heads_backward(*parts, *ctx.saved_tensors), None, None, None, None
+
+
 def split_heads_rotary(
     qkv: Tensor, heads: int, kv_heads: int, head_dim: int, rotary: Rotary
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +204,8 @@ def split_heads_rotary(
     Returns: q (b, heads, s, head_dim), k and v (b, kv_heads, s, head_dim).
     """
     if not torch.compiler.is_compiling():
-        return _SplitHeads.apply(qkv, heads, kv_heads, head_dim, rotary)
+        node = _FusedSplitHeads if is_on_accelerator(qkv) else _SplitHeads
+        return node.apply(qkv, heads, kv_heads, head_dim, rotary)
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
     q, k = _rotated(q, *rotary), _rotated(k, *rotary)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -137,7 +221,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What `_rotate` writes, as arithmetic."""
+    """What `_rotate` writes, as arithmetic.
+
+    a·cos − b·sin and b·cos + a·sin are one expression over both halves, so that a compiler reads
+    and writes a head once, without joining halves.
+    """
     half = cos.shape[-1]
-    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)
+    pairs = x[..., : 2 * half].unflatten(-1, (2, half))
+    signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
+    turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * signs)
+    turned = turned.flatten(-2).to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., 2 * half :]), -1)

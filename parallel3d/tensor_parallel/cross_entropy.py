@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows that are worked on at a time: on a CPU they stay in the cache from one pass to the next; on
-# other devices large enough to fill them, and still small beside the logits in half precision, of
-# which a piece is widened to fp32 at a time.
+from parallel3d.fused import fused, fuses
+
+# Rows that are worked on at a time without fused kernels: on a CPU they stay in the cache from one
+# pass to the next; on other devices large enough to fill them, and still small beside the logits in
+# half precision, of which a piece is widened to fp32 at a time.
 PIECE_BYTES = {"cpu": 1 << 20}
 LARGE_PIECE_BYTES = 64 << 20
 
@@ -43,13 +45,61 @@ class Objective:
         return 4 if self.label_smoothing else 3
 
 
+@fused
+def vocabulary_statistics(
+    logits: Tensor, target: Tensor, inside: Tensor, real: int, with_sum: bool
+) -> Tensor:
+    """`ChunkLoss.statistics` in one pass over the logits, which stay as they are.
+
+    Args:
+        target: (tokens, 1) column of the label, any where `inside` (tokens,) is false.
+        real: columns that count, the first ones.
+    """
+    # Spelled as TorchInductor knows it: maximum and sum then become one online pass over a row
+    # (Milakov and Gimelshein 2018).
+    wide = logits[:, :real].to(torch.promote_types(logits.dtype, torch.float32))
+    maximum = wide.amax(1, keepdim=True)
+    total = (wide - maximum).exp().sum(1, keepdim=True)
+    at_target = logits.gather(1, target).to(wide.dtype).masked_fill(~inside.unsqueeze(1), 0.0)
+    columns = [maximum, total, at_target]
+    if with_sum:
+        columns.append(wide.sum(1, keepdim=True))
+    return torch.cat(columns, 1).t().contiguous()
+
+
+@fused
+def logits_to_gradient(
+    logits: Tensor,
+    log_sum: Tensor,
+    of_softmax: Tensor,
+    at_target: Tensor,
+    target: Tensor,
+    spread: Tensor | None,
+    real: int,
+) -> None:
+    """Turns logits into `of_softmax`·softmax + `at_target` at the label − `spread`, in one pass.
+
+    Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
+    """
+    # 32 bits: a comparison an element in 64 would take as long as the memory does.
+    column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    gradient = (logits.to(log_sum.dtype) - log_sum).exp() * of_softmax
+    if spread is not None:
+        gradient = gradient - spread
+    gradient = gradient + torch.where(column == target.to(torch.int32), at_target, 0.0)
+    if real < logits.shape[1]:
+        gradient = torch.where(column < real, gradient, 0.0)
+    logits.copy_(gradient)
+
+
 class ChunkLoss:
     """Losses of some tokens, and their gradients in place of the logits.
 
-    `statistics` of all ranks go into `losses`, after which `gradient` may be called. In fp32 and
-    fp64 the logits become exponentials and then gradients in one buffer. In half precision they
-    stay what they are until they become gradients, and fp32 exists a piece of the rows at a time:
-    maximum, exponentials and sums are fp32 or better whatever the logits are.
+    `statistics` of all ranks go into `losses`, after which `gradient` may be called. Maximum,
+    exponentials and sums are fp32 or better whatever the logits are. With fused kernels the logits
+    are read once, and once more to become gradients. Without, they go through the cache in pieces:
+    in fp32 and fp64 they become exponentials and then gradients in one buffer; in half precision
+    they stay what they are until they become gradients, and fp32 exists a piece at a time.
 
     Args:
         logits: (tokens, columns), this rank's columns; overwritten.
@@ -61,6 +111,7 @@ class ChunkLoss:
         self.objective, columns = objective, logits.shape[1]
         self.logits = logits
         self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
+        self.whole = fuses(logits.device)
         self.kept = logits.dtype in (torch.float32, torch.float64)
         self.dtype = logits.dtype if self.kept else torch.float32
         self.inside = (labels >= first) & (labels < first + self.real)
@@ -78,6 +129,11 @@ class ChunkLoss:
     def statistics(self) -> Tensor:
         """(3 or 4, tokens): maximum, Σ exp(z − maximum), z of the label where it is here, and, for
         label smoothing, Σ z, over the real columns of this rank."""
+        if self.whole and self.real:
+            smooths = self.objective.label_smoothing > 0
+            out = vocabulary_statistics(self.logits, self.target, self.inside, self.real, smooths)
+            self.maximum = out[0]
+            return out
         out = self.logits.new_zeros(
             self.objective.statistics, self.logits.shape[0], dtype=self.dtype
         )
@@ -114,9 +170,13 @@ class ChunkLoss:
         losses."""
         smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
         of_softmax = grad * (1.0 + 2.0 * z_loss * self.log_sum) if z_loss else grad
-        factor = of_softmax * torch.exp(self.maximum - self.log_sum) if self.kept else of_softmax
         at_target = (grad * self.inside).mul_(smoothing - 1.0).unsqueeze(1)
         spread = (grad * (smoothing / self.objective.vocab_size)).unsqueeze(1)
+        if self.whole:
+            columns = (self.log_sum.unsqueeze(1), of_softmax.unsqueeze(1), at_target, self.target)
+            logits_to_gradient(self.logits, *columns, spread if smoothing else None, self.real)
+            return self.logits
+        factor = of_softmax * torch.exp(self.maximum - self.log_sum) if self.kept else of_softmax
         for run, piece in self._pieces() if self.real else ():
             if not self.kept:
                 piece.sub_(self.log_sum[run].unsqueeze(1)).exp_()

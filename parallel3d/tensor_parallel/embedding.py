@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.accelerator import is_on_accelerator
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 from parallel3d.tensor_parallel.parameters import (
     Initializer,
@@ -21,26 +22,43 @@ class _Lookup(torch.autograd.Function):
     """Rows of the table; ids outside of [0, rows) give zeros and no gradient.
 
     The gradient goes straight into the gradient bucket where there is one: autograd's own would be
-    a dense table per micro-batch.
+    a dense table per micro-batch. `alike` says that other ranks make the same gradient, which no
+    reduction makes equal afterwards.
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, alike: bool) -> Tensor:
         outside = (ids < 0) | (ids >= weight.shape[0])
         ids = ids.masked_fill(outside, 0)
         ctx.save_for_backward(ids, outside, weight)
+        ctx.alike = alike
         return F.embedding(ids, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, outside, weight = ctx.saved_tensors
         grad = grad.masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
-            return None, torch.zeros_like(weight).index_add_(0, ids.flatten(), grad)
-        main_grad.index_add_(0, ids.flatten(), grad.to(main_grad.dtype))
+            main_grad = torch.zeros_like(weight)
+            add_rows(main_grad, ids.flatten(), grad, ctx.alike)
+            return None, main_grad, None
+        add_rows(main_grad, ids.flatten(), grad.to(main_grad.dtype), ctx.alike)
         weight.gradient_added()
-        return None, None
+        return None, None, None
+
+
+def add_rows(table: Tensor, ids: Tensor, rows: Tensor, in_order: bool) -> None:
+    """Adds rows[i] to table[ids[i]].
+
+    Args:
+        in_order: equal inputs give equal bits, on accelerators too. There the usual kernel adds by
+            atomic operations, in whatever order they arrive; this one sorts the ids first.
+    """
+    if in_order and is_on_accelerator(table):
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)
 
 
 def word_table(
@@ -86,9 +104,10 @@ class VocabParallelEmbedding(nn.Module):
         if self.replicated:
             if self.sp:
                 ids = ids.chunk(self.group.size, dim=1)[self.group.index]
-            return _Lookup.apply(ids, self.weight)
+            # Under sequence parallelism the gradients of the ranks are added over tp.
+            return _Lookup.apply(ids, self.weight, self.group.size > 1 and not self.sp)
         first = self.group.index * self.weight.shape[0]
-        partial = _Lookup.apply(ids - first, self.weight)
+        partial = _Lookup.apply(ids - first, self.weight, False)
         if self.sp:
             return scatter_to_sequence(partial, self.group)
         return reduce_from_tensor_parallel(partial, self.group)

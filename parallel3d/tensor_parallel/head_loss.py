@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
+from parallel3d import accelerator, collectives
 from parallel3d.collectives import Done, Work
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 from parallel3d.tensor_parallel.loss_chunks import loss_chunks
@@ -134,7 +134,13 @@ class _Run:
     def chunks(self) -> list[slice]:
         """Runs of tokens."""
         columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
-        sizes = loss_chunks(self.x.shape[0], columns, self.head.chunk_tokens)
+        sizes = loss_chunks(
+            self.x.shape[0],
+            columns,
+            self.head.chunk_tokens,
+            item=self.x.element_size(),
+            on_accelerator=accelerator.is_on_accelerator(self.x),
+        )
         return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
 
     def forward(self, chunk: slice) -> ChunkLoss:

@@ -219,7 +219,12 @@ def _head(stage: _Stage) -> Iterator[Transfer]:
         token, what = tp * (4 if loss.label_smoothing else 3) * max(4, stage.item), "loss"
     else:
         token, what = columns * stage.item, "logits"
-    for tokens, count in Counter(loss_chunks(stage.tokens, columns, loss.chunk_tokens)).items():
+    # Where the run has yet to find out (device=auto), a topology is one of accelerators.
+    on_accelerator = stage.config.device != "cpu"
+    sizes = loss_chunks(
+        stage.tokens, columns, loss.chunk_tokens, item=stage.item, on_accelerator=on_accelerator
+    )
+    for tokens, count in Counter(sizes).items():
         yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 

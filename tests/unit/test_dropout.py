@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.dropout import Dropout
@@ -72,3 +75,35 @@ def test_without_samples_nothing_is_dropped() -> None:
     torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, Dropout(1, "a", 0.3)), plain)
     nothing = Dropout(1, "a", 1e-12)  # the path that writes the probabilities out
     torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, nothing, samples(0, 1)), plain)
+
+
+class Copies(TorchDispatchMode):
+    """Notes what is copied between devices while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sources = {a.device.type for a in args if isinstance(a, Tensor) and a.dim() > 0}
+        moves = func.overloadpacket.__name__ in ("_to_copy", "copy_", "_local_scalar_dense")
+        if moves and (sources | {args[0].device.type}) != {out.device.type}:
+            self.found.append(func)
+        return out
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_host_copies_nothing_to_the_device(compiled: bool) -> None:
+    """The number of the site is a kernel's argument: a copy would make the host wait."""
+    drop = Dropout(1, "a", 0.3)
+    x = torch.empty(2, 8, 16, device="meta")
+    numbers = torch.empty(2, dtype=torch.int64, device="meta")
+    with Copies() as copies:
+        if compiled:  # what a compiled block calls
+            y = torch.ops.parallel3d.dropout(x, numbers, drop.site, 0, 0, 0.3)
+        else:
+            y = drop(x, numbers)
+    assert y.device.type == "meta" and not copies.found

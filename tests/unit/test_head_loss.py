@@ -192,10 +192,25 @@ def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, mos
     assert peak / (4 * tokens * VOCAB) < most
 
 
+def chunks(tokens: int, columns: int, most: int | None) -> list[int]:
+    return loss_chunks(tokens, columns, most, item=2, on_accelerator=False)
+
+
 def test_chunks_are_even_and_cover_the_tokens() -> None:
-    assert loss_chunks(512, 264, None) == [512]
-    assert loss_chunks(2048, 131072, None) == [1024, 1024]
-    assert loss_chunks(4096, 131072 // 8, None) == [1024] * 4
-    assert loss_chunks(1100, 131072, None) == [550, 550]
-    assert loss_chunks(16, 8, 7) == [6, 5, 5]
-    assert loss_chunks(3, 8, 1) == [1, 1, 1]
+    assert chunks(512, 264, None) == [512]
+    assert chunks(2048, 131072, None) == [1024, 1024]
+    assert chunks(4096, 131072 // 8, None) == [1024] * 4
+    assert chunks(1100, 131072, None) == [550, 550]
+    assert chunks(16, 8, 7) == [6, 5, 5]
+    assert chunks(3, 8, 1) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("item", [2, 4, 8])
+def test_an_accelerators_chunks_are_two_gib_of_logits(item: int) -> None:
+    tokens, columns = 65536, 128256
+    sizes = loss_chunks(tokens, columns, None, item=item, on_accelerator=True)
+    assert sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
+    assert max(sizes) * columns * item <= 2**31 < (tokens // (len(sizes) - 1)) * columns * item
+    assert max(sizes) * columns < 2**31  # 32-bit indices
+    assert item > 2 or min(sizes) >= 8192
+    assert loss_chunks(10, 8, 4, item=item, on_accelerator=True) == [4, 3, 3]

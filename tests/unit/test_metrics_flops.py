@@ -23,6 +23,7 @@ def preset(name: str) -> ModelConfig:
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("llama_1b", 1_235_814_400),
+        ("llama_3b", 3_212_749_824),
     ],
 )
 def test_parameter_count_equals_the_published_one(name: str, published: int) -> None:

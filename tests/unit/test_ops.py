@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
 
@@ -126,3 +127,37 @@ def test_compiled_operations_equal_eager_ones() -> None:
         grads = [torch.randn_like(y) for y in out]
         results.append((*out, *torch.autograd.grad(out, inputs, grads)))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32], ids=str)
+def test_on_an_accelerator_kernels_read_shared_heads_as_they_are(
+    kind: torch.dtype, rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half precision alone: what takes fp32 there would write the scores out. Heads of a token lie
+    side by side, so that an output in the layout of q is joined without a copy."""
+    heads, kv_heads, width, sequence = 4, 2, 64, 1024
+    seen: list[tuple[tuple[int, ...], bool]] = []
+    plain_kernel = F.scaled_dot_product_attention
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **how: bool) -> Tensor:
+        assert q.transpose(1, 2).stride(2) == width
+        seen.append((k.shape, how["enable_gqa"]))
+        y = plain_kernel(q, k, v, **how)
+        return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+    qkv = leaf(1, sequence, (heads + 2 * kv_heads) * width).detach().to(kind)
+    rotary = tuple(t.float() for t in rotary_of(sequence, width // 2)) if rotated else None
+    results = []
+    for on_accelerator in (False, True):
+        if on_accelerator:
+            monkeypatch.setattr(attention, "is_on_accelerator", lambda tensor: True)
+            monkeypatch.setattr(ops, "is_on_accelerator", lambda tensor: True)
+            monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+        x = qkv.clone().requires_grad_()
+        y = causal_attention(x, heads, kv_heads, width, rotary)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+    shared = kind == torch.bfloat16
+    assert seen == [((1, kv_heads if shared else heads, sequence, width), shared)]
+    few = 16 * torch.finfo(kind).eps
+    torch.testing.assert_close(*results, rtol=few, atol=few)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from parallel3d import accelerator
 from parallel3d.tensor_parallel import parameters
-from parallel3d.tensor_parallel.parameters import TILE, Initializer, ParameterSpec, Piece
+from parallel3d.tensor_parallel.parameters import (
+    TILE,
+    Initializer,
+    ParameterSpec,
+    Piece,
+    add_product,
+    adds_wide_products,
+)
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def tried_anew() -> Iterator[None]:
+    adds_wide_products.cache_clear()
+    yield
+    adds_wide_products.cache_clear()
 
 
 def draw(
@@ -137,3 +154,64 @@ def test_a_deferred_parameter_has_its_shape_and_no_memory() -> None:
     assert made.shape == spec.shape and made.spec is spec and made.requires_grad
     assert made.untyped_storage().nbytes() == 4
     assert torch.equal(init.values(spec), Initializer(3, torch.float32, CPU).parameter(spec))
+
+
+def factors(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return tuple(torch.randn(64, n, generator=generator).to(kind) for n in (24, 16))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_an_accelerators_products_reach_fp32_unrounded(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.addmm(out_dtype=…)`, which no CPU has, stands in as what it computes."""
+    calls: list[dict] = []
+
+    def addmm(start: Tensor, a: Tensor, b: Tensor, **how: object) -> Tensor:
+        calls.append(how | {"in_place": how["out"] is start, "kind": a.dtype})
+        return start.addmm_(a.float(), b.float())
+
+    grad, x = factors(kind)
+    start = torch.randn(24, 16)
+    exact = start.double() + grad.double().t() @ x.double()
+    plain, wide = start.clone(), start.clone()
+    add_product(plain, grad, x)
+    assert not calls
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    adds_wide_products.cache_clear()
+    add_product(wide, grad, x)
+    how = {"out_dtype": torch.float32, "in_place": True, "kind": kind}
+    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # tried once, then done
+    assert calls[-1]["out"] is wide
+    # A product of some 8 is rounded to the digits of its factors' type, or not at all.
+    assert (plain - exact).abs().max() > 0.2 * 8 * torch.finfo(kind).eps
+    assert (wide - exact).abs().max() < 1e-5
+
+
+def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def addmm(start: Tensor, a: Tensor, b: Tensor, **_: object) -> Tensor:
+        return start.addmm_(a.float(), b.float())
+
+    huge = torch.full((4, 2), 200.0, dtype=torch.float16)
+    plain, wide = torch.zeros(2, 2), torch.zeros(2, 2)
+    add_product(plain, huge, huge)
+    assert plain.isinf().all()
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    adds_wide_products.cache_clear()
+    add_product(wide, huge, huge)
+    assert (wide == 160000.0).all()
+
+
+def test_where_the_kernel_is_missing_products_are_added_as_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grad, x = factors(torch.bfloat16)
+    plain, own = torch.zeros(24, 16), torch.zeros(24, 16)
+    add_product(plain, grad, x)
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    assert not adds_wide_products(CPU, torch.bfloat16, torch.float32)
+    add_product(own, grad, x)
+    assert torch.equal(own, plain)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from parallel3d import accelerator
 from parallel3d.config import PrecisionConfig
-from parallel3d.precision import LossScale, compute_dtype
+from parallel3d.precision import LossScale, compute_dtype, set_determinism
 
 
 def fp16(**changes: float) -> LossScale:
@@ -61,3 +65,33 @@ def test_fixed_scale_and_other_types_never_change() -> None:
 )  # fmt: skip
 def test_compute_type(name: str, dtype: torch.dtype) -> None:
     assert compute_dtype(PrecisionConfig(name=name)) == dtype
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def test_determinism_is_asked_of_accelerators_alone(
+    flags: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_determinism(torch.device("cpu"))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    set_determinism(torch.device("cuda:0"))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_workspace_that_the_user_chose_stays(
+    flags: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    set_determinism(torch.device("cuda:0"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -124,3 +124,12 @@ def test_the_price_is_found_without_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 4), ("cuda", 1), ("auto", 1)])
+def test_the_loss_is_gathered_once_a_chunk_of_its_device(device: str, chunks: int) -> None:
+    """4096 tokens and 131072 / 8 columns: 256 MiB of logits in fp32, 128 in bf16."""
+    config = llama_70b(LARGE)
+    config.device, config.model.vocab_size = device, 131072
+    (found,) = (t for t in transfers(config, LARGE, stage=3) if t.what == "loss")
+    assert (found.count, found.nbytes) == (8 * chunks, 8 * 3 * 4 * 4096 // chunks)

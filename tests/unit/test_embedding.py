@@ -1,0 +1,63 @@
+"""The gradient of a word table that every tensor rank makes for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel3d.tensor_parallel import embedding
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from parallel3d.topology.process_groups import SINGLE, Group
+
+PAIR = Group("tp", (0, 1), 0, None)
+ADDS = ("index_add_", "index_put_", "_index_put_impl_")
+
+
+class Added(TorchDispatchMode):
+    """Notes by which operator rows are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ADDS:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
+    """How the rows were added, and the table's gradient."""
+    generator = torch.Generator().manual_seed(1)
+    table = nn.Parameter(torch.randn(11, 4, generator=generator))
+    if bucket:
+        table.main_grad, table.gradient_added = torch.zeros(11, 4), lambda: None
+    ids = torch.randint(0, 11, (2, 32), generator=generator)
+    layer = VocabParallelEmbedding(table, group=group, sp=sp, replicated=True)
+    y = layer(ids)
+    with Added() as added:
+        (y * torch.arange(y.numel()).view_as(y)).sum().backward()
+    return added.found, table.main_grad if bucket else table.grad
+
+
+@pytest.mark.parametrize("bucket", [True, False])
+@pytest.mark.parametrize(
+    ("group", "sp", "alike"), [(PAIR, False, True), (PAIR, True, False), (SINGLE, False, False)]
+)
+def test_ranks_that_nothing_makes_equal_add_in_a_fixed_order(
+    group: Group, sp: bool, alike: bool, bucket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On accelerators `index_add_` adds by atomics and `index_put_` sorts."""
+    how, plain = gradient(group, sp, bucket)
+    assert how == ["index_add_"]
+    monkeypatch.setattr(embedding, "is_on_accelerator", lambda tensor: True)
+    how, own = gradient(group, sp, bucket)
+    assert ("index_add_" in how) != alike and how[0].strip("_").startswith("index")
+    torch.testing.assert_close(own, plain)

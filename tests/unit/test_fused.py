@@ -1,0 +1,198 @@
+"""Functions that run as one kernel on an accelerator: the same values, and one kernel each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d import accelerator, fused
+from parallel3d.models import ops
+from parallel3d.models.recompute import recomputed
+from parallel3d.tensor_parallel import cross_entropy
+from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
+
+HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this CPU is an accelerator with a kernel compiler: TorchInductor's own."""
+    for module in (fused, cross_entropy):
+        monkeypatch.setattr(module, "fuses", lambda device: True)
+    monkeypatch.setattr(ops, "is_on_accelerator", lambda tensor: True)
+    monkeypatch.setattr(fused, "LEAST_ELEMENTS", 0)
+    torch._dynamo.reset()
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on this CPU is an accelerator that says what one kernel is: their names."""
+    names: list[str] = []
+
+    @contextmanager
+    def fused_kernel(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(accelerator, "module", lambda d: SimpleNamespace(fused_kernel=fused_kernel))
+    return names
+
+
+def rotary(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.linspace(0, 9, SEQUENCE * HEAD_DIM // 2, dtype=kind).view(SEQUENCE, 1, -1)
+    return angle.cos(), angle.sin()
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return ops.rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype), 1e-5)
+
+
+def split_heads(x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    q, k, v = ops.split_heads_rotary(x, HEADS, KV_HEADS, HEAD_DIM, rotary(wide))
+    return torch.cat((q * 2, k * 3, v * 5), 1)
+
+
+OPERATIONS = {"rms_norm": rms_norm, "swiglu": ops.swiglu, "split_heads": split_heads}
+
+
+def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    x = torch.randn(2, SEQUENCE, width, generator=generator).to(kind).requires_grad_()
+    y = operation(x)
+    (grad,) = torch.autograd.grad(y, x, torch.randn(y.shape, generator=generator).to(kind))
+    return [y.detach(), grad]
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiled_nodes_equal_plain_ones(
+    name: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = value_and_gradient(OPERATIONS[name], kind)
+    compiled(monkeypatch)
+    own = value_and_gradient(OPERATIONS[name], kind)
+    again = value_and_gradient(lambda x: recomputed(OPERATIONS[name], x), kind)
+    for mine, recomputed_one, theirs in zip(own, again, plain, strict=True):
+        assert mine.dtype == kind
+        assert torch.equal(mine, recomputed_one)
+        few = 8 * torch.finfo(kind).eps  # the plain ones round between their operations
+        torch.testing.assert_close(mine, theirs, rtol=few, atol=few)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_node_is_one_kernel_forward_and_one_backward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = value_and_gradient(OPERATIONS[name], torch.float64)
+    names = counting(monkeypatch)
+    own = value_and_gradient(OPERATIONS[name], torch.float64)
+    assert names == [f"{name}_forward", f"{name}_backward"]
+    torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
+
+
+def test_heads_are_split_into_the_layout_that_joins_for_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counting(monkeypatch)
+    qkv = torch.randn(2, SEQUENCE, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    for part in ops.split_heads_rotary(qkv, HEADS, KV_HEADS, HEAD_DIM, rotary(torch.float32)):
+        assert part.transpose(1, 2).is_contiguous()
+
+
+def loss_of(
+    logits: Tensor, objective: Objective, first: int, ranks: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Statistics, losses with those of `ranks` beside them, and gradients of a chunk."""
+    labels = torch.tensor([0, 3, 9, 12, 18, 4, 7])
+    loss = ChunkLoss(logits.clone(), labels, first, objective)
+    statistics = loss.statistics()
+    losses = loss.losses(torch.stack([*ranks, statistics]))
+    return statistics.clone(), losses, loss.gradient(torch.linspace(-1, 2, 7).to(losses.dtype))
+
+
+def losses_agree(kind: torch.dtype, objective: Objective, first: int, go: Callable) -> None:
+    """Ten columns of a vocabulary of 19 before and after `go`, beside another rank's statistics."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (3 * torch.randn(7, 10, generator=generator)).to(kind)
+    wide = torch.promote_types(kind, torch.float32)
+    other = torch.randn(objective.statistics, 7, generator=generator).abs().to(wide)
+    plain = loss_of(logits, objective, first, [other])
+    go()
+    own = loss_of(logits, objective, first, [other])
+    few = 32 * torch.finfo(wide).eps
+    torch.testing.assert_close(own[:2], plain[:2], rtol=few, atol=few)
+    rounding = max(few, 2 * torch.finfo(kind).eps)
+    assert own[2].dtype == kind
+    torch.testing.assert_close(own[2], plain[2], rtol=rounding, atol=rounding)
+
+
+OBJECTIVES = [Objective(19), Objective(19, 0.1, 0.05)]
+PARTS = {"whole": 0, "padded": 10, "padding alone": 20}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["plain", "smoothed"])
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_in_whole_rows_equals_that_in_pieces(
+    kind: torch.dtype, objective: Objective, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_agree(kind, objective, PARTS[part], lambda: counting(monkeypatch))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["plain", "smoothed"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_loss_equals_the_plain_one(
+    kind: torch.dtype, objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses_agree(kind, objective, PARTS["padded"], lambda: compiled(monkeypatch))
+
+
+def test_a_chunks_loss_is_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = counting(monkeypatch)
+    loss_of(torch.randn(7, 10), Objective(10), 0, [])
+    assert names == ["vocabulary_statistics", "logits_to_gradient"]
+
+
+def test_small_calls_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    ran: list[int] = []
+
+    def compile_(function: Callable[[Tensor], Tensor], **how: Any) -> Callable[[Tensor], Tensor]:
+        made.append(how)
+        return lambda x: ran.append(x.numel()) or function(x)
+
+    doubled = fused.fused(lambda x: x * 2)
+    compiled(monkeypatch)
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(fused, "LEAST_ELEMENTS", 8)
+    for size in (4, 8, 4, 9):
+        assert torch.equal(doubled(torch.ones(size)), torch.full((size,), 2.0))
+    assert ran == [8, 9] and made == [
+        {"fullgraph": True, "dynamic": False, "options": {"deterministic": True}}
+    ]
+
+
+def test_what_does_not_compile_runs_as_it_stands(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @fused.fused
+    def total(x: Tensor) -> Tensor:
+        return x * 3 if x.sum() > 2 else x  # no compiler goes on from such a question
+
+    compiled(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(total(torch.ones(3)), torch.full((3,), 3.0))
+    assert len(caplog.records) == 1 and "total runs as separate operations" in caplog.text
+
+
+def test_a_cpu_runs_the_plain_function() -> None:
+    assert not fused.fuses(torch.device("cpu")) and not fused.fuses(torch.device("meta"))
