@@ -219,10 +219,6 @@ class PretendedModule:
     def is_bf16_supported(self) -> bool:
         return True
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Recomputation asks, to restore the autocast that nobody has turned on."""
-        return [torch.bfloat16, torch.float16]
-
     def empty_cache(self) -> None:
         """Nothing is kept."""
 
