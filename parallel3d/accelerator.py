@@ -29,7 +29,7 @@ def module(device: torch.device) -> Any:
 
 
 def has_values(device: torch.device) -> bool:
-    """Whether tensors on `device` hold numbers: not on meta, nor on a pretended one in a dry run."""
+    """Whether tensors on `device` hold numbers: not on meta, nor anywhere in a dry run."""
     if not is_accelerator(device):
         return device.type != "meta"
     return getattr(module(device), "has_values", True)

@@ -20,10 +20,8 @@ from parallel3d.pretend.machine import Block, Kernel, Left, Machine, Observer
 
 PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer", "other")
 COMMUNICATION = "communication"
-COLLECTIVES = frozenset(
-    ("allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-    + ("send", "receive")
-)
+COLLECTIVES = frozenset(("allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"))
+COLLECTIVES |= frozenset(("barrier", "send", "receive"))
 COPIES = ("copy to the device", "copy to the host")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
 aten = torch.ops.aten

@@ -29,6 +29,7 @@ class Memory:
         self.live = dict.fromkeys(KINDS, 0)
         self.phase: str | None = BUILDING  # None: told by the callers
         self.held: dict[int, tuple[int, str]] = {}  # id of the memory → bytes, kind
+        self.known: set[int] = set()  # ids of the memory that was given out under our eyes
         self.reset()
 
     def reset(self) -> None:
@@ -50,6 +51,7 @@ class Memory:
     def allocated(self, block: Block, hold: bool) -> None:
         kind = kind_of_memory() if self.phase is None else "buffers"
         block.label = kind
+        self.known.add(id(block.memory))
         if hold:
             self.held[id(block.memory)] = (block.nbytes, kind)
             return
@@ -57,7 +59,11 @@ class Memory:
         self._compare()
 
     def freed(self, left: Left) -> None:
-        if self.held.pop(id(left.memory), None) is None:
+        key = id(left.memory)
+        if key not in self.known:  # of a trainer before this one
+            return
+        self.known.remove(key)
+        if self.held.pop(key, None) is None:
             self.live[left.label or "buffers"] -= left.nbytes
 
     def settle(self) -> None:
