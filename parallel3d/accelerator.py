@@ -32,7 +32,8 @@ def has_values(device: torch.device) -> bool:
     """Whether tensors on `device` hold numbers: not on meta, nor anywhere in a dry run."""
     if not is_accelerator(device):
         return device.type != "meta"
-    return getattr(module(device), "has_values", True)
+    machine = getattr(module(device), "machine", None)  # the pretended device's
+    return machine is None or machine.data != "meta"
 
 
 def backend_of(device: torch.device) -> str:

@@ -18,7 +18,8 @@ from parallel3d.dryrun.roofline import Gpu
 from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
 from parallel3d.pretend.machine import Block, Kernel, Left, Machine, Observer
 
-PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer", "other")
+PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer")
+PARTS += ("sharding", "other")
 COMMUNICATION = "communication"
 COLLECTIVES = frozenset(("allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"))
 COLLECTIVES |= frozenset(("barrier", "send", "receive"))

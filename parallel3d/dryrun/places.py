@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 BLOCKS, LOSS, OPTIMIZER, OTHER = "blocks", "loss", "optimizer", "other"
+SHARDING = "sharding"
 
 # (part of a file's path, the part of the step), the first that fits; None: that of its caller.
 _PARTS = (
@@ -25,7 +26,7 @@ _PARTS = (
     ("/parallel3d/tensor_parallel/", BLOCKS),
     ("/parallel3d/optim/", OPTIMIZER),
     ("/parallel3d/data_parallel/", OPTIMIZER),
-    ("/torch/distributed/fsdp/", OPTIMIZER),
+    ("/torch/distributed/fsdp/", SHARDING),
     ("/parallel3d/pipeline/", OTHER),
     ("/parallel3d/data/", OTHER),
     ("/parallel3d/trainer.py", OTHER),
@@ -93,7 +94,7 @@ def _first(index: int, start: FrameType | None) -> str | None:
 
 
 def part_of_step() -> str:
-    """blocks, loss, optimizer or other."""
+    """blocks, loss, optimizer, sharding (what FSDP2 copies) or other."""
     return _first(0, sys._getframe(1)) or BLOCKS
 
 

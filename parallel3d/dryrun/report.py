@@ -22,6 +22,7 @@ PARTS = {
     "blocks": "element-wise in blocks",
     "loss": "loss",
     "optimizer": "optimizer, norm, clip, zeroing, copies",
+    "sharding": "FSDP2's copies of parameters and gradients",
     "other": "other",
     "communication": "communication (its time is not known)",
 }

@@ -28,7 +28,7 @@ from parallel3d.topology.placement import Placement
 from parallel3d.topology.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.trainer import Trainer
 
-MORE = 1  # micro-batches beyond those that fill the pipeline: one more of them changes no peak
+MORE = 1  # micro-batches beyond those that fill the pipeline: still more change no peak
 
 
 class Zeros:
@@ -66,7 +66,8 @@ class Dry:
 
 def dry_step(config: Config, rank: int, gpu: Gpu, placement: Placement | None = None) -> Dry:
     """Builds the trainer of `rank` and takes steps with it: one that makes what is made once, and
-    one that is counted, or with many micro-batches two, of which the rest follows.
+    one that is counted. Of many micro-batches as many run as fill the pipeline; what the rest of
+    them take is the difference of steps with one and with two.
 
     Args:
         config: checked. gpu: whose seconds count.
@@ -138,10 +139,11 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
         trainer.train_step()
         return watch.end()
 
-    counted(min(microbatches, 1))
+    counted(1)
+    differences = (counted(1), counted(2)) if microbatches > few else None
     counts = counted(few)
-    if microbatches > few:
-        counts = grown(counts, counted(few + 1), microbatches - few)
+    if differences is not None:
+        counts = grown(counts, *differences, microbatches - few)
     machine.collect()
     stage = groups.coordinates.pp
     return Dry(
@@ -150,15 +152,16 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
     )  # fmt: skip
 
 
-def grown(counts: Counts, with_one_more: Counts, times: int) -> Counts:
-    """`counts` after `times` more micro-batches, of which one makes `with_one_more` of it."""
+def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:
+    """`counts` with `times` more micro-batches, of which each adds what `two` have over `one`."""
     found = Counts()
-    for name, more in with_one_more.parts.items():
-        have = counts.parts.get(name, Sums())
-        names = [f.name for f in dataclasses.fields(Sums)]
-        pairs = [(getattr(have, n), getattr(more, n)) for n in names]
-        found.parts[name] = Sums(*(a + times * (b - a) for a, b in pairs))
+    names = [f.name for f in dataclasses.fields(Sums)]
+    for part in counts.parts:
+        base, less, more = (c.parts.get(part, Sums()) for c in (counts, one, two))
+        sums = [getattr(base, n) + times * (getattr(more, n) - getattr(less, n)) for n in names]
+        found.parts[part] = Sums(*sums)
     for name in ("sent", "calls", "waits"):
-        have, more = getattr(counts, name), getattr(with_one_more, name)
-        setattr(found, name, Counter({k: have[k] + times * (v - have[k]) for k, v in more.items()}))
+        base, less, more = (getattr(c, name) for c in (counts, one, two))
+        sums_of = {key: base[key] + times * (more[key] - less[key]) for key in base}
+        setattr(found, name, Counter(sums_of))
     return found

@@ -130,11 +130,6 @@ class PretendedModule:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    @property
-    def has_values(self) -> bool:
-        """Whether tensors hold numbers."""
-        return self.machine.data != "meta"
-
     def is_available(self) -> bool:
         return True
 

@@ -176,7 +176,7 @@ def test_flops_are_those_of_the_model_with_half_of_attention(facts, name) -> Non
 
 
 def test_many_micro_batches_are_as_many_times_one(facts) -> None:
-    """32 of them, of which 3 ran, beside 2 that all ran."""
+    """32 of them, of which 2 ran, beside 2 that all ran."""
     many, two = facts["many"], facts["one"]
     for what in ("flops", "launches", "bytes"):
         once = two["parts"]["optimizer"][what]
