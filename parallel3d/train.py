@@ -16,11 +16,12 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.errors import TrainingFailure
+from parallel3d.exchange import all_gather_json
 from parallel3d.health import Health
 from parallel3d.launch import Worker
 from parallel3d.metrics.flops import flops_per_token
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.metrics.memory import peak_memory, peak_memory_of_all
+from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.operation_log import with_log
@@ -74,7 +75,9 @@ def train(config: Config, worker: Worker) -> None:
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
         run_steps(trainer, worker, recorder, checkpoints)
-        times, memory = trainer.step_times(), peak_memory_of_all(device, groups.world)
+        times = trainer.step_times()
+        said = all_gather_json(peak_memory(device), groups.world.handle, device)
+        memory = [Memory(*peak) for peak in said if peak is not None]
         if recorder is not None:
             recorder.breakdown(times, memory)
         worker.watchdog.rest()
@@ -102,11 +105,19 @@ def run_steps(
     settings = trainer.config.train
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
-    for step in range(trainer.steps_done + 1, settings.steps + 1):
+    first = trainer.steps_done + 1
+    for step in range(first, settings.steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
         start = time.perf_counter()
+        # Graphs are compiled in a start's first step, minutes on a GPU, while others wait in a
+        # collective. A hang in it is left to the backend's own time-out.
+        compiles = trainer.config.compile and step == first
+        if compiles:
+            worker.watchdog.rest()
         result = trainer.train_step()
+        if compiles:
+            worker.watchdog.go_on()
         if recorder is not None:
             seconds = time.perf_counter() - start
             record_step(trainer, recorder, result, seconds)

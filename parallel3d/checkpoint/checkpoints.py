@@ -135,7 +135,7 @@ class Checkpoints:
         step = trainer.steps_done
         if step == self.saved_step:
             return written
-        # With zero=1 parameters may be on their way: what comes is written over this rank's own too.
+        # With zero=1 parameters may be on their way: they are written over this rank's own too.
         trainer.data_parallel.wait_for_all()
         state = logical_tensors(trainer.parameter_slices(), shared=True)
         if not wait:

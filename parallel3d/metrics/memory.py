@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel3d import accelerator, collectives
-from parallel3d.topology.process_groups import Group
+from parallel3d import accelerator
 
 
 class Memory(NamedTuple):
@@ -27,15 +26,6 @@ def peak_memory(device: torch.device) -> Memory | None:
         return None
     api = accelerator.module(device)
     return Memory(api.max_memory_allocated(device), api.max_memory_reserved(device))
-
-
-def peak_memory_of_all(device: torch.device, world: Group) -> list[Memory]:
-    """That of every rank in rank order, empty on the CPU; collective over the world."""
-    mine = peak_memory(device)
-    if mine is None:
-        return []
-    rows = collectives.all_gather(torch.tensor([mine], device=device), world)
-    return [Memory(*row) for row in rows.tolist()]
 
 
 def summary_of(ranks: Sequence[Memory]) -> dict[str, Any]:

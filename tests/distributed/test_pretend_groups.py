@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_whole
 from parallel3d.config import LaunchConfig
 from parallel3d.metrics.breakdown import KINDS
-from parallel3d.metrics.memory import Memory, peak_memory_of_all
+from parallel3d.metrics.memory import peak_memory
 from parallel3d.pretend.device import this_machine
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.process_groups import ProcessGroups
@@ -120,19 +121,22 @@ def clocked_steps(sizes: tuple[int, int, int], keys: tuple) -> dict[str, Any]:
         if trainer.clock.last is not None:
             known.append(step)
     means = trainer.clock.means()
-    memory = peak_memory_of_all(here(), groups.world)
     groups.close()
-    return {"known": known, "means": means, "memory": memory, "marked": marked}
+    found = {"known": known, "means": means, "memory": peak_memory(here()), "marked": marked}
+    return found | {"floors": trainer.clock.floors}
 
 
-def test_some_steps_are_told_one_step_later(pretended: PretendedPool) -> None:
-    for found in pretended.run(2, clocked_steps, (2, 1, 1), ()):
+@pytest.mark.parametrize(("sizes", "kind"), [((2, 1, 1), "tp"), ((1, 2, 1), "pp")])
+def test_some_steps_are_told_one_step_later(
+    sizes: tuple[int, int, int], kind: str, pretended: PretendedPool
+) -> None:
+    for found in pretended.run(2, clocked_steps, sizes, ()):
+        assert ("pp" in found["floors"]) is (kind == "pp")
         assert found["known"] == [2, 3, 4, 5, 12]  # of steps 1, 2, 3, 4 and 11
         means = found["means"]
         assert list(means) == list(KINDS) and min(means.values()) >= 0
-        assert all(means[kind] > 0 for kind in ("forward", "backward", "tp", "optimizer"))
-        assert all(isinstance(m, Memory) and m.allocated > 0 for m in found["memory"])
-        assert len(found["memory"]) == 2
+        assert all(means[k] > 0 for k in ("forward", "backward", kind, "optimizer"))
+        assert found["memory"].allocated > 0
 
 
 def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(

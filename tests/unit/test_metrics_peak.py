@@ -9,9 +9,8 @@ import torch
 
 from parallel3d import accelerator
 from parallel3d.metrics import peak as peak_module
-from parallel3d.metrics.memory import Memory, peak_memory, peak_memory_of_all
+from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops
-from parallel3d.topology.process_groups import ProcessGroups
 
 CPU = torch.device("cpu")
 
@@ -151,9 +150,6 @@ def test_another_is_measured_at_a_size_that_fits_its_speed(
 def test_memory_is_the_accelerators_and_there_is_none_of_a_cpu(
     request: pytest.FixtureRequest,
 ) -> None:
-    alone = ProcessGroups.single().world
     assert peak_memory(CPU) is None
-    assert peak_memory_of_all(CPU, alone) == []
     request.getfixturevalue("chip")
     assert peak_memory(CPU) == Memory(allocated=5, reserved=8)
-    assert peak_memory_of_all(CPU, alone) == [Memory(5, 8)]
