@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one": ONE,
     "half": ONE | {"micro_batch_size": 1},
     "many": ONE | {"global_batch_size": 64},
+    "order": ONE | {"dp": 2, "ddp": {"bucket_order": "measured"}},
     "full": ONE | {"recompute": "full"},
     "compiled": ONE | {"compile": True},
     "fp32": ONE | {"precision": "fp32"},
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
-from parallel3d.config import ClusterConfig, Config, ModelConfig, conf_dir
+from parallel3d.config import ClusterConfig, Config, DataParallelConfig, ModelConfig, conf_dir
 from parallel3d.dryrun.command import find_facts
 
 given = json.loads(sys.stdin.read())
@@ -56,6 +57,7 @@ for name, keys in given.items():
     config.precision.name = keys.pop("precision", "bf16")
     config.schedule.name = keys.pop("schedule", "1f1b")
     config.optim.name = keys.pop("optim", "adamw")
+    config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
     for key, value in keys.items():
         setattr(config, key, value)
     print(json.dumps([name, find_facts(config)]), flush=True)
