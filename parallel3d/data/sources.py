@@ -167,9 +167,7 @@ def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
 
 
-def _files_below(
-    root: str, skip: Callable[[str], bool], key: str | None
-) -> list[tuple[str, str]]:
+def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
     """Name relative to `root` and path of every file below it, sorted; folders by link included.
 
     `skip` tells by their name which folders to leave out; hidden files are left out too. A folder
