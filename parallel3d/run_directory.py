@@ -22,7 +22,7 @@ from typing import Any
 from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.config import Config
-from parallel3d.durable import flush_folder, is_ours
+from parallel3d.durable import flush_folder, is_ours, no_link
 from parallel3d.errors import UserError
 from parallel3d.run_config import (
     CONFIG_FILE,
@@ -134,8 +134,7 @@ def take_run(config: Config, directory: Path) -> int | None:
     None on a file system without locks. Raises UserError if another process has the run.
     """
     try:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock: int | None = os.open(directory / CONFIG_FILE, flags)
+        lock: int | None = no_link(directory / CONFIG_FILE, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

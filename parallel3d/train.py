@@ -127,6 +127,8 @@ def run_steps(
         health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
         checkpoints.after_step(trainer)
+        if recorder is not None:
+            recorder.checkpoint(checkpoints.saved_step)
         if result.stop and step < settings.steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:

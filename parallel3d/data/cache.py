@@ -154,7 +154,7 @@ def _is_trusted(status: os.stat_result, folder: Path) -> bool:
 def _load(path: Path, count: int, report: Report) -> Cached | None:
     """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
     try:
-        file = open(path, "rb", opener=no_link)
+        file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
     except (FileNotFoundError, NotADirectoryError):
         return None
     with file:
