@@ -43,8 +43,8 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def no_link(path: Path, flags: int) -> int:
-    """A descriptor of the file at `path`, private if it is new; a link there is refused (ELOOP)."""
+def no_link(path: str | Path, flags: int) -> int:
+    """Opens the file at `path`, private if it is new; a link there is refused (ELOOP)."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 

@@ -1,4 +1,4 @@
-"""The token cache: one memory-mapped file per text, built once, whole or not there.
+"""The token cache: one file per text, built once, whole or not there.
 
     header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
 
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.tokens import Tokens
 from parallel3d.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.errors import UserError
 
@@ -44,9 +44,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Cached(NamedTuple):
-    """Tokens on disk: shape (tokens,), read-only; `digest` is of the tokens alone."""
+    """Tokens on disk; `digest` is of the tokens alone."""
 
-    tokens: npt.NDArray[np.uint16]
+    tokens: Tokens
     digest: str
 
 
@@ -154,27 +154,26 @@ def _is_trusted(status: os.stat_result, folder: Path) -> bool:
 def _load(path: Path, count: int, report: Report) -> Cached | None:
     """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
     try:
-        file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
+        file = open(path, "rb", opener=no_link)  # noqa: SIM115  as long as its tokens live
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with file:
-        if not _is_trusted(os.fstat(file.fileno()), path.parent):
-            report(f"the token cache {path} is not taken: others than you may write it")
-            return None
+    digest, problem = None, "is damaged"
+    if not _is_trusted(os.fstat(file.fileno()), path.parent):
+        problem = "is not taken: others than you may write it"
+    else:
         digest = _verify(file, count)
-        if digest is None:
-            report(f"the token cache {path} is damaged")
-            return None
-        tokens = np.memmap(file, dtype="<u2", mode="r", offset=_TOKENS_AT, shape=(count,))
-    return Cached(np.asarray(tokens), digest)
+    if digest is None:
+        file.close()
+        report(f"the token cache {path} {problem}")
+        return None
+    return Cached(Tokens(file, _TOKENS_AT, count), digest)
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:
     """The tokens' digest if the file is intact, else None.
 
     Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
-    and the last among them: each rank of a job pays for this at its start. By reading, not by the
-    map, where a bad sector would be a SIGBUS.
+    and the last among them: each rank of a job pays for this at its start.
     """
     header = file.read(_TOKENS_AT)
     if len(header) < _TOKENS_AT:

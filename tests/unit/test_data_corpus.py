@@ -67,7 +67,7 @@ def test_every_byte_of_every_document_is_packed_and_ended(tmp_path: Path) -> Non
     assert sorted(documents_of(corpus)) == sorted(contents.values())
     assert documents_of(corpus) != [contents[name] for name in sorted(contents)]
     assert (corpus.vocab_size, corpus.eot) == (257, EOT)
-    assert corpus.train.dtype == np.uint16 and not corpus.train.flags.writeable
+    assert corpus.train[:3].dtype == np.uint16 and not corpus.train[:3].flags.writeable
 
 
 def test_order_and_fingerprint_depend_on_names_and_text_alone(tmp_path: Path) -> None:
@@ -418,6 +418,20 @@ def test_d1_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Pat
     assert found(f"{root}/s*/**") == ["sub/c.txt", "sub/deep/d.txt"]
     assert found(f"{root}/**/[ab].*") == ["a.txt", "b.md"]
     assert "matches no file" in refused(text(tmp_path, f"{root}/**/*.tex"))
+
+
+def test_d10_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(100_000)
+    corpus = open_corpus(text(tmp_path, write(tmp_path / "t.bin", content)), 20)
+    assert np.array_equal(corpus.valid[:9], stream(corpus)[len(corpus.train) :][:9])
+    assert corpus.train[-3:].tobytes() == stream(corpus)[: len(corpus.train)][-3:].tobytes()
+    assert len(corpus.train[5:5]) == 0
+    os.truncate(cache_file(tmp_path), 50_000)
+    assert (
+        corpus.train[:9].tobytes() == np.frombuffer(content[:9], np.uint8).astype("<u2").tobytes()
+    )
+    with pytest.raises(OSError, match=r"\.tokens was cut short while it was in use"):
+        corpus.train[90_000:90_020]
 
 
 # ---- bad input: one sentence that names key, value and a way out
