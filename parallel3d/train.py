@@ -107,11 +107,19 @@ def run_steps(
     settings = trainer.config.train
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
-    for step in range(trainer.steps_done + 1, settings.steps + 1):
+    first = trainer.steps_done + 1
+    for step in range(first, settings.steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
         start = time.perf_counter()
+        # Graphs are compiled in a start's first step, minutes on a GPU, while others wait in a
+        # collective. A hang in it is left to the backend's own time-out.
+        compiles = trainer.config.compile and step == first
+        if compiles:
+            worker.watchdog.rest()
         result = trainer.train_step()
+        if compiles:
+            worker.watchdog.go_on()
         if recorder is not None:
             seconds = time.perf_counter() - start
             record_step(trainer, recorder, result, seconds)
