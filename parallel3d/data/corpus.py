@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class Corpus:
     """Packed documents, each followed by `eot`; `train` and `valid` are disjoint, in that order.
 
-    Both are parts of the cache on the disk. `fingerprint` is a digest of the whole stream of tokens:
+    Both are parts of the cache on the disk. `fingerprint` is a digest of the stream of tokens:
     equal for equal text in equal order, on any machine and whatever the files' times are.
     """
 
