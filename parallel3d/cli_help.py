@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
 
 from hydra.core.config_store import ConfigStore
 
 from parallel3d.config_fields import all_keys, spell
+from parallel3d.metrics.text import encodable
 
 OVERVIEW = """\
 parallel3d: transformer training with tensor, pipeline and data parallelism, from one command.
@@ -86,7 +88,7 @@ EXAMPLES = {
 
 def overview() -> str:
     """What `parallel3d` alone prints."""
-    return OVERVIEW.rstrip()
+    return _printable(OVERVIEW.rstrip())
 
 
 def register(app: str) -> str:
@@ -108,10 +110,15 @@ def _template(app: str) -> str:
     presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
     if app == "generate":
         presets = ""
-    return (
+    return _printable(
         f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
         f"Examples\n{examples}\n\n"
         f"{presets}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
     )
+
+
+def _printable(text: str) -> str:
+    """The text in characters that stdout has: a log's encoding may be ASCII."""
+    return encodable(text, sys.stdout.encoding or "ascii")
