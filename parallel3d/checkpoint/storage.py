@@ -72,7 +72,8 @@ def read_state(folder: Path, state: State) -> Manifest:
     """Fill the boxes of `state` from a checkpoint of any layout; no communication.
 
     Everything read is proved first. Values of another type are converted. Raises DamagedCheckpoint,
-    also if the checkpoint does not hold all that is wanted; `state` may then be half filled.
+    also if the checkpoint does not hold all that is wanted, and UnreadableCheckpoint; `state` may
+    then be half filled.
     """
     reader = _Reader(folder)
     try:
@@ -86,10 +87,10 @@ def read_whole(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[st
     """`kind/logical name` → full, unpadded CPU tensor, proved; for models that fit one process.
 
     Kinds are "parameter" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; those that the
-    checkpoint does not have are left out. Raises DamagedCheckpoint.
+    checkpoint does not have are left out. Raises as `read_state`.
     """
     stored = [b for b in _Reader(folder).stored if b.name.partition("/")[0] in kinds]
-    shapes = {b.name: b.full_shape for b in stored}
+    shapes = _covered(folder, stored)  # what is on the disk bounds what is asked of the memory
     state = whole_tensors(shapes, {b.name: b.dtype for b in stored})
     read_state(folder, state)
     return {name: tensor.boxes[0][1] for name, tensor in state.items()}
@@ -98,19 +99,25 @@ def read_whole(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[st
 def verify_checkpoint(folder: Path) -> Manifest:
     """Prove every byte of a checkpoint, and that its boxes cover each tensor exactly once.
 
-    Raises DamagedCheckpoint.
+    Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
     reader = _Reader(folder)
     for file in reader.files:
         file.verify()
+    _covered(folder, reader.stored)
+    return reader.manifest
+
+
+def _covered(folder: Path, boxes: list[StoredBox]) -> dict[str, tuple[int, ...]]:
+    """The tensors of these boxes with their shapes; raises DamagedCheckpoint if any is not full."""
     elements: dict[str, int] = defaultdict(int)
-    shapes = {b.name: b.full_shape for b in reader.stored}
-    for stored in reader.stored:
+    shapes = {b.name: b.full_shape for b in boxes}
+    for stored in boxes:
         elements[stored.name] += stored.box.elements
     for name, shape in shapes.items():
         if elements[name] != math.prod(shape):
             raise DamagedCheckpoint(f"{folder.name} holds {elements[name]} elements of {name}")
-    return reader.manifest
+    return shapes
 
 
 def _raise_cause(error: CheckpointException) -> Never:
