@@ -19,14 +19,14 @@ from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
-    list_checkpoints,
     read_manifest,
     reason,
     step_folder,
+    told,
 )
 from parallel3d.checkpoint.reading import plain
 from parallel3d.checkpoint.restoring import facts_of, names_of_all, read_together, refusal_of
-from parallel3d.checkpoint.retention import remove_leftovers, set_aside
+from parallel3d.checkpoint.retention import bring_back, newest_word, remove_leftovers, set_aside
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.config import Config
 from parallel3d.errors import TrainingFailure, UserError
@@ -83,6 +83,7 @@ class Checkpoints:
         if self.saver is not None:
             self._settle(wait=True)
         self.device = trainer.device
+        read_together(self._bring_back, self._words_of_all)
         names = names_of_all(self.config.run, self.run_dir, self._words_of_all)
         first_step = 1
         for name in names:
@@ -103,6 +104,11 @@ class Checkpoints:
         if self._copies_ahead(first_step - 1):
             self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
         return first_step
+
+    def _bring_back(self) -> None:
+        if self.is_first_rank:
+            with told(str(self.run_dir)):
+                bring_back(self.run_dir)
 
     def _prepare_saver(self) -> None:
         """Rank 0 names this session, claims the run's checkpoints and tidies them up."""
@@ -205,7 +211,7 @@ class Checkpoints:
                 raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
             raise CheckpointFailure(f"the checkpoint of step {step} could not be made: {problem}")
         if self.is_first_rank:
-            stays = _newest(self.run_dir)
+            stays = newest_word(self.run_dir)
             self.say(f"{step_folder(step)} could not be written: {outcome.problem}; {stays}")
         return False
 
@@ -287,11 +293,3 @@ def _code(outcome: Outcome | None) -> int:
     if outcome.is_overtaken:
         return _OVERTAKEN
     return _BUG if outcome.is_bug else _NOT_WRITTEN
-
-
-def _newest(run_dir: Path) -> str:
-    try:
-        old = list_checkpoints(run_dir)
-    except OSError as error:
-        return f"the others cannot be listed ({reason(error)})"
-    return f"{old[0].name} stays the newest" if old else "there is none yet"

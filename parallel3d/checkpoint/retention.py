@@ -15,7 +15,9 @@ from parallel3d.checkpoint.manifest import (
     DAMAGED,
     LATEST,
     REMOVED,
+    REPLACED,
     UNFINISHED,
+    list_checkpoints,
     reason,
 )
 from parallel3d.checkpoint.reading import plain
@@ -23,7 +25,7 @@ from parallel3d.checkpoint.reading import plain
 if TYPE_CHECKING:
     from parallel3d.config import CheckpointConfig
 
-_LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}-", f"{CLAIM}-")
+_LEFTOVERS = (UNFINISHED, REMOVED, REPLACED, f".{LATEST}-", f"{CLAIM}-")
 
 
 def too_many(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
@@ -35,14 +37,39 @@ def too_many(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[P
 
 def discard(folder: Path) -> None:
     """Remove a checkpoint; half removed, it has no checkpoint's name any more. Raises OSError."""
-    shutil.rmtree(put_away(folder))
+    shutil.rmtree(_renamed(folder, REMOVED))
 
 
-def put_away(folder: Path) -> Path:
-    """Take a checkpoint its name, for it to be removed: its new path. Raises OSError."""
-    gone = folder.with_name(f"{REMOVED}{folder.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(folder, gone)
-    return gone
+def make_way(folder: Path) -> Path:
+    """Rename a checkpoint that another of its step is to replace: its new path. Raises OSError.
+
+    Should the other not come, `bring_back` gives it its name again.
+    """
+    return _renamed(folder, REPLACED)
+
+
+def _renamed(folder: Path, prefix: str) -> Path:
+    new = folder.with_name(f"{prefix}{folder.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(folder, new)
+    return new
+
+
+def bring_back(run_dir: Path) -> None:
+    """Give checkpoints their names again that made way for others which never came.
+
+    Raises OSError.
+    """
+    try:
+        for path in (run_dir / CHECKPOINTS).iterdir():
+            if path.name.startswith(REPLACED) and not _named(path).exists():
+                os.rename(path, _named(path))
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # there are no checkpoints
+
+
+def _named(replaced: Path) -> Path:
+    """Where a checkpoint was before it made way."""
+    return replaced.with_name(replaced.name.removeprefix(REPLACED).rpartition("-")[0])
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
@@ -59,6 +86,8 @@ def remove_leftovers(run_dir: Path) -> list[str]:
     except OSError as error:
         return [f"{folder} cannot be looked through for leftovers ({reason(error)})"]
     for path in left:
+        if path.name.startswith(REPLACED) and not os.path.isdir(_named(path)):
+            continue  # it may be the only one of its step
         try:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -72,6 +101,15 @@ def remove_leftovers(run_dir: Path) -> list[str]:
 def not_removed(path: Path, error: OSError) -> str:
     """The sentence for what stays, though it should go."""
     return plain(f"{path.name} could not be removed ({reason(error)})")
+
+
+def newest_word(run_dir: Path) -> str:
+    """What a run has left when a save failed, as half a sentence."""
+    try:
+        old = list_checkpoints(run_dir)
+    except OSError as error:
+        return f"the others cannot be listed ({reason(error)})"
+    return f"{old[0].name} stays the newest" if old else "there is none yet"
 
 
 def set_aside(folder: Path) -> Path:

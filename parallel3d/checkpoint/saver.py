@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from parallel3d.checkpoint.manifest import (
     write_manifest,
 )
 from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
-from parallel3d.checkpoint.retention import discard, not_removed, put_away, too_many
+from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
 
 if TYPE_CHECKING:
@@ -220,13 +221,14 @@ class Saver:
         final = self.folder / step_folder(save.step)
         # Before: the disk may be full.
         write_durably(self._pointer(), f"{final.name}\n".encode())
-        old = put_away(final) if final.exists() else None
+        old = make_way(final) if final.exists() else None
         try:
             os.rename(unfinished, final)
         except OSError:
             if not os.path.isdir(final):  # NFS may lose the answer of a rename that was done
                 if old is not None:
-                    os.rename(old, final)
+                    with suppress(OSError):  # or else the next start brings it back
+                        os.rename(old, final)
                 raise
         return old
 

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
 )
 from parallel3d.checkpoint.restoring import names_of_all, read_together
-from parallel3d.checkpoint.retention import remove_leftovers
+from parallel3d.checkpoint.retention import bring_back, remove_leftovers
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.config import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
@@ -197,6 +197,32 @@ def test_c2_a_failed_save_of_the_same_step_leaves_the_one_there(
     assert save(saver, 3).problem == "Input/output error (rank 0)"
     assert names(tmp_path) == ["latest", step_folder(3)]
     load(list_checkpoints(tmp_path)[0])
+
+
+def test_c2_a_checkpoint_that_made_way_in_vain_is_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, or refused, between the two renames of a save of a step that is there."""
+    saver, rename = one_rank(tmp_path), os.rename
+    assert save(saver, 3) == Outcome(3)
+
+    def rename_once(source: Path, target: Path) -> None:
+        rename(source, target)
+        monkeypatch.setattr(os, "rename", refuse(errno.EIO))
+
+    monkeypatch.setattr(os, "rename", rename_once)
+    assert save(saver, 3).problem == "Input/output error (rank 0)"
+    with pytest.raises(OSError, match="Input"):
+        bring_back(tmp_path)
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path) == [] and remove_leftovers(tmp_path) == []
+    bring_back(tmp_path)
+    load(list_checkpoints(tmp_path)[0])
+    made_way = make(tmp_path / "other", 3)
+    made_way.rename(tmp_path / CHECKPOINTS / ".replaced-step-00000003-0")
+    bring_back(tmp_path)
+    assert remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == ["latest", step_folder(3)]
 
 
 def test_c3_a_full_disk_costs_a_checkpoint_and_is_one_line(

@@ -34,7 +34,7 @@ from parallel3d.config import ModelConfig
 from parallel3d.errors import UserError
 from tests.unit.test_checkpoint_files import load, make
 
-LIMIT_S = 5.0
+LIMIT_S = 5.0  # of the processor
 LIMIT_MB = 400  # grown by one refusal; nesting of 200,000 alone is parsed in tens
 DEEP = 200_000
 NESTED = "[" * DEEP + "]" * DEEP
@@ -42,9 +42,9 @@ NESTED = "[" * DEEP + "]" * DEEP
 
 @pytest.fixture(autouse=True)
 def bounds() -> Iterator[None]:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.monotonic() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < LIMIT_MB << 10, f"{grown >> 10} MB"
 
