@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 OTHERS_WRITE = 0o022
@@ -12,11 +15,30 @@ OTHERS_WRITE = 0o022
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a new private file and flush it to the disk."""
+    with new_file(path) as descriptor:
+        write_all(descriptor, memoryview(content))
+        os.fsync(descriptor)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """The descriptor of a new file, private to the user, that is no link. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, view: memoryview, at: int | None = None) -> None:
+    """All of `view`, at the file's position or at byte `at`; the system may take it in parts."""
+    done = 0
+    while done < len(view):
+        part = view[done:]
+        wrote = os.write(descriptor, part) if at is None else os.pwrite(descriptor, part, at + done)
+        if wrote == 0:  # which no file should do, and which would go on for ever
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        done += wrote
 
 
 def replace_durably(path: Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box, LogicalTensor
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest
+from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.config import Config, GenerateConfig
 from parallel3d.data.tokenizer import ByteTokenizer
@@ -90,8 +90,8 @@ def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest
 def _try_to_read(folder: Path, state: dict[str, LogicalTensor]) -> tuple[Manifest | None, str]:
     try:
         return read_state(folder, state), ""
-    except DamagedCheckpoint as damage:
-        return None, str(damage)
+    except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+        return None, str(problem)
 
 
 def state_of(stage: Stage) -> dict[str, LogicalTensor]:

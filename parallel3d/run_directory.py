@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint import identity
-from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints, list_damaged
 from parallel3d.config import Config
 from parallel3d.durable import flush_folder, is_ours, no_link
 from parallel3d.errors import UserError
@@ -213,7 +213,8 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
             "choose another run= or remove it"
         )
-    is_over = not list_checkpoints(directory) and status(directory) == "finished"
+    saved = [*list_checkpoints(directory), *list_damaged(directory)]
+    is_over = not saved and status(directory) == "finished"
     if may_go_on and not is_over:
         found = identity.changes(dataclasses.asdict(there), config)
         if refusal := identity.refusal(config.run, found):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,28 @@ import torch
 from parallel3d import collectives
 from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.boxes import logical_tensors
+from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
-    DamagedCheckpoint,
     Manifest,
-    list_checkpoints,
     read_manifest,
+    reason,
     step_folder,
+    told,
 )
-from parallel3d.checkpoint.retention import remove_leftovers, set_aside
+from parallel3d.checkpoint.reading import plain
+from parallel3d.checkpoint.restoring import facts_of, names_of_all, read_together, refusal_of
+from parallel3d.checkpoint.retention import bring_back, newest_word, remove_leftovers, set_aside
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.config import Config
-from parallel3d.data.corpus import Corpus
-from parallel3d.errors import UserError
+from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.exchange import all_gather_json, broadcast_json
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.operation_log import blocking
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 
-_RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG = range(4)
+_RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG, _OVERTAKEN = range(5)
 
 
 class CheckpointFailure(RuntimeError):
@@ -61,6 +64,7 @@ class Checkpoints:
         self.saved_step = 0  # the newest that is written or under way
         self.last_failed = False
         self.number = 0
+        self.said: set[str] = set()
         self.device = torch.device("cpu")  # the trainer's, as soon as there is one
 
     @property
@@ -70,23 +74,17 @@ class Checkpoints:
     def restore(self, trainer: Trainer) -> int:
         """Go on from the newest good checkpoint, if there is one; returns the first step to run.
 
-        A damaged one is said and set aside, and the one before it is taken. May be called again
-        in mid-run, to go back. Raises UserError if the run cannot go on with this configuration or
-        text, or if none of its checkpoints is good. Without any, the trainer stays as it is.
+        A damaged one is said and set aside, and the one before it is taken; one that a rank cannot
+        read is left as it is. May be called again in mid-run, to go back. Raises, on all ranks
+        alike, UserError if the run cannot go on with this configuration or text, or if none of its
+        checkpoints is good, and TrainingFailure if one cannot be read. Without any, the trainer
+        stays as it is.
         """
         if self.saver is not None:
             self._settle(wait=True)
         self.device = trainer.device
-        session, names = self._word_of_first_rank(self._tidy)
-        if self.saver is None:
-            self.saver = Saver(
-                self.run_dir,
-                self.config.checkpoint,
-                self.groups.rank,
-                self.groups.world.size,
-                session,
-                self.config.launch.timeout_s,
-            )
+        read_together(self._bring_back, self._words_of_all)
+        names = names_of_all(self.config.run, self.run_dir, self._words_of_all)
         first_step = 1
         for name in names:
             manifest = self._load(trainer, self.run_dir / CHECKPOINTS / name)
@@ -100,11 +98,40 @@ class Checkpoints:
                 raise UserError(
                     f"run={self.config.run} has no checkpoint that is whole: start another run="
                 )
-            if self.is_first_rank and (self.run_dir / "metrics.jsonl").exists():
+            if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
+        self._prepare_saver()
         if self._copies_ahead(first_step - 1):
             self.saver.staging.prepare(logical_tensors(trainer.parameter_slices(), shared=True))
         return first_step
+
+    def _bring_back(self) -> None:
+        if self.is_first_rank:
+            with told(str(self.run_dir)):
+                bring_back(self.run_dir)
+
+    def _prepare_saver(self) -> None:
+        """Rank 0 names this session, claims the run's checkpoints and tidies them up."""
+        if self.saver is None:
+            session = self._word_of_first_rank(lambda: uuid.uuid4().hex[:12])
+            self.saver = Saver(
+                self.run_dir,
+                self.config.checkpoint,
+                self.groups.rank,
+                self.groups.world.size,
+                session,
+                self.config.launch.timeout_s,
+                Claim(self.run_dir, session) if self.is_first_rank else None,
+            )
+        if self.saver.claim is not None:
+            self._say_once([*self.saver.claim.take(), *remove_leftovers(self.run_dir)])
+
+    def _say_once(self, sentences: Iterable[str]) -> None:
+        """Of what goes wrong at every save alike, the user hears the first time."""
+        for sentence in sentences:
+            if sentence not in self.said:
+                self.said.add(sentence)
+                self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
         """Whether a save will be copied after `step`: memory that is lacking is found out first."""
@@ -173,15 +200,18 @@ class Checkpoints:
         self.last_failed = code != _WRITTEN
         self.saver.join()
         step, self.under_way = self.under_way, None
+        if self.is_first_rank:
+            self._say_once(outcome.notes)
         if code == _WRITTEN:
             return True
         self.saved_step = -1  # another try at the same step is not in vain
-        if code == _BUG:
+        if code in (_BUG, _OVERTAKEN):
             problem = self._word_of_first_rank(lambda: outcome.problem)
+            if code == _OVERTAKEN:
+                raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
             raise CheckpointFailure(f"the checkpoint of step {step} could not be made: {problem}")
         if self.is_first_rank:
-            old = list_checkpoints(self.run_dir)
-            stays = f"{old[0].name} stays the newest" if old else "there is none yet"
+            stays = newest_word(self.run_dir)
             self.say(f"{step_folder(step)} could not be written: {outcome.problem}; {stays}")
         return False
 
@@ -189,46 +219,45 @@ class Checkpoints:
         """Load one checkpoint on every rank, or say on rank 0 why it cannot be, and return None."""
         from parallel3d.checkpoint.storage import read_state  # DCP takes half a second to import
 
-        problem = refusal = manifest = None
-        try:
+        def read() -> tuple[Manifest, str | None]:
             manifest = read_manifest(folder)
-            refusal = self._refusal(manifest, trainer.corpus)
+            refusal = refusal_of(manifest, self.config, trainer.corpus)
             if refusal is None:
                 read_state(folder, logical_tensors(trainer.parameter_slices(), shared=False))
-        except DamagedCheckpoint as error:
-            problem = str(error)
-        problems = [p for p in self._words_of_all(problem) if p is not None]
-        if not problems and refusal is not None:
-            raise UserError(refusal)
-        if not problems:
-            if self.is_first_rank and manifest.step < self.config.train.steps:
-                self._say_what_changed(manifest)
-            return manifest
-        if self.is_first_rank:
-            aside = set_aside(folder)
-            self.say(f"{problems[0]}: it is now {aside.name}, and the checkpoint before it is used")
-        return None
+            return manifest, refusal
 
-    def _refusal(self, manifest: Manifest, corpus: Corpus | None) -> str | None:
-        sentence = identity.refusal(self.config.run, identity.changes(manifest.config, self.config))
-        if sentence is not None or corpus is None or not manifest.data:
-            return sentence
-        here = _facts_of(corpus)
-        if manifest.data == here:
+        found, damage = read_together(read, self._words_of_all)
+        if found is None:
+            self._set_aside(folder, damage)
             return None
-        return (
-            f"run={self.config.run} cannot go on with another text: its fingerprint is "
-            f"{manifest.data['fingerprint'][:12]} there, now {here['fingerprint'][:12]} "
-            f"({manifest.data['train_tokens']} and {here['train_tokens']} tokens to train on); "
-            f"give the data.path of the first start, or choose another run="
-        )
+        manifest, refusal = found
+        if refusals := [word for word in self._words_of_all(refusal) if word is not None]:
+            raise UserError(refusals[0])
+        if self.is_first_rank and manifest.step < self.config.train.steps:
+            self._say_what_changed(manifest)
+        return manifest
+
+    def _set_aside(self, folder: Path, damage: str | None) -> None:
+        """Raises TrainingFailure on all ranks if the folder cannot be renamed."""
+
+        def rename() -> list[str | None]:
+            try:
+                return [set_aside(folder).name, None]
+            except OSError as error:
+                return [None, reason(error)]
+
+        aside, problem = self._word_of_first_rank(rename)
+        if problem is not None:
+            raise TrainingFailure(f"{damage}, and {folder.name} cannot be set aside ({problem})")
+        if self.is_first_rank:
+            self.say(f"{damage}: it is now {aside}, and the checkpoint before it is used")
 
     def _say_what_changed(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
         parts = [f"goes on at step {manifest.step + 1}"]
         for word, some in (("layout", identity.layout(found)), ("changed", identity.said(found))):
             if some:
-                shown = ", ".join(f"{c.key} {c.there} → {c.here}" for c in some)
+                shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{word}: {shown}")
         self.say(f"run={self.config.run} {'; '.join(parts)}")
 
@@ -242,16 +271,11 @@ class Checkpoints:
             step=trainer.steps_done,
             progress=trainer.progress(),
             config=dataclasses.asdict(self.config),
-            data=_facts_of(trainer.corpus) if trainer.corpus is not None else {},
+            data=facts_of(trainer.corpus) if trainer.corpus is not None else {},
             saved_at="",
             versions=versions,
             files=(),
         )
-
-    def _tidy(self) -> tuple[str, list[str]]:
-        """Rank 0: a name for this session, and the checkpoints that there are."""
-        remove_leftovers(self.run_dir)
-        return uuid.uuid4().hex[:12], [p.name for p in list_checkpoints(self.run_dir)]
 
     def _word_of_first_rank(self, make: Callable[[], Any]) -> Any:
         word = make() if self.is_first_rank else None
@@ -266,8 +290,6 @@ def _code(outcome: Outcome | None) -> int:
         return _RUNNING
     if outcome.problem is None:
         return _WRITTEN
+    if outcome.is_overtaken:
+        return _OVERTAKEN
     return _BUG if outcome.is_bug else _NOT_WRITTEN
-
-
-def _facts_of(corpus: Corpus) -> dict[str, str | int]:
-    return {"fingerprint": corpus.fingerprint, "train_tokens": len(corpus.train)}

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
+from parallel3d.checkpoint.manifest import reason
+from parallel3d.checkpoint.reading import plain
 from parallel3d.config import Config
 from parallel3d.config_fields import all_keys, nearest_key, show
 from parallel3d.errors import UserError, nearest
@@ -85,7 +87,7 @@ VERBS = {
 def checkpoint(words: Sequence[str]) -> int:
     """Run one `parallel3d checkpoint …` line. Returns its exit code.
 
-    Raises UserError for a line that makes no sense.
+    Raises UserError for a line that makes no sense, and for what the system refuses.
     """
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -101,7 +103,13 @@ def checkpoint(words: Sequence[str]) -> int:
         print(_help(name))
         return 0
     given, overrides = parse(name, rest)
-    return _RUNNERS[name](given, overrides)
+    try:
+        return _RUNNERS[name](given, overrides)
+    except OSError as error:
+        where = plain(f"{error.filename}: ") if error.filename else ""
+        raise UserError(f"checkpoint {name}: {where}{reason(error)}") from None
+    except MemoryError:
+        raise UserError(f"checkpoint {name}: this host's memory does not hold it") from None
 
 
 def parse(name: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:

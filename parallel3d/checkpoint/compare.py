@@ -11,8 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from parallel3d.checkpoint.identity import flat
-from parallel3d.checkpoint.listing import find_checkpoint, find_run, step_number, table
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, list_checkpoints, read_manifest
+from parallel3d.checkpoint.listing import (
+    condition,
+    find_checkpoint,
+    find_run,
+    said_of,
+    step_number,
+    table,
+)
+from parallel3d.checkpoint.manifest import (
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    list_checkpoints,
+    read_manifest,
+)
+from parallel3d.checkpoint.reading import plain
 from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
 from parallel3d.errors import UserError
 
@@ -21,7 +34,8 @@ SHOWN = 20  # rows of differing tensors
 
 
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
-    """Prove a run's checkpoints, or one. Returns 0 if all are whole, 1 if one is damaged."""
+    """Prove a run's checkpoints, or one. Returns 0 if all are whole, 1 if one is not, or cannot be
+    read."""
     if step is None:
         folders = list_checkpoints(find_run(runs_dir, run))
         if not folders:
@@ -33,8 +47,8 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
         started = time.perf_counter()
         try:
             manifest = verify_checkpoint(folder)
-        except DamagedCheckpoint as damage:
-            print(f"{folder.name}  damaged: {damage}")
+        except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+            print(f"{folder.name}  {condition(problem)}")
             code = 1
             continue
         seconds = time.perf_counter() - started
@@ -79,7 +93,8 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     print(_summary(compared))
     if differing:
         print(_differences(differing))
-    manifests = [read_manifest(folder) for folder in folders]
+    with said_of(f"{_title(folders[0])} or {_title(folders[1])}"):
+        manifests = [read_manifest(folder) for folder in folders]
     same &= _say_facts("progress", manifests[0].progress, manifests[1].progress)
     _say_facts("configuration", flat(manifests[0].config), flat(manifests[1].config))
     print("equal" if same else "different")
@@ -101,10 +116,8 @@ def _title(folder: Path) -> str:
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
     """One kind of tensors at a time: two checkpoints need not fit the memory whole."""
-    try:
+    with said_of(_title(folder)):
         return read_whole(folder, (kind,))
-    except DamagedCheckpoint as damage:
-        raise UserError(f"{_title(folder)} is damaged: {damage}") from None
 
 
 def _alike(left: dict[str, Tensor], right: dict[str, Tensor], name: str) -> bool:
@@ -123,7 +136,7 @@ def _say_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
             shapes = f"{tuple(left[name].shape)} and {tuple(right[name].shape)}"
             found.append(f"of two shapes: {name}, {shapes}")
     for line in found[:SHOWN]:
-        print(line)
+        print(plain(line))
     if len(found) > SHOWN:
         print(f"… and {len(found) - SHOWN} more")
     return not found
@@ -174,6 +187,6 @@ def _say_facts(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Say the keys that differ. Returns whether there is none."""
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
-        print(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b")
+        print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))
     sys.stdout.flush()
     return not keys

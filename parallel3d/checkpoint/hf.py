@@ -6,9 +6,11 @@ tensors, `tensors_of` yields them one after the other. Nothing is ever unpickled
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from math import prod
@@ -22,7 +24,10 @@ from torch import Tensor
 
 from parallel3d.checkpoint.hf_config import from_hf, generation_config, hf_kind, to_hf
 from parallel3d.checkpoint.hf_names import HFTensor, hf_tensors
-from parallel3d.config import ModelConfig
+from parallel3d.checkpoint.reading import parse_json, plain, read_bounded
+from parallel3d.config import Config, ModelConfig
+from parallel3d.config_fields import check_fields
+from parallel3d.durable import flush_folder
 from parallel3d.errors import UserError
 
 DTYPES = {
@@ -36,6 +41,7 @@ GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
 # What old checkpoints hold beside weights: masks and rotary tables, which we compute.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
+LARGEST_JSON = 64 << 20  # bytes
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -67,10 +73,11 @@ def export_hf(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(DTYPES[dtype]).bits // 8, shard_bytes)
-    partial = folder.with_name(f".{folder.name}.partial")
+    beside = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
+        partial = beside / "partial"  # with the mode that the folder is to have
         partial.mkdir()
         files = {}
         for name, members in shards.items():
@@ -83,14 +90,17 @@ def export_hf(
             _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
         _write_json(partial / CONFIG, config)
         _write_json(partial / GENERATION, generation_config(end_of_text))
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        for path in partial.iterdir():
+            flush_folder(path)
+        flush_folder(partial)
+        partial.rename(folder)  # an empty folder of that name is replaced
+        flush_folder(folder.parent)
     except (OSError, SafetensorError) as error:  # a full disk, as Python and safetensors say it
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # it is gone where all went well
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
     return sorted(folder.iterdir())
 
 
@@ -127,22 +137,26 @@ def read_hf_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_bounded(path, LARGEST_JSON))
     except OSError as error:
         raise UserError(
             f"from={folder} must be a folder with config.json and safetensors, as "
             f"save_pretrained writes it: {path.name}: {error.strerror}"
         ) from None
     except ValueError as error:
-        raise UserError(f"from={folder}: {path.name} is not JSON ({error})") from None
+        raise UserError(f"from={folder}: {path.name} is not JSON ({plain(str(error))})") from None
     if not isinstance(config, dict):
         raise UserError(f"from={folder}: {path.name} is not a JSON object")
     try:
-        return from_hf(config)
-    except (TypeError, ValueError, ZeroDivisionError) as error:  # a size that is no number, or 0
-        raise UserError(
-            f"from={folder}: {path.name} has values that make no sense ({error})"
+        kind, keys = from_hf(config)
+        check_fields(dataclasses.replace(Config(), model=ModelConfig(**keys)))
+        return kind, keys
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(  # a size that is no number, or 0
+            f"from={folder}: {path.name} has values that make no sense ({plain(str(error))})"
         ) from None
+    except UserError as error:
+        raise UserError(f"from={folder}: {plain(str(error))}") from None
 
 
 def tensors_of(folder: Path, model: ModelConfig, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -152,11 +166,12 @@ def tensors_of(folder: Path, model: ModelConfig, kind: str) -> Iterator[tuple[st
         UserError: no safetensors, a tensor that is missing, of another shape, unknown or no
             floating-point number. All of it is found before the first tensor is yielded.
     """
-    tensors = hf_tensors(model, kind)
-    shapes = {part: None for tensor in tensors for part in tensor.parts}
     with ExitStack() as stack:
         files = {name: stack.enter_context(_open(path)) for name, path in _files(folder).items()}
         where = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
+        check_layers(model, len(where), f"from={folder}: {CONFIG}")
+        tensors = hf_tensors(model, kind)
+        shapes = {part: None for tensor in tensors for part in tensor.parts}
         keys = _match(folder, tensors, where, tied=model.tie_embeddings)
         for tensor in tensors:
             whole = where[keys[tensor.name]].get_tensor(keys[tensor.name])
@@ -170,16 +185,20 @@ def tensors_of(folder: Path, model: ModelConfig, kind: str) -> Iterator[tuple[st
 
 def _files(folder: Path) -> dict[str, Path]:
     """The safetensors files of a folder by name; raises UserError if there are none."""
-    paths = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    if (folder / INDEX).is_file():
+    # What is no file is passed over: opening a pipe would wait for its writer.
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    paths = {path.name: path for path in found}
+    if (folder / INDEX).exists():
         try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            named = sorted(set(index["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"from={folder}: {INDEX} cannot be read ({error!r})") from None
+            index = parse_json(read_bounded(folder / INDEX, LARGEST_JSON))
+            named = sorted({str(name) for name in index["weight_map"].values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            why = plain(repr(error))
+            raise UserError(f"from={folder}: {INDEX} cannot be read ({why})") from None
         missing = [name for name in named if name not in paths]
         if missing:
-            raise UserError(f"from={folder}: {missing[0]}, which {INDEX} names, is not there")
+            name = plain(missing[0])
+            raise UserError(f"from={folder}: {name}, which {INDEX} names, is not there")
         return {name: paths[name] for name in named}
     if WEIGHTS in paths:
         return {WEIGHTS: paths[WEIGHTS]}
@@ -196,7 +215,18 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"from={path.parent}: {path.name} cannot be read ({error})") from None
+        raise UserError(
+            f"from={path.parent}: {path.name} cannot be read ({plain(str(error))})"
+        ) from None
+
+
+def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
+    """Before names are made for every layer of somebody's configuration: each has a tensor.
+
+    Raises UserError; `tensors` are those of the files, `where` the configuration is.
+    """
+    if model.num_layers > tensors:
+        raise UserError(f"{where} has {model.num_layers} layers, and there are {tensors} tensors")
 
 
 def _match(
@@ -228,7 +258,7 @@ def _match(
     unknown = [k for k in where if k not in known and not NO_WEIGHTS.search(k)]
     if unknown:
         raise UserError(
-            f"from={folder}: our model has no place for the tensor {sorted(unknown)[0]} "
+            f"from={folder}: our model has no place for the tensor {plain(sorted(unknown)[0])} "
             f"({len(unknown)} of {len(where)} tensors are unknown)"
         )
     return keys

@@ -17,15 +17,16 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box, LogicalTensor, whole_tensors
-from parallel3d.checkpoint.hf import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf import check_layers, export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf_names import logical_shapes
-from parallel3d.checkpoint.listing import find_checkpoint, step_number
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
+from parallel3d.checkpoint.listing import find_checkpoint, said_of, step_number
+from parallel3d.checkpoint.manifest import Manifest, read_manifest
+from parallel3d.checkpoint.reading import plain
 from parallel3d.checkpoint.saver import Save, Saver
-from parallel3d.checkpoint.storage import read_state
+from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.config import Config, ModelConfig, conf_dir, register_schema
 from parallel3d.config_checks import check_config
-from parallel3d.config_fields import spell
+from parallel3d.config_fields import check_fields, spell
 from parallel3d.config_overrides import explain_override_error
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
@@ -49,11 +50,11 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
         UserError: no such checkpoint, a damaged one, a model that neither format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
-    try:
+    where = f"run={run} step={step_number(folder)}"
+    with said_of(where, "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
-        config = manifest.config
-        model = ModelConfig(**config["model"])
-        own = "fp64" if config["precision"]["name"] == "fp64" else "fp32"
+        model, own = _model_of(manifest, where)
+        check_layers(model, len(stored_shapes(folder)), where)
         files = export_hf(
             model,
             _Reader(folder, model, own),
@@ -61,14 +62,23 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
             dtype=dtype or own,
             end_of_text=ByteTokenizer().eot,
         )
-    except DamagedCheckpoint as damage:
-        raise UserError(
-            f"run={run} step={step_number(folder)} is damaged: {damage}; "
-            "parallel3d checkpoint ls shows the others"
-        ) from None
     size = sum(path.stat().st_size for path in files)
     say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {NO_TOKENIZER}")
     return 0
+
+
+def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
+    """The model of a checkpoint and the type of its weights.
+
+    Raises UserError for a configuration that is not one of ours.
+    """
+    try:
+        model = ModelConfig(**manifest.config["model"])
+        check_fields(dataclasses.replace(Config(), model=model))
+        return model, "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
+    except (KeyError, TypeError, UserError) as error:
+        why = plain(str(error) if isinstance(error, UserError) else repr(error))
+        raise UserError(f"{where} has no model that this parallel3d knows: {why}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
-    DAMAGED,
     LATEST,
     DamagedCheckpoint,
+    UnreadableCheckpoint,
     list_checkpoints,
+    list_damaged,
     read_manifest,
     step_folder,
+    told,
 )
+from parallel3d.checkpoint.reading import open_regular, plain, read_bounded
 from parallel3d.errors import UserError, nearest
 from parallel3d.run_config import CONFIG_FILE
 from parallel3d.run_directory import BEING_MADE
@@ -86,57 +90,84 @@ def _rows(run_dir: Path) -> Iterable[dict[str, str]]:
     newest = _pointer(run_dir)
     for folder in folders:
         row = {"run": run_dir.name, "step": str(step_number(folder))}
-        row |= {"age": _age(folder.stat().st_mtime), "size": _size(_bytes_in(folder))}
-        row["loss"] = losses.get(step_number(folder), "")
+        row |= _age_and_size(folder) | {"loss": losses.get(step_number(folder), "")}
         try:
             manifest = read_manifest(folder)
             for file in manifest.files:
-                if (size := (folder / file.name).stat().st_size) != file.size:
+                with told(f"{folder.name}/{file.name}"):
+                    size = (folder / file.name).stat().st_size
+                if size != file.size:
                     raise DamagedCheckpoint(f"{file.name} has {size} bytes instead of {file.size}")
-        except (DamagedCheckpoint, OSError) as damage:
-            yield row | {"layout": "", "state": f"damaged: {damage}"}
+        except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+            yield row | {"layout": "", "state": condition(problem)}
             continue
         row["layout"] = layout(manifest.config)
         yield row | {"state": "whole, newest" if folder.name == newest else "whole"}
-    for folder in sorted((run_dir / CHECKPOINTS).glob(f"{DAMAGED}*")):
-        row = {"run": run_dir.name, "step": "", "age": _age(folder.stat().st_mtime)}
-        row |= {"size": _size(_bytes_in(folder)), "layout": "", "loss": ""}
+    for folder in list_damaged(run_dir):
+        row = {"run": run_dir.name, "step": "", "layout": "", "loss": ""} | _age_and_size(folder)
         yield row | {"state": f"damaged, set aside as {folder.name}"}
 
 
+def condition(problem: Exception) -> str:
+    """How a checkpoint is that is not whole: `damaged: …`, or `unreadable: …`, which may pass."""
+    word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
+    return f"{word}: {problem}"
+
+
+@contextmanager
+def said_of(what: str, advice: str = "") -> Iterator[None]:
+    """A checkpoint that is not whole, or cannot be read, as a UserError about `what`."""
+    try:
+        yield
+    except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+        raise UserError(f"{what} is {condition(problem)}{advice}") from None
+
+
 def layout(config: Mapping[str, Any]) -> str:
-    """The layout that a checkpoint was saved under, as it is typed: `tp=2 pp=2 dp=1 zero=1`."""
+    """The layout that a checkpoint was saved under, as it is typed: `tp=2 pp=2 dp=1 zero=1`.
+
+    What is no number is left out: a manifest may be somebody else's.
+    """
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}
-    return " ".join(f"{k}={v}" for k, v in sizes.items() if v is not None and neutral.get(k) != v)
+    shown = {k: v for k, v in sizes.items() if type(v) is int and neutral.get(k) != v}
+    return " ".join(f"{k}={v}" for k, v in shown.items())
 
 
 def _losses(run_dir: Path, steps: set[int]) -> dict[int, str]:
     """The training losses of these steps, where metrics.jsonl has them; of repeated the last."""
     found: dict[int, str] = {}
     try:
-        with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        with (
+            open_regular(run_dir / "metrics.jsonl") as descriptor,
+            open(descriptor, encoding="utf-8", errors="replace", closefd=False) as lines,
+        ):
             for line in lines:
                 try:
                     record = json.loads(line)
                     if record["step"] in steps:
                         found[record["step"]] = f"{record['loss']:.4f}"
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     continue  # a header, an evaluation, or a line that a killed run left half
-    except OSError:
+    except (OSError, ValueError):
         return {}
     return found
 
 
 def _pointer(run_dir: Path) -> str:
     try:
-        return (run_dir / CHECKPOINTS / LATEST).read_text(encoding="utf-8").strip()
-    except OSError:
+        return read_bounded(run_dir / CHECKPOINTS / LATEST, 1000).decode().strip()
+    except (OSError, ValueError):
         return ""
 
 
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _age_and_size(folder: Path) -> dict[str, str]:
+    """Empty where the system does not say."""
+    try:
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        return {"age": _age(folder.stat().st_mtime), "size": _size(size)}
+    except OSError:
+        return {"age": "", "size": ""}
 
 
 def _size(count: int) -> str:
@@ -160,6 +191,7 @@ def _age(since: float) -> str:
 def table(headings: Iterable[str], rows: list[dict[str, str]], right: Iterable[str] = ()) -> str:
     """Rows under their headings, columns as wide as their longest cell; `right` are aligned so."""
     headings, right = list(headings), set(right)
+    rows = [{h: plain(row[h]) for h in headings} for row in rows]
     rows = [dict(zip(headings, headings, strict=True)), *rows]
     widths = {h: max(len(row[h]) for row in rows) for h in headings}
     lines = [

@@ -14,30 +14,68 @@ always whole. Everything here is JSON and text, read without torch.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel3d.durable import flush_folder as flush_folder
+from parallel3d.checkpoint.reading import parse_json, plain, read_bounded
 from parallel3d.durable import write_durably
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 UNFINISHED = ".saving-"
 REMOVED = ".removed-"
+REPLACED = ".replaced-"
 DAMAGED = "damaged-"
+CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
 VERSION = 1
-_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
-_LARGEST_MANIFEST = 1 << 30
+_LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
+# `Trainer.restore` needs each of these numbers.
+_COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
+_SCALE = "loss_scale"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not what was written: one sentence that says what is wrong with it."""
+    """A checkpoint is proved not to be what was written: one sentence that says what is wrong."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(plain(sentence))
+
+
+class IncompleteCheckpoint(DamagedCheckpoint):
+    """Its folder lists too few files: proved for this host, whose view of it may be a stale one."""
+
+
+class UnreadableCheckpoint(Exception):
+    """The system did not give us a checkpoint to read, whatever is in it: it proves nothing."""
+
+    def __init__(self, what: str, error: OSError) -> None:
+        super().__init__(plain(f"{what} cannot be read ({reason(error)})"))
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, with the name that manuals have for it: `ESTALE: Stale file …`."""
+    name = errno.errorcode.get(error.errno or 0)
+    return f"{name}: {error.strerror}" if name else str(error.strerror or error)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """What the system refuses inside is UnreadableCheckpoint; `what` was read."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableCheckpoint(what, error) from error
 
 
 @dataclass(frozen=True)
@@ -102,31 +140,37 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     return path
 
 
+def list_damaged(run_dir: Path) -> list[Path]:
+    """The folders of a run's checkpoints that were set aside as damaged. Raises OSError."""
+    try:
+        return sorted(p for p in (run_dir / CHECKPOINTS).iterdir() if p.name.startswith(DAMAGED))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, proved; the files that it names are there and no others.
 
-    Raises DamagedCheckpoint.
+    Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
-    try:
+    with told(folder.name):
         names = {path.name for path in folder.iterdir()}
-        found = [m for name in names if (m := _MANIFEST.fullmatch(name))]
-        if len(found) != 1:
-            raise DamagedCheckpoint(f"{folder.name} has {len(found)} manifests instead of one")
-        path = folder / found[0][0]
-        if path.stat().st_size > _LARGEST_MANIFEST:
-            raise DamagedCheckpoint(f"{folder.name} has a manifest of absurd size")
-        text = path.read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{folder.name} cannot be read ({error.strerror})") from error
-    if hashlib.sha256(text).hexdigest() != found[0][1]:
-        raise DamagedCheckpoint(f"{folder.name} has a manifest that is not what was written")
+    found = [m for name in names if (m := _MANIFEST.fullmatch(name))]
+    if len(found) != 1:
+        kind = DamagedCheckpoint if found else IncompleteCheckpoint
+        raise kind(f"{folder.name} has {len(found)} manifests instead of one")
+    path = folder / found[0][0]
     try:
-        manifest = _parsed(json.loads(text))
+        with told(f"{folder.name}/{path.name}"):
+            text = read_bounded(path, _LARGEST_MANIFEST)
+        if hashlib.sha256(text).hexdigest() != found[0][1]:
+            raise DamagedCheckpoint(f"{folder.name} has a manifest that is not what was written")
+        manifest = _parsed(parse_json(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{folder.name} has no manifest of ours ({error})") from error
+        raise DamagedCheckpoint(f"{folder.name} has no manifest of ours ({error!r})") from error
     expected = {file.name for file in manifest.files} | {path.name}
     if missing := sorted(expected - names):
-        raise DamagedCheckpoint(f"{folder.name} lacks {', '.join(missing[:3])}")
+        raise IncompleteCheckpoint(f"{folder.name} lacks {', '.join(missing[:3])}")
     if more := sorted(names - expected):
         raise DamagedCheckpoint(f"{folder.name} holds {', '.join(more[:3])}, which was not saved")
     if folder.name != step_folder(manifest.step):
@@ -135,7 +179,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Raises ValueError, KeyError or TypeError for what is not a manifest of this version."""
+    """Raises ValueError, KeyError or TypeError for what is not a manifest of this version.
+
+    A digest proves that it is what somebody wrote, not that it was us: each value is looked at.
+    """
     if content.pop("format") != FORMAT:
         raise ValueError("another format")
     version = content.pop("version")
@@ -145,7 +192,26 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for file in files:
         if not re.fullmatch(r"rank-\d+\.safetensors", file.name):
             raise ValueError(f"{file.name!r} is no file of a checkpoint")
-    progress = content["progress"]
-    if not all(isinstance(v, (int, float)) for v in progress.values()):
-        raise ValueError("progress is not made of numbers")
-    return Manifest(**content, files=files)
+        if not _is_count(file.size) or not isinstance(file.header, str):
+            raise ValueError(f"{file.name} has no size or no digest")
+    manifest = Manifest(**content, files=files)
+    progress, config, data = manifest.progress, manifest.config, manifest.data
+    for name in _COUNTS:
+        if not _is_count(progress[name]):
+            raise ValueError(f"progress has {name}={progress[name]!r}")
+    if not (_is_number(progress[_SCALE]) and progress["steps"] == manifest.step):
+        raise ValueError(f"progress has {_SCALE}={progress[_SCALE]!r}, steps={progress['steps']}")
+    for name in ("model", "data", "optim", "precision"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(f"config.{name} is {config[name]!r}")
+    if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
+        raise ValueError("data has no fingerprint or no count of tokens")
+    return manifest
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

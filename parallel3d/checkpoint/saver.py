@@ -1,8 +1,9 @@
 """Writes checkpoints, at once or in the background, so that each is whole or not there.
 
 Every rank writes its file into `.saving-…`, flushes it and tells rank 0; rank 0 adds the manifest,
-flushes, renames the folder to `step-…` and moves `latest`. In the background the ranks talk through
-the store alone: a collective there would meet those of the training in any order.
+flushes and renames the folder to `step-…`: then the save has succeeded, and what follows (`latest`,
+the checkpoints that are too many) may fail without changing that. In the background the ranks talk
+through the store alone: a collective there would meet those of the training in any order.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import shutil
 import threading
 import time
-import traceback
-from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,55 +25,27 @@ import torch.distributed as dist
 
 from parallel3d import accelerator
 from parallel3d.checkpoint.boxes import LogicalTensor
+from parallel3d.checkpoint.claim import Claim, Overtaken
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     LATEST,
     UNFINISHED,
     FileDigest,
     Manifest,
-    flush_folder,
     list_checkpoints,
+    reason,
     step_folder,
-    write_durably,
     write_manifest,
 )
-from parallel3d.checkpoint.retention import discard, too_many
+from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
+from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
+from parallel3d.durable import flush_folder, write_durably
 
 if TYPE_CHECKING:
     from parallel3d.config import CheckpointConfig
 
 POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a save ended: `problem` is None, or says why there is no new checkpoint.
-
-    `is_bug`: not the disk's fault, but ours.
-    """
-
-    step: int
-    problem: str | None = None
-    is_bug: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank wrote: its file (None if it had nothing to write) and the elements in it."""
-
-    file: FileDigest | None
-    elements: dict[str, int]
-    outcome: Outcome
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Part:
-        word = json.loads(text)
-        file = FileDigest(**word["file"]) if word["file"] else None
-        return cls(file, word["elements"], Outcome(**word["outcome"]))
 
 
 @dataclass(frozen=True)
@@ -95,6 +66,7 @@ class Saver:
     Args:
         run_dir: on a file system that all hosts share.
         session: a word that all ranks of this start of the run share, and no other start has.
+        claim: rank 0's to the folder; None where no other start can be.
     """
 
     def __init__(
@@ -105,11 +77,12 @@ class Saver:
         world_size: int,
         session: str,
         timeout_s: float,
+        claim: Claim | None = None,
     ) -> None:
         self.run_dir, self.settings = run_dir, settings
         self.folder = run_dir / CHECKPOINTS
         self.rank, self.world_size, self.session = rank, world_size, session
-        self.timeout_s = timeout_s
+        self.timeout_s, self.claim = timeout_s, claim
         self.outcome: Outcome | None = None
         self.thread: threading.Thread | None = None
         self.staging = Staging()
@@ -161,7 +134,7 @@ class Saver:
             else:
                 _store().set(self._key(save, self.rank), part.to_json())
         except Exception as error:
-            outcome = _failed(save, self.rank, error)
+            outcome = failed(save.step, self.rank, error)
         self.outcome = outcome
 
     def _part(self, save: Save, copy: Callable[[State], State] | None) -> Part:
@@ -179,28 +152,40 @@ class Saver:
             if state:
                 written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", state)
         except Exception as error:
-            return Part(None, {}, _failed(save, self.rank, error))
+            return Part(None, {}, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
-        return Part(written, _elements_by_kind(save.state), Outcome(save.step))
+        return Part(written, elements_by_kind(save.state), Outcome(save.step))
 
     def _finish(self, save: Save, mine: Part) -> Outcome:
         """Rank 0: when every part is there, make a checkpoint of them, or remove them."""
-        unfinished = self._unfinished(save)
         try:
             parts = [mine, *self._parts_of_others(save)]
-            failed = [p.outcome for p in parts if p.outcome.problem is not None]
-            if failed:
-                return max(failed, key=lambda outcome: outcome.is_bug)
-            totals = _sum([p.elements for p in parts])
-            if any(total != save.elements for total in totals.values()):
-                raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
-            self._commit(save, unfinished, [p.file for p in parts if p.file is not None])
-        finally:
-            self._pointer().unlink(missing_ok=True)
-            if unfinished.exists():
-                shutil.rmtree(unfinished)
-        return Outcome(save.step)
+            if self.claim is not None:
+                self.claim.check()  # first: what failed may have failed by the other start
+            bad = [p.outcome for p in parts if p.outcome.problem is not None]
+            outcome = max(bad, key=lambda o: o.is_bug) if bad else self._made(save, parts)
+        except Overtaken as other:
+            return Outcome(save.step, str(other), is_overtaken=True)
+        except Exception as error:
+            outcome = failed(save.step, self.rank, error)
+        notes = outcome.notes
+        for path, remove in ((self._pointer(), os.unlink), (self._unfinished(save), shutil.rmtree)):
+            try:
+                remove(path)
+            except FileNotFoundError:
+                pass  # as it should be after a save that succeeded
+            except OSError as error:
+                notes = (*notes, not_removed(path, error))
+        return dataclasses.replace(outcome, notes=notes)
+
+    def _made(self, save: Save, parts: list[Part]) -> Outcome:
+        """The checkpoint of all parts. Raises OSError and RuntimeError if there is none."""
+        totals = summed([p.elements for p in parts])
+        if any(total != save.elements for total in totals.values()):
+            raise RuntimeError(f"the ranks wrote {totals} elements, not {save.elements}")
+        old = self._commit(save, [p.file for p in parts if p.file is not None])
+        return Outcome(save.step, notes=tuple(self._keep_house(save, old)))
 
     def _parts_of_others(self, save: Save) -> list[Part]:
         others = [self._key(save, rank) for rank in range(1, self.world_size)]
@@ -216,7 +201,12 @@ class Saver:
             store.delete_key(key)
         return parts
 
-    def _commit(self, save: Save, unfinished: Path, files: list[FileDigest]) -> None:
+    def _commit(self, save: Save, files: list[FileDigest]) -> Path | None:
+        """Make the checkpoint; what this raises leaves all others as they were.
+
+        Returns where one of the same step is now: of a future that was given up.
+        """
+        unfinished = self._unfinished(save)
         for file in files:
             path = unfinished / file.name
             if not path.is_file() or path.stat().st_size != file.size:
@@ -227,19 +217,40 @@ class Saver:
             unfinished, dataclasses.replace(save.facts, saved_at=now, files=tuple(files))
         )
         flush_folder(unfinished)
-        pointer = self._pointer()
         final = self.folder / step_folder(save.step)
-        write_durably(pointer, f"{final.name}\n".encode())  # before: the disk may be full
-        if final.exists():  # of a future that was given up
-            discard(final)
-        os.rename(unfinished, final)
-        os.replace(pointer, self.folder / LATEST)
-        flush_folder(self.folder)
-        for old in too_many(list_checkpoints(self.run_dir), self.settings):
-            discard(old)
+        # Before: the disk may be full.
+        write_durably(self._pointer(), f"{final.name}\n".encode())
+        old = make_way(final) if final.exists() else None
+        try:
+            os.rename(unfinished, final)
+        except OSError:
+            if not os.path.isdir(final):  # NFS may lose the answer of a rename that was done
+                if old is not None:
+                    with suppress(OSError):  # or else the next start brings it back
+                        os.rename(old, final)
+                raise
+        return old
+
+    def _keep_house(self, save: Save, old: Path | None) -> list[str]:
+        """What follows a save that has succeeded: its errors are sentences, and change nothing."""
+        try:
+            os.replace(self._pointer(), self.folder / LATEST)
+            flush_folder(self.folder)
+            gone = too_many(list_checkpoints(self.run_dir), self.settings)
+        except OSError as error:  # until the new one is certain, the older ones stay
+            done = f"{step_folder(save.step)} is written"
+            return [f"{done}, but {LATEST} or the folder could not be ({reason(error)})"]
+        notes = []
+        for path in ([old] if old else []) + gone:
+            try:
+                shutil.rmtree(path) if path == old else discard(path)
+            except OSError as error:
+                notes.append(not_removed(path, error))
+        return notes
 
     def _unfinished(self, save: Save) -> Path:
-        return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}"
+        # The number: what an earlier try could not remove is not in the way of the next.
+        return self.folder / f"{UNFINISHED}{save.step:08d}-{self.session}-{save.number}"
 
     def _pointer(self) -> Path:
         return self.folder / f".{LATEST}-{self.session}"
@@ -250,23 +261,3 @@ class Saver:
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
-
-
-def _elements_by_kind(state: dict[str, LogicalTensor]) -> dict[str, int]:
-    counts: dict[str, int] = defaultdict(int)
-    for name, tensor in state.items():
-        counts[name.partition("/")[0]] += sum(box.elements for box, _ in tensor.boxes)
-    return dict(counts)
-
-
-def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
-    kinds = sorted({kind for count in counts for kind in count})
-    return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
-
-
-def _failed(save: Save, rank: int, error: Exception) -> Outcome:
-    """A full or broken disk is said in words, a mistake of ours with its trace."""
-    if isinstance(error, OSError):
-        return Outcome(save.step, f"{error.strerror or error} (rank {rank})")
-    trace = "".join(traceback.format_exception(error))
-    return Outcome(save.step, f"rank {rank}: {trace}", is_bug=True)

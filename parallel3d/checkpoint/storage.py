@@ -21,10 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -35,16 +32,13 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from parallel3d.checkpoint.boxes import Box, LogicalTensor, whole_tensors
 from parallel3d.checkpoint.manifest import DamagedCheckpoint, FileDigest, Manifest, read_manifest
+from parallel3d.checkpoint.planners import FillPlanner, StatePlanner, chunk_of, narrowed
 from parallel3d.checkpoint.tensor_file import (
     BoxToWrite,
     StoredBox,
@@ -62,7 +56,7 @@ def write_state(path: Path, state: State) -> FileDigest:
     """Write this process's boxes as one new file; no communication. Raises OSError."""
     writer = _Writer(path)
     try:
-        dcp.save(dict(state), storage_writer=writer, planner=_SavePlanner(), no_dist=True)
+        dcp.save(dict(state), storage_writer=writer, planner=StatePlanner(), no_dist=True)
     except CheckpointException as error:
         _raise_cause(error)
     return writer.written
@@ -72,11 +66,12 @@ def read_state(folder: Path, state: State) -> Manifest:
     """Fill the boxes of `state` from a checkpoint of any layout; no communication.
 
     Everything read is proved first. Values of another type are converted. Raises DamagedCheckpoint,
-    also if the checkpoint does not hold all that is wanted; `state` may then be half filled.
+    also if the checkpoint does not hold all that is wanted, and UnreadableCheckpoint; `state` may
+    then be half filled.
     """
     reader = _Reader(folder)
     try:
-        dcp.load(dict(state), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+        dcp.load(dict(state), storage_reader=reader, planner=FillPlanner(), no_dist=True)
     except CheckpointException as error:
         _raise_cause(error)
     return reader.manifest
@@ -86,75 +81,51 @@ def read_whole(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[st
     """`kind/logical name` → full, unpadded CPU tensor, proved; for models that fit one process.
 
     Kinds are "parameter" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; those that the
-    checkpoint does not have are left out. Raises DamagedCheckpoint.
+    checkpoint does not have are left out. Raises as `read_state`.
     """
     stored = [b for b in _Reader(folder).stored if b.name.partition("/")[0] in kinds]
-    shapes = {b.name: b.full_shape for b in stored}
+    shapes = _covered(folder, stored)  # what is on the disk bounds what is asked of the memory
     state = whole_tensors(shapes, {b.name: b.dtype for b in stored})
     read_state(folder, state)
     return {name: tensor.boxes[0][1] for name, tensor in state.items()}
 
 
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """`kind/logical name` → full shape of what a checkpoint holds; raises as `read_state`.
+
+    Headers are read and proved, no values.
+    """
+    return _covered(folder, _Reader(folder).stored)
+
+
 def verify_checkpoint(folder: Path) -> Manifest:
     """Prove every byte of a checkpoint, and that its boxes cover each tensor exactly once.
 
-    Raises DamagedCheckpoint.
+    Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
     reader = _Reader(folder)
     for file in reader.files:
         file.verify()
+    _covered(folder, reader.stored)
+    return reader.manifest
+
+
+def _covered(folder: Path, boxes: list[StoredBox]) -> dict[str, tuple[int, ...]]:
+    """The tensors of these boxes with their shapes; raises DamagedCheckpoint if any is not full."""
     elements: dict[str, int] = defaultdict(int)
-    shapes = {b.name: b.full_shape for b in reader.stored}
-    for stored in reader.stored:
+    shapes = {b.name: b.full_shape for b in boxes}
+    for stored in boxes:
         elements[stored.name] += stored.box.elements
     for name, shape in shapes.items():
         if elements[name] != math.prod(shape):
             raise DamagedCheckpoint(f"{folder.name} holds {elements[name]} elements of {name}")
-    return reader.manifest
+    return shapes
 
 
 def _raise_cause(error: CheckpointException) -> Never:
     """DCP wraps what a rank raised; there is one rank here."""
     ((cause, _),) = error.failures.values()
     raise cause from None
-
-
-class _SavePlanner(SavePlanner):
-    """Every box of the state is an item to write."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, LogicalTensor],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self.state = state_dict
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(
-            [
-                WriteItem(
-                    MetadataIndex(name, box.offsets, i),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=_chunk(box),
-                        properties=TensorProperties(dtype=tensor.dtype),
-                        size=torch.Size(tensor.full_shape),
-                    ),
-                )
-                for name, tensor in self.state.items()
-                for i, (box, _) in enumerate(tensor.boxes)
-            ]
-        )
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata({})  # the files' headers say it all
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.state[write_item.index.fqn].boxes[write_item.index.index][1]
 
 
 class _Writer(StorageWriter):
@@ -200,53 +171,6 @@ class _Writer(StorageWriter):
         return False
 
 
-class _LoadPlanner(LoadPlanner):
-    """Every box of the state is to be filled, from whatever stored boxes it meets."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, LogicalTensor],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self.state, self.stored = state_dict, metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, tensor in self.state.items():
-            stored = self.stored.get(name)
-            if stored is None:
-                raise DamagedCheckpoint(f"the checkpoint holds no {name}")
-            if tuple(stored.size) != tensor.full_shape:
-                raise DamagedCheckpoint(
-                    f"the checkpoint holds {name} of shape {tuple(stored.size)}, "
-                    f"not {tensor.full_shape}"
-                )
-            chunks = [_chunk(box) for box, _ in tensor.boxes]
-            found = create_read_items_for_chunk_list(name, stored, chunks)
-            covered = sum(math.prod(item.lengths) for item in found)
-            if covered != sum(box.elements for box, _ in tensor.boxes):
-                raise DamagedCheckpoint(f"the checkpoint does not hold all of {name} exactly once")
-            items += found
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise DamagedCheckpoint(f"{read_item.dest_index.fqn} is no tensor: it is not read")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        _, values = self.state[read_item.dest_index.fqn].boxes[read_item.dest_index.index]
-        return _narrow(values, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it is a view of the state
-
-
 class _Reader(StorageReader):
     """The boxes of a checkpoint; manifest and headers are proved when it is made."""
 
@@ -271,7 +195,7 @@ class _Reader(StorageReader):
                 if tensor.size != size:
                     raise DamagedCheckpoint(f"{file.path.name} disagrees on {stored.name}'s shape")
                 self.places[stored.name, len(tensor.chunks)] = file, stored
-                tensor.chunks.append(_chunk(stored.box))
+                tensor.chunks.append(chunk_of(stored.box))
         return Metadata(tensors)
 
     def set_up_storage_reader(
@@ -300,23 +224,13 @@ class _Reader(StorageReader):
             values = file.read(stored, buffer)
             for item in wanted[key]:
                 target = planner.resolve_tensor(item)
-                target.copy_(_narrow(values, item.storage_offsets, item.lengths))
+                target.copy_(narrowed(values, item.storage_offsets, item.lengths))
                 planner.commit_tensor(item, target)
         return _done(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def _narrow(values: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        values = values.narrow(dim, offset, length)
-    return values
 
 
 def _done(value: Any) -> Future:

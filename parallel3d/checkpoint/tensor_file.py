@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable
@@ -24,10 +25,13 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box
-from parallel3d.checkpoint.manifest import DamagedCheckpoint, FileDigest
+from parallel3d.checkpoint.manifest import DamagedCheckpoint, FileDigest, told
+from parallel3d.checkpoint.reading import open_regular, parse_json, read_into
+from parallel3d.durable import new_file, write_all
 
 _LENGTH = struct.Struct("<Q")
-_LARGEST_HEADER = 1 << 30
+_LARGEST_HEADER = 64 << 20  # bytes: of a quarter of a million boxes
+_MOST = 1 << 60  # elements of a tensor
 _PIECE = 4 << 20  # bytes: hashed while it is still in the processor's cache, then written
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -73,17 +77,14 @@ def write_tensor_file(path: Path, boxes: Iterable[BoxToWrite]) -> FileDigest:
     boxes = list(boxes)
     digests = [bytes(hashlib.sha256().digest_size).hex()] * len(boxes)
     room = len(_header(boxes, digests))  # digests have one length, so the header has, too
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
+    with new_file(path) as descriptor:
         os.lseek(descriptor, room, os.SEEK_SET)
         for i, box in enumerate(boxes):
             digests[i] = _write_box(descriptor, box.values)
         size = os.lseek(descriptor, 0, os.SEEK_CUR)
         header = _header(boxes, digests)
-        _write(descriptor, memoryview(header), at=0)
+        write_all(descriptor, memoryview(header), at=0)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return FileDigest(path.name, size, hashlib.sha256(header).hexdigest())
 
 
@@ -114,61 +115,53 @@ def _write_box(descriptor: int, values: Tensor) -> str:
     for start in range(0, len(view), _PIECE):
         piece = view[start : start + _PIECE]
         digest.update(piece)
-        _write(descriptor, piece)
+        write_all(descriptor, piece)
     return digest.hexdigest()
-
-
-def _write(descriptor: int, view: memoryview, at: int | None = None) -> None:
-    """All of `view`, at the file's position or at byte `at`; the system may take it in parts."""
-    done = 0
-    while done < len(view):
-        if at is None:
-            done += os.write(descriptor, view[done:])
-        else:
-            done += os.pwrite(descriptor, view[done:], at + done)
 
 
 class TensorFile:
     """A file of a checkpoint, its header proved; `boxes` are those in it, in their order.
 
-    Raises DamagedCheckpoint, here and from `read`.
+    Raises DamagedCheckpoint and UnreadableCheckpoint, here and from `read`.
     """
 
     def __init__(self, folder: Path, expected: FileDigest) -> None:
         self.path = folder / expected.name
         try:
-            with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with told(self._name), open_regular(self.path) as descriptor:
+                size = os.fstat(descriptor).st_size
                 if size != expected.size:
                     raise self._damaged(f"has {size} bytes, {expected.size} were written")
-                length = file.read(_LENGTH.size)
-                header_size = _LENGTH.unpack(length)[0] if len(length) == _LENGTH.size else -1
-                if not 0 <= header_size <= min(_LARGEST_HEADER, size - _LENGTH.size):
-                    raise self._damaged("has no header")
-                header = file.read(header_size)
-        except OSError as error:
-            raise self._damaged(f"cannot be read ({error.strerror})") from error
-        if hashlib.sha256(length + header).hexdigest() != expected.header:
-            raise self._damaged("has a header that was not written so")
-        try:
-            self.boxes = list(_boxes(json.loads(header), _LENGTH.size + header_size))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                header = self._header(descriptor, size)
+            if hashlib.sha256(header).hexdigest() != expected.header:
+                raise self._damaged("has a header that was not written so")
+            self.boxes = list(_boxes(parse_json(header[_LENGTH.size :]), len(header)))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise self._damaged(f"is no checkpoint file of parallel3d ({error!r})") from error
-        end = self.boxes[-1].at + self.boxes[-1].nbytes if self.boxes else 8 + header_size
+        end = self.boxes[-1].at + self.boxes[-1].nbytes if self.boxes else len(header)
         if end != size:
             raise self._damaged(f"holds boxes up to byte {end} and has {size}")
+
+    def _header(self, descriptor: int, size: int) -> bytes:
+        """Length and JSON, as they are in a file of `size` bytes."""
+        length = bytearray(_LENGTH.size)
+        if read_into(descriptor, memoryview(length), 0) < len(length):
+            raise self._damaged("has no header")
+        header_size = _LENGTH.unpack(length)[0]
+        if header_size > min(_LARGEST_HEADER, size - _LENGTH.size):
+            raise self._damaged("has no header")
+        header = bytearray(_LENGTH.size + header_size)
+        read_into(descriptor, memoryview(header), 0)
+        return bytes(header)
 
     def read(self, stored: StoredBox, buffer: bytearray) -> Tensor:
         """The box's values, proved, in its shape, inside `buffer` (which must be large enough)."""
         view = memoryview(buffer)[: stored.nbytes]
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(stored.at)
-                done = 0
-                while done < len(view) and (got := file.readinto(view[done:])):
-                    done += got
-        except OSError as error:
-            raise self._damaged(f"cannot be read ({error.strerror})") from error
+            with told(self._name), open_regular(self.path) as descriptor:
+                done = read_into(descriptor, view, stored.at)
+        except ValueError as error:
+            raise self._damaged(f"is no file any more ({error})") from error
         if done < len(view) or hashlib.sha256(view).hexdigest() != stored.digest:
             raise self._damaged(f"{stored.name} at {stored.box.offsets} is not what was written")
         flat = torch.frombuffer(buffer, dtype=stored.dtype, count=stored.box.elements)
@@ -180,12 +173,16 @@ class TensorFile:
         for stored in self.boxes:
             self.read(stored, buffer)
 
+    @property
+    def _name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.name}"
+
     def _damaged(self, what: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self.path.parent.name}/{self.path.name} {what}")
+        return DamagedCheckpoint(f"{self._name} {what}")
 
 
 def _boxes(header: dict[str, Any], start: int) -> Iterable[StoredBox]:
-    ours = json.loads(header.pop("__metadata__")["parallel3d"])
+    ours = parse_json(header.pop("__metadata__")["parallel3d"].encode())
     at = 0
     for name, entry in header.items():
         tensor, _, offsets = name.rpartition("/")
@@ -193,7 +190,8 @@ def _boxes(header: dict[str, Any], start: int) -> Iterable[StoredBox]:
         box = Box(first, tuple(int(n) for n in entry["shape"]))
         full = tuple(int(n) for n in ours["full_shapes"][tensor])
         ends = [o + n for o, n in zip(box.offsets, box.sizes, strict=True)]
-        if min((*first, *box.sizes)) < 0 or any(e > n for e, n in zip(ends, full, strict=True)):
+        fits = all(e <= n for e, n in zip(ends, full, strict=True)) and math.prod(full) <= _MOST
+        if not fits or min(first) < 0 or min(box.sizes) < 1:
             raise ValueError(f"{name} is no box of {full}")
         dtype = _DTYPES[entry["dtype"]]
         stored = StoredBox(tensor, box, full, dtype, start + at, ours["sha256"][name])

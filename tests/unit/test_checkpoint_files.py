@@ -36,6 +36,7 @@ from parallel3d.checkpoint.storage import read_state, read_whole, verify_checkpo
 from parallel3d.config import CheckpointConfig
 
 KINDS = ("parameter", "exp_avg")
+DATA = {"fingerprint": "f", "train_tokens": 9}
 SHAPES = {"w": (9, 7), "v": (5,), "table": (6, 4)}
 ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # rank 0's rows end, rank 1's end
 
@@ -62,8 +63,9 @@ def state(step: int, rank: int) -> dict[str, LogicalTensor]:
 
 
 def facts(step: int) -> Manifest:
-    progress = {"steps": step, "consumed_samples": 4 * step}
-    return Manifest(step, progress, {"tp": 2}, {"fingerprint": "f"}, "", {}, ())
+    progress = {"steps": step, "consumed_samples": 4 * step, "updates": step}
+    progress |= {"loss_scale": 1.0, "good_steps": 0, "overflows": 0}
+    return Manifest(step, progress, {"tp": 2}, DATA, "", {}, ())
 
 
 def make(run_dir: Path, step: int) -> Path:

@@ -1,0 +1,288 @@
+"""A file system that is ill: what it may cost, and what it may not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallel3d.checkpoint import restoring
+from parallel3d.checkpoint.claim import Claim, Overtaken
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    IncompleteCheckpoint,
+    UnreadableCheckpoint,
+    list_checkpoints,
+    read_manifest,
+    step_folder,
+)
+from parallel3d.checkpoint.restoring import names_of_all, read_together
+from parallel3d.checkpoint.retention import bring_back, remove_leftovers
+from parallel3d.checkpoint.saver import Outcome, Save, Saver
+from parallel3d.config import CheckpointConfig
+from parallel3d.errors import TrainingFailure, UserError
+from tests.unit.test_checkpoint_files import (
+    ELEMENTS,
+    facts,
+    load,
+    make,
+    names,
+    one_rank,
+    save,
+    whole,
+)
+
+
+def refuse(number: int) -> Callable[..., None]:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refused
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between tries, which are not waited for."""
+    waited: list[float] = []
+    monkeypatch.setattr(restoring.time, "sleep", waited.append)
+    return waited
+
+
+def alone(word: object) -> list:
+    return [json.loads(json.dumps(word))]
+
+
+def beside(*others: tuple) -> Callable[[object], list]:
+    """A `share` in which this rank is the first, and the others always say the same."""
+    return lambda word: [*alone(word), *map(list, others)]
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("call", ["open", "preadv", "listdir"])
+def test_b1_what_cannot_be_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float], number: int, call: str
+) -> None:
+    folder = make(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse(number))
+        with pytest.raises(UnreadableCheckpoint, match=errno.errorcode[number]):
+            load(folder)
+        with pytest.raises(TrainingFailure) as ended:
+            read_together(lambda: load(folder), alone)
+    sentence = str(ended.value)
+    assert os.strerror(number) in sentence and "on rank 0, host " in sentence
+    assert "step-00000003" in sentence and "\n" not in sentence
+    assert pauses == [0.0, *restoring.PAUSES_S]
+    assert read_together(lambda: load(folder), alone) == (None, None)
+
+
+def test_b1_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
+    answers = iter([OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "bad"), None])
+
+    def read() -> str:
+        if (error := next(answers)) is not None:
+            raise UnreadableCheckpoint("step-00000003", error)
+        return "read"
+
+    assert read_together(read, alone) == ("read", None)
+    assert pauses == [0.0, *restoring.PAUSES_S[:2]]
+
+
+def test_b1_ranks_that_see_different_files_prove_nothing(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    """A file that one rank misses is a stale view; one that all miss is lost."""
+    folder = make(tmp_path, 3)
+    (folder / "rank-00001.safetensors").unlink()
+    with pytest.raises(IncompleteCheckpoint):
+        read_manifest(folder)
+    with pytest.raises(TrainingFailure, match=r"on rank 0, .* lacks rank-00001\.safetensors"):
+        read_together(lambda: load(folder), beside((0, "", "b"), (0, "", "c")))
+    for other in ((2, "lacks it too", "b"), (1, "is not what was written", "b")):
+        _, damage = read_together(lambda: load(folder), beside(other))
+        assert damage == "step-00000003 lacks rank-00001.safetensors"
+    with pytest.raises(TrainingFailure, match=r"on rank 1, host b: .*ESTALE"):
+        read_together(lambda: load(folder), beside((3, "ESTALE", "b")))
+
+
+def test_b1_no_run_begins_anew_beside_damaged_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    assert names_of_all("mine", tmp_path, alone) == []
+    folder = make(tmp_path, 3)
+    assert names_of_all("mine", tmp_path, alone) == [folder.name]
+    folder.rename(folder.with_name("damaged-step-00000003"))
+    with pytest.raises(UserError, match=r"damaged-step-00000003 .* does not begin again at step 1"):
+        names_of_all("mine", tmp_path, alone)
+    monkeypatch.setattr(os, "listdir", refuse(errno.EIO))
+    with pytest.raises(TrainingFailure, match="EIO"):
+        names_of_all("mine", tmp_path, alone)
+
+
+def test_b1_a_checkpoint_that_only_another_rank_sees_is_looked_for(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    words = iter([[[0, "", "a"], [0, "", "b"]], [[[], []], [["step-00000003"], []]]])
+    assert names_of_all("mine", tmp_path, lambda _: next(words)) == ["step-00000003"]
+    with pytest.raises(TrainingFailure, match="ENOENT"):
+        read_together(lambda: read_manifest(tmp_path / "step-00000003"), beside((0, "", "b")))
+
+
+@pytest.mark.parametrize("place", ["replace", "rmtree", "flush", "listing", "unlink"])
+def test_c2_a_save_has_succeeded_with_its_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    saver = one_rank(tmp_path, keep=1)
+    assert save(saver, 3) == Outcome(3)
+    rename, module = os.rename, "parallel3d.checkpoint.saver"
+    targets = {
+        "replace": "os.replace",
+        "rmtree": "shutil.rmtree",
+        "flush": f"{module}.flush_folder",
+        "listing": f"{module}.list_checkpoints",
+        "unlink": "os.unlink",
+    }
+
+    def then_ill(source: Path, target: Path) -> None:
+        rename(source, target)
+        if Path(target).name == step_folder(6):
+            monkeypatch.setattr(targets[place], refuse(errno.EPERM))
+
+    monkeypatch.setattr(os, "rename", then_ill)
+    outcome = save(saver, 6)
+    assert outcome.problem is None
+    assert len(outcome.notes) >= (place != "unlink"), outcome
+    assert all("Operation not permitted" in note for note in outcome.notes)
+    monkeypatch.undo()
+    load(tmp_path / CHECKPOINTS / step_folder(6))
+    assert save(saver, 9) == Outcome(9)
+
+
+def test_c2_leftovers_that_stay_are_said_and_stop_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, 3).parent
+    for name in (".saving-00000006-old", ".removed-step-00000001"):
+        (folder / name).mkdir()
+        (folder / name / "rank-00000.safetensors").write_bytes(b"half")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse(errno.EPERM))
+        said = remove_leftovers(tmp_path)
+        patch.setattr(os, "listdir", refuse(errno.EIO))
+        assert "EIO" in remove_leftovers(tmp_path)[0]
+    assert len(said) == 2 and all("could not be removed (EPERM" in s for s in said)
+    assert remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == [step_folder(3)]
+
+
+def test_c2_a_failed_save_of_the_same_step_leaves_the_one_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, rename = one_rank(tmp_path), os.rename
+    assert save(saver, 3) == Outcome(3)
+
+    def rename_back_alone(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(".saving-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_back_alone)
+    assert save(saver, 3).problem == "Input/output error (rank 0)"
+    assert names(tmp_path) == ["latest", step_folder(3)]
+    load(list_checkpoints(tmp_path)[0])
+
+
+def test_c2_a_checkpoint_that_made_way_in_vain_is_brought_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, or refused, between the two renames of a save of a step that is there."""
+    saver, rename = one_rank(tmp_path), os.rename
+    assert save(saver, 3) == Outcome(3)
+
+    def rename_once(source: Path, target: Path) -> None:
+        rename(source, target)
+        monkeypatch.setattr(os, "rename", refuse(errno.EIO))
+
+    monkeypatch.setattr(os, "rename", rename_once)
+    assert save(saver, 3).problem == "Input/output error (rank 0)"
+    with pytest.raises(OSError, match="Input"):
+        bring_back(tmp_path)
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path) == [] and remove_leftovers(tmp_path) == []
+    bring_back(tmp_path)
+    load(list_checkpoints(tmp_path)[0])
+    made_way = make(tmp_path / "other", 3)
+    made_way.rename(tmp_path / CHECKPOINTS / ".replaced-step-00000003-0")
+    bring_back(tmp_path)
+    assert remove_leftovers(tmp_path) == []
+    assert names(tmp_path) == ["latest", step_folder(3)]
+
+
+def test_c3_a_full_disk_costs_a_checkpoint_and_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where not even what was half written can be removed; the next try is not in its way."""
+    saver = one_rank(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse(errno.ENOSPC))
+        patch.setattr(shutil, "rmtree", refuse(errno.EIO))
+        outcome = save(saver, 3)
+    assert outcome.problem == "No space left on device (rank 0)" and not outcome.is_bug
+    assert "could not be removed (EIO" in outcome.notes[0]
+    saver.start(Save(3, 4, whole(3), facts(3), ELEMENTS), background=False)
+    assert saver.join() == Outcome(3)
+
+
+def started(run_dir: Path, session: str) -> tuple[Saver, list[str]]:
+    claim = Claim(run_dir, session)
+    said = claim.take()
+    return Saver(run_dir, CheckpointConfig(), 0, 1, session, 5, claim), said
+
+
+def test_c10_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
+    first, said = started(tmp_path, "a")
+    assert (save(first, 3), said) == (Outcome(3), [])
+    second, said = started(tmp_path, "b")
+    assert len(said) == 1 and f"process {os.getpid()}" in said[0] and "without locks" in said[0]
+    outcome = save(first, 6)
+    assert outcome.is_overtaken and "was taken over by the start of" in outcome.problem
+    assert save(second, 6) == Outcome(6)
+    load(tmp_path / CHECKPOINTS / step_folder(6))
+    assert save(first, 9).is_overtaken
+    assert {step_folder(3), step_folder(6)} == {p.name for p in list_checkpoints(tmp_path)}
+
+
+def test_c10_with_locks_nothing_is_said_and_a_claim_that_fails_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = started(tmp_path, "a")
+    assert save(first, 3) == Outcome(3)
+    assert started(tmp_path, "b")[1] == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse(errno.ENOSPC))
+        third, said = started(tmp_path, "c")
+    assert "ENOSPC" in said[0]
+    assert save(third, 6) == Outcome(6)
+    with pytest.raises(Overtaken):
+        Claim(tmp_path, "late").check()  # it saw no folder when it started
+
+
+def test_d12_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        saver, _ = started(tmp_path, "a")
+        assert save(saver, 3) == Outcome(3)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / CHECKPOINTS, *(tmp_path / CHECKPOINTS).rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
