@@ -82,7 +82,7 @@ LINES = {
     "host syncs": Line(runs.host_syncs, "one a step: the host reads loss and norm together", 10),
     "train": Line(
         runs.train,
-        "1B, bf16, micro-batch 8: MFU ≥ 30 % of the datasheet, a peak of about 76 GB",
+        "1B, bf16, micro-batch 8: MFU ≥ 30 % of the datasheet, a peak of about 65 GB",
         60,
         by_command=True,
     ),

@@ -85,6 +85,12 @@ def train(given: Given, compiled: bool = False) -> Answer:
     return judged(is_right, found, figures)
 
 
+def cluster_of(name: str) -> list[str]:
+    """The preset with this card's memory and speed; none: the dry run's own, an H100."""
+    known = {"H200": "dgx_h200", "H100": "dgx_h100", "B200": "dgx_b200", "A100": "dgx_a100"}
+    return [f"cluster={preset}" for word, preset in known.items() if word in name][:1]
+
+
 def dryrun(given: Given) -> Answer:
     """`parallel3d dryrun` of the eager run, beside what that run took."""
     if (missing := _command_line_missing()) is not None:
@@ -93,7 +99,8 @@ def dryrun(given: Given) -> Answer:
         return Answer(SKIPPED, "this parallel3d has no dryrun", {})
     path = _new_run(given, "dryrun").with_suffix(".json")
     words = run_words(given, compiled=False)
-    _succeeded(_parallel3d("dryrun", *words, f"dryrun.json={path}"))
+    words = [*words, *cluster_of(accelerator.name(given.device)), f"dryrun.json={path}"]
+    _succeeded(_parallel3d("dryrun", *words))
     foretold = json.loads(path.read_text(encoding="utf-8"))
     found = compared(foretold, given.earlier.get("train", {}).get("figures") or {})
     # What is foretold is an accelerator's step.

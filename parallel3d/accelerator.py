@@ -28,6 +28,14 @@ def module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
+def has_values(device: torch.device) -> bool:
+    """Whether tensors on `device` hold numbers: not on meta, nor anywhere in a dry run."""
+    if not is_accelerator(device):
+        return device.type != "meta"
+    machine = getattr(module(device), "machine", None)  # the pretended device's
+    return machine is None or machine.data != "meta"
+
+
 def backend_of(device: torch.device) -> str:
     """The process-group backend that takes tensors on `device`: gloo, nccl, …"""
     return dist.get_default_backend_for_device(device)

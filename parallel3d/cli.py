@@ -40,9 +40,10 @@ from parallel3d.worker import APPS, USER_ERROR, run_here, run_joined, say
 
 INTERRUPTED = 130
 READER_GONE = 141
-# Answered by this process alone, without torch: f(config) -> exit code.
+# Answered by this process alone: topology without torch, dryrun on a device that is not there.
 TOPOLOGY = "topology"
-SUBCOMMANDS = (*APPS, TOPOLOGY, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
+DRYRUN = "dryrun"
+SUBCOMMANDS = (*APPS, TOPOLOGY, DRYRUN, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
 NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
@@ -154,6 +155,11 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             # Under srun every task gets here, and all know the same.
             first = place is None or place.rank == 0
             return topology(config, HydraConfig.get().overrides.task) if first else 0
+        if app == DRYRUN:
+            from parallel3d.dryrun.command import dryrun
+
+            first = place is None or place.rank == 0
+            return dryrun(config, HydraConfig.get().overrides.task) if first else 0
         if app == GENERATE:
             _refuse_launched(place)
             return start_generate(config, HydraConfig.get().overrides.task, prompt)

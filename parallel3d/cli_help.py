@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from textwrap import dedent
 
 from hydra.core.config_store import ConfigStore
 
 from parallel3d.config_fields import all_keys, spell
+from parallel3d.metrics.text import encodable
 
 OVERVIEW = """\
 parallel3d: transformer training with tensor, pipeline and data parallelism, from one command.
@@ -14,6 +16,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
   parallel3d verify [key=value …]   prove that the layout gives what one process gives
   parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
+  parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d generate run=… prompt=…   write text with what a run has learned
   parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
@@ -31,6 +34,8 @@ ABOUT = {
     "train": "train a model",
     "verify": "run this configuration as given and as one process, and compare",
     "topology": "map the layout onto a cluster, price its traffic and draw it",
+    "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
+    "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, beside the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
@@ -39,6 +44,12 @@ ABOUT = {
 GENERATE_KEYS = (
     *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
     *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
+)
+DRYRUN_KEYS = (
+    *("tp", "pp", "dp", "sp", "zero", "recompute", "compile"),
+    *("micro_batch_size", "global_batch_size", "model.num_layers", "model.seq_length"),
+    *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
+    *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
 )
 MOST_USED = (
     *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
@@ -62,6 +73,10 @@ EXAMPLES = {
         parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
         parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
         parallel3d topology cluster=slurm""",
+    "dryrun": """\
+        parallel3d dryrun model=llama_1b precision=bf16 micro_batch_size=8 cluster=dgx_h200
+        parallel3d dryrun model=llama3_70b tp=8 pp=4 dp=16 sp=true zero=1 precision=bf16 \\
+          micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
@@ -73,7 +88,7 @@ EXAMPLES = {
 
 def overview() -> str:
     """What `parallel3d` alone prints."""
-    return OVERVIEW.rstrip()
+    return _printable(OVERVIEW.rstrip())
 
 
 def register(app: str) -> str:
@@ -87,7 +102,7 @@ def register(app: str) -> str:
 def _template(app: str) -> str:
     """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
     keys = all_keys()
-    most_used = GENERATE_KEYS if app == "generate" else MOST_USED
+    most_used = {"generate": GENERATE_KEYS, "dryrun": DRYRUN_KEYS}.get(app, MOST_USED)
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
@@ -95,10 +110,15 @@ def _template(app: str) -> str:
     presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
     if app == "generate":
         presets = ""
-    return (
+    return _printable(
         f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
         f"Examples\n{examples}\n\n"
         f"{presets}"
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
     )
+
+
+def _printable(text: str) -> str:
+    """The text in characters that stdout has: a log's encoding may be ASCII."""
+    return encodable(text, sys.stdout.encoding or "ascii")

@@ -14,6 +14,7 @@ from pathlib import Path
 from parallel3d.config_cluster import BenchConfig, ClusterConfig, TopologyConfig
 from parallel3d.config_engines import (
     CheckpointConfig,
+    DryrunConfig,
     GenerateConfig,
     LossConfig,
     RecoveryConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DataParallelConfig",
+    "DryrunConfig",
     "GenerateConfig",
     "LaunchConfig",
     "LoggerConfig",
@@ -164,6 +166,7 @@ class Config:
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    dryrun: DryrunConfig = field(default_factory=DryrunConfig)
 
     @property
     def num_microbatches(self) -> int:

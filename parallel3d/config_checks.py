@@ -15,6 +15,7 @@ from parallel3d.config import Config, ModelConfig
 from parallel3d.config_checks_data import check_data_parallel
 from parallel3d.config_checks_run import (
     check_learning_rate,
+    check_plain,
     check_precision,
     check_run_name,
     check_samples,
@@ -52,6 +53,7 @@ def check_config(
         kind = type(config).__name__
         raise UserError(f"a {kind} is not a Config; make one by OmegaConf.to_object or Config().")
     check_fields(config)
+    check_plain(config)
     if communication_only:
         return _check_communication(config, world_size)
     _check_model(config.model)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+
+from parallel3d.checkpoint.identity import flat
 from parallel3d.config import Config
 from parallel3d.config_fields import show
 from parallel3d.errors import UserError
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end of text
+LONGEST_RUN_NAME = 200  # bytes; file systems take 255, and a sweep adds the job's number
 
 
 def check_samples(config: Config) -> None:
@@ -79,8 +85,30 @@ def check_precision(config: Config) -> None:
 def check_run_name(config: Config) -> None:
     """`run` as a plain folder name; raises UserError."""
     run = config.run
-    if run is not None and (run.strip() in ("", ".", "..") or "/" in run or "\\" in run):
+    if run is None:
+        return
+    if run.strip() in ("", ".", "..") or "/" in run or "\\" in run:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
             f"{show(config.runs_dir)}; null makes a name, and runs_dir moves the place."
         )
+    if not run.isprintable():
+        raise UserError(
+            f"run={run!a} has characters that cannot be printed; the nearest is "
+            f"run={''.join(c for c in run if c.isprintable()) or 'null'}."
+        )
+    if len(os.fsencode(run)) > LONGEST_RUN_NAME:
+        raise UserError(
+            f"run={run[:20]}… has {len(os.fsencode(run))} bytes, and the name of a folder may have "
+            f"{LONGEST_RUN_NAME}; give a shorter run=."
+        )
+
+
+def check_plain(config: Config) -> None:
+    """No text that a stored configuration would take for a reference; raises UserError."""
+    for key, value in flat(dataclasses.asdict(config)).items():
+        if "${" in json.dumps(value):
+            raise UserError(
+                f"{key}={show(value)} holds ${{, which config.yaml would take for a reference to "
+                "another key; give it without."
+            )

@@ -49,6 +49,15 @@ class ClusterConfig:
     )
     rail_latency_us: float = key(5.0, "of one message through a leaf switch", minimum=0)
     spine_latency_us: float = key(8.0, "of one message over the spine", minimum=0)
+    gpu: str | None = key(
+        None, "dryrun: name of the GPU, as its driver tells it, by which its peaks are known"
+    )
+    gpu_memory_gb: float | None = key(
+        None, "dryrun: memory of a GPU, 1e9 B, as its driver counts it", above=0
+    )
+    gpu_memory_gb_per_s: float | None = key(
+        None, "dryrun: of a GPU to its memory, 1e9 B/s, as the datasheet has it", above=0
+    )
     topology_file: str | None = key(
         None, "with source=slurm: a topology.conf, or what `scontrol show topology` printed"
     )

@@ -1,4 +1,5 @@
-"""The sections of the engines: tensor parallelism, the loss, checkpoints, recovery, generation."""
+"""The sections of the engines: tensor parallelism, the loss, checkpoints, recovery, generation,
+and the dry run."""
 
 from __future__ import annotations
 
@@ -135,3 +136,22 @@ class GenerateConfig:
         None, "draw from the likeliest k tokens alone; null: from all", minimum=1
     )
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
+
+
+@dataclass
+class DryrunConfig:
+    """What `parallel3d dryrun` looks at and writes."""
+
+    rank: int | None = key(
+        None,
+        "the rank that is played; null: the first of the first, a middle and the last pipeline "
+        "stage, with details of the one whose memory peaks highest",
+        minimum=0,
+    )
+    reserve_gb: float = key(
+        4.0,
+        "memory of a GPU, in 1e9 B, that no tensor gets: CUDA's context, NCCL's buffers, cuBLAS's "
+        "workspace and what the allocator loses to fragments",
+        minimum=0,
+    )
+    json: str | None = key(None, "file for everything shown and more, as JSON")

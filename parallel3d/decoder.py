@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.config import Config
+from parallel3d.exchange import transfer
 from parallel3d.models.attention import attend, kernel_shares_heads, repeated
 from parallel3d.models.ops import split_heads_rotary
 from parallel3d.models.transformer import Attention, Block, BuildContext, Stage
@@ -82,7 +83,7 @@ class Decoder:
             x = self._block(block, self.caches[name], x)
         self.read = len(view)
         if not self.stage.last:
-            dist.send(x.contiguous(), self._neighbour(1), group=self.groups.pp.handle)
+            transfer(dist.isend, x.contiguous(), self._neighbour(1), self.groups.pp.handle)
             return None
         logits = gather_from_vocabulary(self.stage.head.logits(x[:, -1:]), self.groups.tp)
         return logits[0, 0, : self.model.vocab_size]
@@ -102,7 +103,7 @@ class Decoder:
     def _receive(self, length: int) -> Tensor:
         shape = (1, length, self.model.hidden_size)
         x = torch.empty(shape, dtype=self.dtype, device=self.device)
-        dist.recv(x, self._neighbour(-1), group=self.groups.pp.handle)
+        transfer(dist.irecv, x, self._neighbour(-1), self.groups.pp.handle)
         return x
 
     def _neighbour(self, step: int) -> int:

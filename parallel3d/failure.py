@@ -8,15 +8,18 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from parallel3d.config import Config
+from parallel3d.durable import replace_durably
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.launch import Worker
 from parallel3d.run_directory import FAILURES
@@ -173,25 +176,34 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
     """Leave the record and the traceback in the run directory, and where torchrun looks for it.
 
-    Returns the failure with its traceback file.
+    Returns the failure with its traceback file. Never raises: the disk may be what has failed.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
         file = run_dir / f"rank-{failure.rank}.traceback.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(details, encoding="utf-8")
-        failure = dataclasses.replace(failure, traceback_file=str(file))
+        with suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_durably(file, details.encode(errors="replace"))
+            failure = dataclasses.replace(failure, traceback_file=str(file))
     write_record(failure, details, run_dir)
     return failure
 
 
 def write_record(failure: Failure, details: str, run_dir: Path) -> None:
-    """Leave the record alone: in the run directory, and where torchrun looks for it."""
+    """Leave the record alone: in the run directory, and where torchrun looks for it.
+
+    Where that cannot be, the sentence goes to stderr at once: nobody else could say it.
+    """
     folder = run_dir / FAILURES
-    folder.mkdir(parents=True, exist_ok=True)
-    record = json.dumps(dataclasses.asdict(failure))
-    (folder / f"rank-{failure.rank}.json").write_text(record, encoding="utf-8")
-    write_elastic_file(failure, details, os.environ)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record = json.dumps(dataclasses.asdict(failure))
+        replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
+    except OSError as error:
+        said = f"{failure.sentence()} (not recorded: {error.strerror})"
+        print(f"parallel3d: {said}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        write_elastic_file(failure, details, os.environ)
 
 
 def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from parallel3d.config import Config
 from parallel3d.config_checks import check_config
 from parallel3d.devices import choose_device
 from parallel3d.errors import UserError
-from parallel3d.run_directory import CONFIG_FILE, load_config, save_config
+from parallel3d.run_config import CONFIG_FILE, last_config, save_config
 from parallel3d.worker import run_here
 
 GENERATE = "generate"
@@ -102,7 +102,7 @@ def load_config_of(config: Config) -> Config:
         there = f"for example run={known[-1]}" if known else f"and {runs} has none yet"
         raise UserError(f"generate needs run=…, the name of a run, {there}")
     try:
-        return load_config(find_run(runs, config.run))
+        return last_config(find_run(runs, config.run))
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"run={config.run}: its {CONFIG_FILE} cannot be read ({reason})") from None

@@ -74,12 +74,13 @@ def agree_on_run(
         try:
             if _attempt() and (made := _name_before(store)):
                 config = dataclasses.replace(config, run=made)
-            config, worker.run_dir = make_run_directory(
+            config, run_dir = make_run_directory(
                 config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
             )
-            take_run(config, worker.run_dir)
+            take_run(config, run_dir)
+            worker.run_dir = run_dir  # now that it is ours: what fails later tidies it up
             store.underlying_store.set(RUN_KEY, config.run)
-            word = {"run": config.run, "run_dir": str(worker.run_dir), "device": kind}
+            word = {"run": config.run, "run_dir": str(run_dir), "device": kind}
         except UserError as refused:
             error, word = refused, {"error": str(refused)}
         store.set(RUN_KEY, json.dumps(word))

@@ -13,22 +13,30 @@ import json
 import os
 import re
 import shutil
+import socket
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.config import Config
+from parallel3d.durable import flush_folder, is_ours, no_link
 from parallel3d.errors import UserError
+from parallel3d.run_config import (
+    CONFIG_FILE,
+    CONFIGS,
+    NO_CONFIG,
+    last_config,
+    load_config,
+    next_name,
+    save_config,
+)
 
-CONFIG_FILE = "config.yaml"
-_CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# How a folder is named in `runs_dir` until it is a run's; killed then, it stays.
+BEING_MADE = ".new-"
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 
@@ -61,20 +69,48 @@ def make_run_directory(
         named = dataclasses.replace(config, run=name)
         directory = runs / name
         try:
-            runs.mkdir(parents=True, exist_ok=True)
-            directory.mkdir(mode=0o700)
-        except FileExistsError:
-            if config.run is None and directory.exists():
-                continue
-            _check_existing(named, directory, may_go_on)
-            return named, directory
+            made = not os.path.lexists(directory) and _make(named, directory)
         except OSError as error:
             raise UserError(
                 f"runs_dir={config.runs_dir}: cannot make {directory}: {error.strerror}"
             ) from None
-        save_config(named, directory)
-        return named, directory
+        if made:
+            return named, directory
+        if config.run is not None:
+            _check_existing(named, directory, may_go_on)
+            return named, directory
     raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
+
+
+def _make(config: Config, directory: Path) -> bool:
+    """Make a run directory with its config.yaml in one step; False: another start was faster.
+
+    Raises OSError, and UserError if `runs_dir` is not a folder.
+    """
+    runs = directory.parent
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"runs_dir={config.runs_dir} is not a folder") from None
+    fresh = Path(tempfile.mkdtemp(prefix=BEING_MADE, dir=runs))  # private
+    try:
+        save_config(config, fresh, comment=_maker())
+        os.rename(fresh, directory)
+    except OSError as error:
+        shutil.rmtree(fresh)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    except BaseException:
+        shutil.rmtree(fresh)
+        raise
+    flush_folder(runs)
+    return True
+
+
+def _maker() -> str:
+    """The first line of config.yaml: which process made the run directory."""
+    return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
@@ -86,7 +122,7 @@ def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool 
         return
     number = "" if job_number is None else f"-{job_number}"
     directory = Path(config.runs_dir) / (config.run + number)
-    if directory.exists():
+    if os.path.lexists(directory):
         named = dataclasses.replace(config, run=config.run + number)
         _check_existing(named, directory, may_go_on)
 
@@ -97,22 +133,34 @@ def take_run(config: Config, directory: Path) -> int | None:
     Two starts of one run would write over each other. Returns the descriptor that holds the lock,
     None on a file system without locks. Raises UserError if another process has the run.
     """
-    lock: int | None = os.open(directory / CONFIG_FILE, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock: int | None = no_link(directory / CONFIG_FILE, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if error.errno not in _NO_LOCKS:
+                raise UserError(
+                    f"run={config.run} is running already: wait for it, or choose another run="
+                ) from None
+            lock = None
+        keep_failures(directory)
+        if not _is_newest(config, directory):
+            save_config(config, directory, next_name(directory))
     except OSError as error:
-        os.close(lock)
-        if error.errno not in _NO_LOCKS:
-            raise UserError(
-                f"run={config.run} is running already: wait for it, or choose another run="
-            ) from None
-        lock = None
-    keep_failures(directory)
-    if load_config(directory) != config:
-        newest = _config_files(directory)[-1]
-        number = int(_CONFIGS.fullmatch(newest.name)[1] or 1)
-        save_config(config, directory, f"config-{number + 1}.yaml")
+        raise UserError(
+            f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
+            "writable, or choose another run="
+        ) from None
     return lock
+
+
+def _is_newest(config: Config, directory: Path) -> bool:
+    """Whether the ranks would read this configuration."""
+    try:
+        return load_config(directory) == config
+    except NO_CONFIG:
+        return False
 
 
 def keep_failures(directory: Path) -> None:
@@ -124,46 +172,29 @@ def keep_failures(directory: Path) -> None:
         os.rename(old, kept)
 
 
-def save_config(config: Config, directory: Path, name: str = CONFIG_FILE) -> None:
-    """Write the whole configuration, nothing left to resolve, as config.yaml."""
-    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
-    (directory / name).write_text(text, encoding="utf-8")
-
-
-def load_config(directory: Path) -> Config:
-    """The configuration of a run's newest start, typed and checked against the schema."""
-    path = _config_files(directory)[-1]
-    config = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-    )
-    if not isinstance(config, Config):
-        raise TypeError(f"{path} holds a {type(config).__name__}")
-    return config
-
-
-def _config_files(directory: Path) -> list[Path]:
-    """The configurations of a run's starts, oldest first; config.yaml also if it is not there."""
-    found = [m for path in directory.iterdir() if (m := _CONFIGS.fullmatch(path.name))]
-    names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
-    return [directory / name for name in names or [CONFIG_FILE]]
-
-
 def status(directory: Path) -> str | None:
-    """How a run's last start ended, by its summary: "finished", "stopped", …; None without one."""
-    summary = directory / "summary.json"
-    if not summary.is_file():
+    """How a run's last start ended, by its summary: "finished", "stopped", …; None without one.
+
+    One that cannot be read says nothing.
+    """
+    try:
+        return json.loads((directory / "summary.json").read_bytes()).get("status")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return json.loads(summary.read_text(encoding="utf-8")).get("status")
 
 
 def discard_unused(directory: Path) -> None:
-    """Remove a run directory in which nothing was computed, so that its name is free again."""
+    """Remove a run directory in which nothing was computed, so that its name is free again.
+
+    Only the process that made it may: in another's, somebody may be about to begin.
+    """
     ours = {FAILURES, PLACEMENT_FILE}
     for path in directory.iterdir():
-        is_config = _CONFIGS.fullmatch(path.name) is not None
+        is_config = CONFIGS.fullmatch(path.name) is not None
         if path.name not in ours and not is_config and not path.name.endswith(".traceback.txt"):
             return
-    shutil.rmtree(directory)
+    if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
+        shutil.rmtree(directory)
 
 
 def _made_name(config: Config, job_id: str | None) -> str:
@@ -176,18 +207,7 @@ def _made_name(config: Config, job_id: str | None) -> str:
 
 def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
     """Raise UserError, saying why, unless the run that is in `directory` can go on."""
-    if not (directory / CONFIG_FILE).is_file():
-        if directory.parent.is_dir():
-            raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
-        raise UserError(f"runs_dir={config.runs_dir} is not a folder")
-    try:
-        there = load_config(directory)
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
-            "choose another run="
-        ) from None
+    there = _config_there(config, directory)
     if may_go_on and not config.checkpoint.load:
         raise UserError(
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
@@ -211,6 +231,26 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
         f"run={config.run} exists already with another configuration: {shown}{more}; "
         "choose another run="
     )
+
+
+def _config_there(config: Config, directory: Path) -> Config:
+    """The configuration of the run in `directory`, which must be this user's. Raises UserError."""
+    try:
+        for status in (directory.lstat(), directory.stat()):
+            if not is_ours(status, directory.parent):
+                raise UserError(
+                    f"run={config.run} exists, and {directory} belongs to another user "
+                    f"(uid {status.st_uid}): choose another run= or runs_dir="
+                )
+        if not (directory / CONFIG_FILE).is_file():
+            raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
+        return last_config(directory)
+    except (OSError, *NO_CONFIG) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(
+            f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
+            "choose another run="
+        ) from None
 
 
 def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:

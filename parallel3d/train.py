@@ -14,6 +14,7 @@ from parallel3d import accelerator
 from parallel3d.bench.preflight import preflight
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
+from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.errors import TrainingFailure
 from parallel3d.exchange import all_gather_json
@@ -52,6 +53,7 @@ def train(config: Config, worker: Worker) -> None:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
     corpus = open_corpus(config.data, config.model.seq_length)
+    check_same_text(corpus, groups.world, device)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
@@ -105,11 +107,19 @@ def run_steps(
     settings = trainer.config.train
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
-    for step in range(trainer.steps_done + 1, settings.steps + 1):
+    first = trainer.steps_done + 1
+    for step in range(first, settings.steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
         start = time.perf_counter()
+        # Graphs are compiled in a start's first step, minutes on a GPU, while others wait in a
+        # collective. A hang in it is left to the backend's own time-out.
+        compiles = trainer.config.compile and step == first
+        if compiles:
+            worker.watchdog.rest()
         result = trainer.train_step()
+        if compiles:
+            worker.watchdog.go_on()
         if recorder is not None:
             seconds = time.perf_counter() - start
             record_step(trainer, recorder, result, seconds)
@@ -125,6 +135,8 @@ def run_steps(
         health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
         checkpoints.after_step(trainer)
+        if recorder is not None:
+            recorder.checkpoint(checkpoints.saved_step)
         if result.stop and step < settings.steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:

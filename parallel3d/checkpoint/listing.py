@@ -19,7 +19,8 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
 )
 from parallel3d.errors import UserError, nearest
-from parallel3d.run_directory import CONFIG_FILE
+from parallel3d.run_config import CONFIG_FILE
+from parallel3d.run_directory import BEING_MADE
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")
@@ -27,7 +28,8 @@ RIGHT = ("step", "age", "size", "loss")
 
 def run_names(runs_dir: Path) -> list[str]:
     """The runs in a folder, by name."""
-    return sorted(path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
+    names = (path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
+    return sorted(name for name in names if not name.startswith(BEING_MADE))
 
 
 def find_run(runs_dir: Path, run: str) -> Path:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from parallel3d.durable import flush_folder as flush_folder
+from parallel3d.durable import write_durably
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -147,21 +149,3 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     if not all(isinstance(v, (int, float)) for v in progress.values()):
         raise ValueError("progress is not made of numbers")
     return Manifest(**content, files=files)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new private file and flush it to the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder's entries (new names, renames) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

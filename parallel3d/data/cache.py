@@ -1,4 +1,4 @@
-"""The token cache: one memory-mapped file per text, built once, whole or not there.
+"""The token cache: one file per text, built once, whole or not there.
 
     header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
 
@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import struct
 import tempfile
 import zlib
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.tokens import Tokens
+from parallel3d.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.errors import UserError
 
 Report = Callable[[str], None]
@@ -42,9 +44,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Cached(NamedTuple):
-    """Tokens on disk: shape (tokens,), read-only; `digest` is of the tokens alone."""
+    """Tokens on disk; `digest` is of the tokens alone."""
 
-    tokens: npt.NDArray[np.uint16]
+    tokens: Tokens
     digest: str
 
 
@@ -61,10 +63,11 @@ def default_folder() -> Path:
 def cache_key(documents: Sequence[Document], tokenizer: ByteTokenizer) -> str:
     """Name of the cache of these files as they are: any change of name, size or time is another.
 
-    Absolute paths count, since images with normalised times hold other text under the same names.
+    Absolute paths count, since images with normalised times hold other text under the same names,
+    and so do inodes and the times that a copy cannot set.
     """
     listing = [_VERSION, tokenizer.name]
-    listing += [(d.name, os.path.realpath(d.path), d.size, d.mtime_ns) for d in documents]
+    listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
     return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
 
 
@@ -75,13 +78,15 @@ def token_count(documents: Sequence[Document]) -> int:
 
 def check_folder(folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:
     """Raises UserError if there is no cache yet and `folder` cannot take one. Writes nothing."""
-    if os.path.exists(_token_file(folder, documents, tokenizer)):
-        return
     existing = folder
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
         raise _unusable(folder, f"{existing} is not a folder")
+    _check_owner(folder)
+    path = _token_file(folder, documents, tokenizer)
+    if os.path.isfile(path) and _is_trusted(path.lstat(), folder):
+        return
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _unusable(folder, f"{existing} is not writable")
 
@@ -98,6 +103,7 @@ def cached_tokens(
     path = _token_file(folder, documents, tokenizer)
     count = token_count(documents)
     try:
+        _check_owner(folder)
         cached = _load(path, count, report)
         if cached is None:
             # Private: the text may be. A folder that is already there is the user's own choice.
@@ -121,34 +127,53 @@ def _token_file(folder: Path, documents: Sequence[Document], tokenizer: ByteToke
 
 
 def _unusable(folder: Path, reason: str) -> UserError:
-    other = Path(tempfile.gettempdir()) / "parallel3d-cache"
+    other = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
+    example = "" if other == folder else f", such as data.cache_dir={other}"
     return UserError(
         f"data.cache_dir={folder} cannot hold the token cache, {reason}: give a folder that you "
-        f"may write, such as data.cache_dir={other}"
+        f"may write{example}"
     )
 
 
-def _load(path: Path, count: int, report: Report) -> Cached | None:
-    """The cache at `path`, or None if there is none that is intact and has `count` tokens."""
+def _check_owner(folder: Path) -> None:
+    """Raises UserError if the folder is there and another user's, who could put any text in it."""
     try:
-        file = path.open("rb")
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if status.st_uid != 0 and not is_ours(status, folder):
+        raise _unusable(folder, f"it belongs to another user (uid {status.st_uid})")
+
+
+def _is_trusted(status: os.stat_result, folder: Path) -> bool:
+    """Whether a file in `folder` is this user's or root's, and nobody else can write into it."""
+    ours = status.st_uid == 0 or is_ours(status, folder)
+    return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)
+
+
+def _load(path: Path, count: int, report: Report) -> Cached | None:
+    """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
+    try:
+        file = open(path, "rb", opener=no_link)  # noqa: SIM115  as long as its tokens live
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with file:
+    digest, problem = None, "is damaged"
+    if not _is_trusted(os.fstat(file.fileno()), path.parent):
+        problem = "is not taken: others than you may write it"
+    else:
         digest = _verify(file, count)
-        if digest is None:
-            report(f"the token cache {path} is damaged")
-            return None
-        tokens = np.memmap(file, dtype="<u2", mode="r", offset=_TOKENS_AT, shape=(count,))
-    return Cached(np.asarray(tokens), digest)
+    if digest is None:
+        file.close()
+        report(f"the token cache {path} {problem}")
+        return None
+    return Cached(Tokens(file, _TOKENS_AT, count), digest)
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:
     """The tokens' digest if the file is intact, else None.
 
     Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
-    and the last among them: each rank of a job pays for this at its start. By reading, not by the
-    map, where a bad sector would be a SIGBUS.
+    and the last among them: each rank of a job pays for this at its start.
     """
     header = file.read(_TOKENS_AT)
     if len(header) < _TOKENS_AT:
@@ -217,11 +242,7 @@ def _build(
     except BaseException:  # an interrupt too must not leave gigabytes behind
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_folder(path.parent)
 
 
 def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:
@@ -265,7 +286,7 @@ def _pieces(document: Document) -> Iterator[bytes | None]:
             f"data file {document.path} cannot be read ({error.strerror}): give text that you may "
             f"read in data.path"
         ) from error
-    if left or (status.st_size, status.st_mtime_ns) != (document.size, document.mtime_ns):
+    if left or Document.of(document.name, document.path, status) != document:
         raise UserError(
             f"data file {document.path} changed while it was being read: start again when it is "
             f"complete, or give another data.path"

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from parallel3d.data import cache
 from parallel3d.data.sources import Document, find_documents, origin
 from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -27,13 +25,12 @@ _log = logging.getLogger(__name__)
 class Corpus:
     """Packed documents, each followed by `eot`; `train` and `valid` are disjoint, in that order.
 
-    Both are read-only uint16 views of the memory-mapped cache, shapes (train tokens,) and
-    (held-out tokens,). `fingerprint` is a digest of the whole stream of tokens: equal for equal
-    text in equal order, on any machine and whatever the files' times are.
+    Both are parts of the cache on the disk. `fingerprint` is a digest of the stream of tokens:
+    equal for equal text in equal order, on any machine and whatever the files' times are.
     """
 
-    train: npt.NDArray[np.uint16]
-    valid: npt.NDArray[np.uint16]
+    train: Tokens
+    valid: Tokens
     fingerprint: str
     vocab_size: int
     eot: int
@@ -56,8 +53,9 @@ def open_corpus(
     held_out = _held_out(data, seq_length, documents)
     folder = _folder(data, cache_dir)
     tokens, digest = cache.cached_tokens(folder, documents, tokenizer, report)
-    split = tokens.size - held_out
-    return Corpus(tokens[:split], tokens[split:], digest, tokenizer.vocab_size, tokenizer.eot)
+    split = len(tokens) - held_out
+    parts = tokens.part(0, split), tokens.part(split, len(tokens))
+    return Corpus(*parts, digest, tokenizer.vocab_size, tokenizer.eot)
 
 
 def check_data(

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.data.tokens import Tokens
+
 _ROUNDS = 8
 
 
@@ -29,7 +31,7 @@ class Sampler:
 
     def __init__(
         self,
-        tokens: npt.NDArray[np.integer],
+        tokens: npt.NDArray[np.integer] | Tokens,
         seq_length: int,
         seed: int,
         shuffle: bool,

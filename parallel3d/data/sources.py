@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.errors import UserError, nearest
@@ -35,6 +36,14 @@ class Document(NamedTuple):
     path: str
     size: int  # bytes
     mtime_ns: int
+    # What no `touch`, `rsync -t` or `tar` sets: the time of its last change, and which file it is.
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, name: str, path: str, status: os.stat_result) -> Document:
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return cls(name, path, status.st_size, *times, status.st_ino)
 
 
 def origin(data: DataConfig) -> str:
@@ -126,8 +135,10 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
     """Name and path of what matches; a folder that matches counts with all that is below it."""
     fixed = re.split(r"[*?[]", pattern, maxsplit=1)[0]
     root = os.path.dirname(fixed)
+    if "**" in pattern.split("/"):
+        return _recursive_glob(pattern, root)
     files: list[tuple[str, str]] = []
-    for path in sorted(glob.glob(pattern, recursive=True)):
+    for path in sorted(glob.glob(pattern)):
         name = _slashed(os.path.relpath(path, root or "."))
         if os.path.isdir(path):
             below = _files_below(path, _hidden, key)
@@ -137,10 +148,30 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
     return files
 
 
-def _files_below(root: str, skip: Callable[[str], bool], key: str) -> list[tuple[str, str]]:
+def _recursive_glob(pattern: str, root: str) -> list[tuple[str, str]]:
+    """The same of a pattern with `**`, whose first wildcard is in a name right below `root`.
+
+    Each folder is looked into once, also where links lead back: glob would go round in them.
+    """
+    parts = os.path.relpath(pattern, root or ".").split("/")
+    files = _files_below(root or ".", _hidden, None) if os.path.isdir(root or ".") else []
+    return [(name, path) for name, path in files if _matches(name.split("/"), parts)]
+
+
+def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether a path, or a folder on its way, matches the parts of a glob."""
+    if not parts:
+        return True
+    if parts[0] == "**":
+        return any(_matches(names[n:], parts[1:]) for n in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _matches(names[1:], parts[1:])
+
+
+def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
     """Name relative to `root` and path of every file below it, sorted; folders by link included.
 
-    `skip` tells by their name which folders to leave out; hidden files are left out too.
+    `skip` tells by their name which folders to leave out; hidden files are left out too. A folder
+    that cannot be read is a UserError about `key`, or left out if that is None.
     """
     files: list[tuple[str, str]] = []
     pending, seen = [("", root)], set()
@@ -151,6 +182,8 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str) -> list[tuple
             with os.scandir(folder) as entries:
                 listing = sorted((entry.name, entry.is_dir(), entry.path) for entry in entries)
         except OSError as error:
+            if key is None:
+                continue
             raise _unreadable(key, folder, error.strerror) from error
         if (status.st_dev, status.st_ino) in seen:  # a link that leads back
             continue
@@ -173,7 +206,7 @@ def _document(name: str, path: str, key: str) -> Document | None:
         return None
     if not os.access(path, os.R_OK):
         raise _unreadable(key, path, "Permission denied")
-    return Document(_slashed(name), path, status.st_size, status.st_mtime_ns)
+    return Document.of(_slashed(name), path, status)
 
 
 def _unreadable(key: str, path: str, reason: str) -> UserError:

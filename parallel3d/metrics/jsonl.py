@@ -14,10 +14,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
+
+from parallel3d.durable import flush_folder, no_link, replace_durably
+
+_PIECE = 1 << 20  # bytes that are copied at a time
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,24 +44,61 @@ class MetricsFile:
 
     Lines of `first_step` and later, and a last line torn by a crash, belong to steps that will run
     again. They are not lost: the file as it was is kept beside, as `metrics.jsonl.1`, `.2`, …
-    `earlier` holds the lines that stay.
+    Lines that are no rows go the same way, and are said.
+
+    A line that cannot be written, to a full disk, is said once and kept for the next try; no line
+    is ever torn.
     """
 
-    def __init__(self, path: Path, first_step: int = 1) -> None:
-        self.path = path
-        self.earlier = _keep_before(path, first_step)
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(
+        self,
+        path: Path,
+        first_step: int = 1,
+        seen: Callable[[dict[str, Any]], None] = lambda row: None,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """`seen` takes each line that stays, in order. Raises OSError."""
+        self.path, self._say = path, say
+        _keep_before(path, first_step, seen, say)
+        appending = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = os.fdopen(no_link(path, appending), "ab", buffering=0)
+        flush_folder(path.parent)
+        self._waiting = bytearray()  # from the first byte on that is not in the file
+        self._said = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system: it survives SIGKILL."""
-        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+        self._try(self._drain)
+
+    def flush(self) -> None:
+        """Flush to the disk itself: it survives a power cut."""
+        self._try(self._drain)
+        self._try(lambda: os.fsync(self._file.fileno()))
 
     def close(self) -> None:
         """Flush to the disk itself and close; may be called twice."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        if self._file.closed:
+            return
+        self.flush()
+        self._file.close()
+        if lost := self._waiting.count(b"\n"):
+            self._say(f"{lost} lines of {self.path} could not be written: they are lost")
+
+    def _drain(self) -> None:
+        while self._waiting:
+            del self._waiting[: self._file.write(self._waiting)]
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._said:
+                self._say(
+                    f"{self.path} cannot be written ({error.strerror}): training goes on, and "
+                    "the lines are kept until they can"
+                )
+            self._said = True
 
     def __enter__(self) -> Self:
         return self
@@ -70,35 +113,93 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a last line torn by a crash is left out."""
-    return _parse(path.read_bytes())
+    """All rows of a metrics file; torn and damaged lines are left out."""
+    return list(rows_of(path))
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The same one by one: a long run's file is large."""
+    with path.open("rb") as file:
+        for line in file:
+            row = _row(line)
+            if row is not None:
+                yield row
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_durably(path, f"{text}\n".encode())
 
 
-def _parse(content: bytes) -> list[dict[str, Any]]:
-    whole = content[: content.rfind(b"\n") + 1]
-    return [json.loads(line) for line in whole.splitlines() if line.strip()]
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None if it is torn or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _keep_before(path: Path, first_step: int) -> list[dict[str, Any]]:
+def _keep_before(
+    path: Path,
+    first_step: int,
+    seen: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+) -> None:
     """Drop the lines from `first_step` on, keeping a copy of the old file if there were any."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    # Before the first step there may be an evaluation at step 0: a fresh start repeats that too.
-    kept = [row for row in _parse(content) if first_step > 1 and row["step"] < first_step]
-    lines = "".join(json.dumps(row) + "\n" for row in kept).encode()
-    if lines != content:
-        number = 1
-        while (old := path.with_name(f"{path.name}.{number}")).exists():
-            number += 1
-        os.replace(path, old)
-        path.write_bytes(lines)
-    return kept
+    try:
+        file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
+    except FileNotFoundError:
+        return
+    with file:
+        kept: list[list[int]] = []  # begin and end of the parts that stay, in bytes
+        damaged = end = 0
+        for line in file:
+            begin, end = end, end + len(line)
+            row = _row(line)
+            damaged += row is None and line.endswith(b"\n") and not line.isspace()
+            # Before the first step there may be an evaluation at step 0: a fresh start repeats it.
+            if row is None or first_step == 1 or row["step"] >= first_step:
+                continue
+            seen(row)
+            if kept and kept[-1][1] == begin:
+                kept[-1][1] = end
+            else:
+                kept.append([begin, end])
+        if kept == [[0, end]] or end == 0:
+            return
+        old = _put_aside(file, kept, path)
+    if damaged:
+        say(f"{path} had {damaged} damaged lines: they are left out, {old.name} has all of it")
+
+
+def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:
+    """Make `path` those parts of `file` alone; returns where the whole of it is kept.
+
+    Whenever this is cut short, by a power cut too, `path` is the old file or the new one.
+    """
+    number = 1
+    while (old := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with os.fdopen(no_link(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new:
+            for begin, end in kept:
+                file.seek(begin)
+                while begin < end and (piece := file.read(min(end - begin, _PIECE))):
+                    new.write(piece)
+                    begin += len(piece)
+            new.flush()
+            os.fsync(new.fileno())
+        try:
+            os.link(path, old)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, old)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return old

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,17 +13,26 @@ from typing import Any, Self
 from rich.console import Console
 
 from parallel3d.config import Config
+from parallel3d.durable import replace_durably
+from parallel3d.errors import UserError
 from parallel3d.metrics import report
 from parallel3d.metrics.breakdown import RankTimes, summary_of
 from parallel3d.metrics.breakdown_picture import breakdown_svg
-from parallel3d.metrics.flops import FLOPS_FORMULA, MFU_FORMULA, parameter_count
-from parallel3d.metrics.jsonl import MetricsFile, finite, value, write_json
+from parallel3d.metrics.flops import parameter_count
+from parallel3d.metrics.jsonl import MetricsFile, finite, rows_of, value, write_json
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.memory import summary_of as memory_summary_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console, make_progress, say
 from parallel3d.metrics.provenance import Provenance
-from parallel3d.metrics.records import Evaluation, StepRecord, Throughput, best_evaluation
+from parallel3d.metrics.records import (
+    Evaluation,
+    StepRecord,
+    Throughput,
+    best_evaluation,
+    is_whole,
+)
+from parallel3d.metrics.summary import layout_of, mfu, mfu_with_terms, paths_of
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
 
@@ -68,6 +76,7 @@ class Recorder:
         self._evaluations: list[Evaluation] = []
         self._last: StepRecord | None = None
         self._skipped = 0
+        self._flushed = first_step - 1  # the checkpoint up to whose step metrics.jsonl is flushed
         self._ranks: Sequence[RankTimes] = ()
         self._memory: Sequence[Memory] = ()
         self._started_at: str | None = None
@@ -83,11 +92,20 @@ class Recorder:
         """
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
-        self._metrics = self._resources.enter_context(MetricsFile(path, self._first_step))
-        self._recall(self._metrics.earlier)
+        per_step = self._config.global_batch_size * self._config.model.seq_length
+        self._tokens = (self._first_step - 1) * per_step
+        try:
+            file = MetricsFile(path, self._first_step, self._recall, self._say)
+        except OSError as error:
+            raise UserError(
+                f"run={self._config.run}: {path} cannot be written ({error.strerror}): make room "
+                "there, or give another runs_dir="
+            ) from None
+        self._metrics = self._resources.enter_context(file)
         if self._config.logger.name == "wandb":
+            earlier = filter(is_whole, rows_of(path))
             self._wandb = WandbLogger(
-                self._config, self._run_dir, self._provenance, self._say, self._metrics.earlier
+                self._config, self._run_dir, self._provenance, self._say, earlier
             )
         rows = report.header_facts(self._config, self._world_size, self._peak) | dict(facts)
         if self._wandb is not None:
@@ -131,12 +149,12 @@ class Recorder:
         `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
         the step computed (global batch × sequence length), masked ones too: throughput and MFU are
         about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale`,
-        `times` and `memory`: see `StepRecord`. Raises OSError if metrics.jsonl cannot be written.
+        `times` and `memory`: see `StepRecord`.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
-        mfu = self._mfu(rate)
-        record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, mfu, step_time_s)
+        share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
+        record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
         record = record._replace(skipped=skipped, loss_scale=loss_scale, times=times, memory=memory)
         self._skipped += skipped
         self._last = record
@@ -160,6 +178,15 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens)
 
+    def checkpoint(self, step: int) -> None:
+        """Call after every step with the newest checkpoint's, also if it is still being written.
+
+        What the run has computed until then must be on the disk as well.
+        """
+        if step != self._flushed:
+            self._flushed = step
+            self._metrics.flush()
+
     def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[Memory] = ()) -> None:
         """What the steps went into, of every rank: for the summary, its panel and breakdown.svg.
 
@@ -182,9 +209,9 @@ class Recorder:
             if self._wandb is not None:
                 exit_code = 0 if status in ("finished", "stopped") else 1
                 closing.callback(self._wandb.finish, summary, exit_code)
-            closing.callback(write_json, self._run_dir / "summary.json", summary)
+            closing.callback(self._write, "summary.json", lambda path: write_json(path, summary))
             if self._ranks:
-                closing.callback(self._draw)
+                closing.callback(self._write, "breakdown.svg", self._draw)
             closing.push(self._resources.pop_all())
         report.print_summary(self._console, summary, self._curve.values())
         return summary
@@ -209,27 +236,29 @@ class Recorder:
             self._error = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
-    def _recall(self, earlier: list[dict[str, Any]]) -> None:
+    def _recall(self, row: dict[str, Any]) -> None:
         """Take up the curve, evaluations and token count of the sessions before this one."""
-        per_step = self._config.global_batch_size * self._config.model.seq_length
-        self._tokens = earlier[-1]["tokens"] if earlier else (self._first_step - 1) * per_step
-        for row in earlier:
-            if "eval_loss" in row:
-                self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
-            else:
-                self._curve.add(value(row, "loss"))
-                self._skipped += row.get("skipped", False)
-                # In the order of the fields; of the rest the summary takes nothing.
-                self._last = StepRecord(
-                    row["step"], *(value(row, k) for k in StepRecord._fields[1:8])
-                )
+        if not is_whole(row):
+            return
+        self._tokens = row["tokens"]
+        if "eval_loss" in row:
+            self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
+            return
+        self._curve.add(value(row, "loss"))
+        self._skipped += row.get("skipped", False)
+        # In the order of the fields; of the rest the summary takes nothing.
+        self._last = StepRecord(row["step"], *(value(row, k) for k in StepRecord._fields[1:8]))
 
-    def _draw(self) -> None:
+    def _draw(self, path: Path) -> None:
         picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
-        (self._run_dir / "breakdown.svg").write_text(picture, encoding="utf-8")
+        replace_durably(path, picture.encode())
 
-    def _mfu(self, tokens_per_s: float) -> float:
-        return tokens_per_s * self._flops_per_token / (self._world_size * self._peak.flops)
+    def _write(self, name: str, write: Callable[[Path], None]) -> None:
+        """Write a file of the run's end; a disk that does not take it is said."""
+        try:
+            write(self._run_dir / name)
+        except OSError as error:
+            self._say(f"{self._run_dir / name} cannot be written ({error.strerror})")
 
     def _say(self, text: str) -> None:
         say(self._console, text, style="yellow")
@@ -257,63 +286,23 @@ class Recorder:
             "best_eval_loss": best.loss if best else None,
             "best_eval_step": best.step if best else None,
             "bits_per_byte": report.bits_per_byte(eval_loss, config.data.tokenizer),
-            "tokens_per_s": self._rates(),
-            "mfu": self._mfu_with_terms(),
+            "tokens_per_s": self._throughput.summary(),
+            "mfu": mfu_with_terms(
+                self._throughput.mean, self._flops_per_token, self._peak, self._world_size
+            ),
             "breakdown": summary_of(self._ranks) if self._ranks else None,
             "memory": memory_summary_of(self._memory) if self._memory else None,
             "wall_time_s": time.perf_counter() - self._start_time,
             "started": self._started_at,
-            "layout": self._layout(),
+            "layout": layout_of(config, self._world_size),
             "model": config.model.name,
             "parameters": parameter_count(config.model),
             "precision": config.precision.name,
             "seed": config.seed,
-            "paths": self._paths(),
+            "paths": paths_of(self._run_dir, bool(self._ranks)),
             "code": self._provenance._asdict(),
-            "wandb": self._wandb_place(),
+            "wandb": self._wandb.place() if self._wandb else None,
         }
         if self._error is not None:
             content["error"] = self._error
         return finite(content)
-
-    def _rates(self) -> dict[str, Any]:
-        rates = {"mean": self._throughput.mean, "median": self._throughput.median}
-        usable = {k: v if math.isfinite(v) else None for k, v in rates.items()}
-        return usable | {"warmup_steps_excluded": self._throughput.excluded}
-
-    def _mfu_with_terms(self) -> dict[str, Any]:
-        """The mean MFU and everything that it was made of: a bare percentage says nothing."""
-        mean = self._throughput.mean
-        return {
-            "value": self._mfu(mean) if math.isfinite(mean) else None,
-            "formula": MFU_FORMULA,
-            "flops_per_token": self._flops_per_token,
-            "flops_per_token_formula": FLOPS_FORMULA,
-            "peak_flops_per_device": self._peak.flops,
-            "peak_source": self._peak.source,
-            "world_size": self._world_size,
-        }
-
-    def _layout(self) -> dict[str, int]:
-        config = self._config
-        dp = self._world_size // (config.tp * config.pp * config.cp)
-        sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
-        return sizes | {"world_size": self._world_size}
-
-    def _paths(self) -> dict[str, str]:
-        """The run directory and the files in it that a reader will want."""
-        files = ["metrics.jsonl", "config.yaml", "summary.json"]
-        if self._ranks:
-            files.append("breakdown.svg")
-        paths = {name.split(".")[0]: str(self._run_dir / name) for name in files}
-        return {"run_dir": str(self._run_dir)} | paths
-
-    def _wandb_place(self) -> dict[str, str | None] | None:
-        if self._wandb is None:
-            return None
-        folder = self._wandb.folder
-        return {
-            "mode": self._wandb.mode,
-            "url": self._wandb.url,
-            "folder": str(folder) if folder else None,
-        }

@@ -8,6 +8,8 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parallel3d.metrics.jsonl import value
+
 if TYPE_CHECKING:
     from parallel3d.metrics.memory import Memory
 
@@ -76,12 +78,27 @@ class Throughput:
         rates = [tokens / seconds for tokens, seconds in pairs][self.excluded :]
         return statistics.median(rates) if rates else math.nan
 
+    def summary(self) -> dict[str, float | None]:
+        """Both figures, null without steps, and what they leave out."""
+        rates = {"mean": self.mean, "median": self.median}
+        usable = {k: v if math.isfinite(v) else None for k, v in rates.items()}
+        return usable | {"warmup_steps_excluded": self.excluded}
+
 
 class Evaluation(NamedTuple):
     """A held-out loss (nats per token) after `step` steps."""
 
     step: int
     loss: float
+
+
+def is_whole(row: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has what is taken up from it: a step's, an evaluation's."""
+    keys = ("eval_loss", "tokens") if "eval_loss" in row else StepRecord._fields[1:8]
+    try:
+        return all(value(row, key) is not None for key in keys)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def best_evaluation(evaluations: list[Evaluation]) -> Evaluation | None:

@@ -1,4 +1,6 @@
-"""The last row in W&B's own record of a session, so that a resumed run logs no step twice.
+"""What a run's folder keeps of its W&B run: its id, and W&B's own records of the sessions.
+
+The last row in these is looked for, so that a resumed run logs no step twice.
 
 A `run-<id>.wandb` file is a log of protobuf records in LevelDB's framing: a header of 7 bytes, then
 blocks of 32 KiB. A record lies whole in a block, or in parts in consecutive ones; every part has a
@@ -9,12 +11,22 @@ a record: what came before it counts.
 from __future__ import annotations
 
 import json
+import os
+import re
+import secrets
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from parallel3d.durable import replace_durably
+
+MAX_ID_LENGTH = 64
+ID_FILE = "wandb-id"
+_ID = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_ID_LENGTH}}}")
+
+SESSIONS = "wandb/*run-*-*/run-*.wandb"
 FILE_HEADER = struct.Struct("<4sHB")
 MAGIC = (b":W&B", 0xBEE1, 0)
 PART_HEADER = struct.Struct("<IHB")
@@ -33,37 +45,56 @@ class UnreadableFile(OSError):
     """A .wandb file of a format that is not known here."""
 
 
+def run_id(run_dir: Path) -> str:
+    """W&B's id of a run: made once, kept in the run's folder, the same at every restart.
+
+    Its name alone may be another run's too, in another folder or of another user of the project.
+    Raises OSError.
+    """
+    file = run_dir / ID_FILE
+    if file.is_file() and _ID.fullmatch(found := file.read_text("utf-8", "replace").strip()):
+        return found
+    # Sessions of before such a file was made have logged under another id: it stays theirs.
+    earlier = [path.stem.removeprefix("run-") for path in run_dir.glob(SESSIONS)]
+    allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
+    made = earlier[-1] if earlier else f"{allowed[: MAX_ID_LENGTH - 17]}-{secrets.token_hex(8)}"
+    replace_durably(file, f"{made}\n".encode())
+    return made
+
+
 def last_row(run_dir: Path) -> Row | None:
     """The last row that earlier sessions of the run left in `run_dir`/wandb; None without any.
 
     Raises OSError if a session's file cannot be read.
     """
-    rows = [_last_row_of(path) for path in run_dir.glob("wandb/*run-*-*/run-*.wandb")]
+    rows = [_last_row_of(path) for path in run_dir.glob(SESSIONS)]
     return max((row for row in rows if row is not None), default=None)
 
 
 def _last_row_of(path: Path) -> Row | None:
     """The last history record that is whole, found from the end: files of long runs are large."""
-    content = path.read_bytes()
-    if not content:
-        return None  # killed before the first block was written
-    if len(content) < FILE_HEADER.size or FILE_HEADER.unpack_from(content) != MAGIC:
-        raise UnreadableFile(f"{path} is no W&B file of a known version")
-    blocks = -(-len(content) // BLOCK)
-    taken = 1
-    while True:
-        row = None
-        for record in _records(content, max(0, blocks - taken) * BLOCK):
-            row = _row(record) or row
-        if row is not None or taken >= blocks:
-            return row
-        taken *= 4
+    with path.open("rb") as file:
+        header = file.read(FILE_HEADER.size)
+        if not header:
+            return None  # killed before the first block was written
+        if len(header) < FILE_HEADER.size or FILE_HEADER.unpack(header) != MAGIC:
+            raise UnreadableFile(f"{path} is no W&B file of a known version")
+        blocks = -(-os.fstat(file.fileno()).st_size // BLOCK)
+        taken = 1
+        while True:
+            start = max(0, blocks - taken) * BLOCK
+            file.seek(start)
+            row = None
+            for record in _records(file.read(), FILE_HEADER.size if start == 0 else 0):
+                row = _row(record) or row
+            if row is not None or taken >= blocks:
+                return row
+            taken *= 4
 
 
-def _records(content: bytes, start: int) -> Iterator[bytes]:
-    """Whole records from block border `start` on, up to the first damage."""
-    at = start or FILE_HEADER.size
-    parts: list[bytes] | None = None  # None: in the middle of a record that began before `start`
+def _records(content: bytes, at: int) -> Iterator[bytes]:
+    """Whole records from `at` on, up to the first damage; `content` begins at a block's border."""
+    parts: list[bytes] | None = None  # None: in the middle of a record that began before it
     while at + PART_HEADER.size <= len(content):
         if BLOCK - at % BLOCK < PART_HEADER.size:
             at += BLOCK - at % BLOCK  # too small for a header: padding

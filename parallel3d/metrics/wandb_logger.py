@@ -14,9 +14,8 @@ import dataclasses
 import importlib.util
 import netrc
 import os
-import re
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -26,13 +25,12 @@ from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.records import StepRecord
-from parallel3d.metrics.wandb_file import Row, last_row
+from parallel3d.metrics.wandb_file import Row, last_row, run_id
 
 if TYPE_CHECKING:
     from wandb import Run
 
 ONLINE_TIMEOUT_S = 30  # then the run goes on offline; W&B's own default keeps a job waiting for 90
-MAX_ID_LENGTH = 64
 
 # Sections of the W&B page. `step` and `tokens` are logged plain: they are the x axes.
 _NAMES = {
@@ -96,18 +94,6 @@ def resolve_mode(mode: str) -> str:
     return "online" if has_credentials() else "offline"
 
 
-def run_id(run: str) -> str:
-    """W&B's id of a run: its name as far as W&B allows, the same at every restart.
-
-    A name that had to be changed gets a checksum, so that two such names never share an id.
-    """
-    allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
-    if allowed == run and len(run) <= MAX_ID_LENGTH:
-        return run
-    checksum = f"{zlib.crc32(run.encode()):08x}"
-    return f"{allowed[: MAX_ID_LENGTH - 9]}-{checksum}"
-
-
 class WandbLogger:
     """One W&B run. Its constructor and methods never raise because of W&B: the first failure is
     said once through `say`, after which every call does nothing."""
@@ -118,7 +104,7 @@ class WandbLogger:
         run_dir: Path,
         provenance: Provenance,
         say: Callable[[str], None],
-        earlier: Sequence[Mapping[str, Any]] = (),
+        earlier: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         """`earlier`: the rows that metrics.jsonl keeps of the sessions before this one."""
         self._say = say
@@ -161,6 +147,11 @@ class WandbLogger:
 
         self._guard(close)
 
+    def place(self) -> dict[str, str | None]:
+        """Where the run is to be found."""
+        folder = str(self.folder) if self.folder else None
+        return {"mode": self.mode, "url": self.url, "folder": folder}
+
     def _open(self, config: Config, run_dir: Path, provenance: Provenance) -> None:
         import wandb
 
@@ -169,7 +160,7 @@ class WandbLogger:
         content = dataclasses.asdict(config) | {"code": provenance._asdict()}
         run = wandb.init(
             project=config.logger.project,
-            id=run_id(run_dir.name),
+            id=run_id(run_dir),
             name=run_dir.name,
             group=config.logger.group,
             tags=list(config.logger.tags),
@@ -194,16 +185,16 @@ class WandbLogger:
         run.define_metric("*", step_metric="step")
         self._run = run
 
-    def _catch_up(self, earlier: Sequence[Mapping[str, Any]]) -> None:
+    def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
         """Add the rows of earlier sessions that were logged and lost on the way."""
-        run = self._run
-        if run is None or not earlier:
+        run, rows = self._run, iter(earlier)
+        if run is None or (first := next(rows, None)) is None:
             return
         if run.resumed and (step := run.summary.get("step")) is not None:
             # Online the server tells its last step, not whether the evaluation after it came.
             there = Row(int(step), evaluation=True)
             self._last = max(there, self._last or there)
-        for line in earlier:
+        for line in chain((first,), rows):
             if "eval_loss" in line:
                 self.evaluation(line["step"], value(line, "eval_loss"), line["tokens"])
             else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,22 @@ from torch.fx import GraphModule
 from parallel3d.accelerator import is_on_accelerator
 from parallel3d.fused import equal_on_all_ranks
 
-Compiling = Callable[[], AbstractContextManager[object]]
 
-
-def shared_inductor(
-    graph: GraphModule, inputs: Sequence[Any], compiling: Compiling
-) -> Callable[..., Any]:
+def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A backend for `torch.compile`: TorchInductor, on CPU one rank of the host at a time.
 
     The lock is held while a graph is compiled and never while one runs, so that a rank that
     waits in a collective is never waited for here. A rank that dies loses its lock.
-
-    Args:
-        compiling: entered while this rank compiles, the backward too, which is left for the first
-            time that it is needed. It may take minutes in which nothing else moves.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def at_once(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        with compiling():
-            return compile_fx_inner(graph, inputs, **how)
-
     def one_at_a_time(graph: GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        with compiling(), _lock(graph, inputs):
+        with _lock(graph, inputs):
             return compile_fx_inner(graph, inputs, **how)
 
     if not any(isinstance(x, torch.Tensor) and is_on_accelerator(x) for x in inputs):
         return compile_fx(graph, inputs, inner_compile=one_at_a_time)
-    return compile_fx(graph, inputs, inner_compile=at_once, config_patches=equal_on_all_ranks())
+    return compile_fx(graph, inputs, config_patches=equal_on_all_ranks())
 
 
 @contextmanager

@@ -229,7 +229,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * (sin.unsqueeze(-2) * signs)
+    # The signs go with the heads: their product with sin would be kept for the backward.
+    turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signs * sin.unsqueeze(-2)
     turned = turned.flatten(-2).to(x.dtype)
     if 2 * half == x.shape[-1]:
         return turned

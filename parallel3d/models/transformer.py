@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from parallel3d.config import ModelConfig
 from parallel3d.models.attention import causal_attention
-from parallel3d.models.compilation import Compiling, shared_inductor
+from parallel3d.models.compilation import shared_inductor
 from parallel3d.models.context import BuildContext
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ends import Embedding, Head
@@ -171,8 +167,7 @@ class Stage(nn.Module):
         first, last: whether it holds the embedding, the head. Both: the whole model.
 
     `before_use(part)` is called before the forward reads the parameters of "embedding", "layers.3"
-    or "head": whoever shards parameters makes them whole there. `compiling()` is entered while
-    blocks are compiled: whoever watches the run for hangs knows by it that this is none.
+    or "head": whoever shards parameters makes them whole there.
     """
 
     def __init__(
@@ -181,7 +176,6 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last, self.drops = first, last, model.dropout > 0
         self.before_use: Callable[[str], None] = lambda part: None
-        self.compiling: Compiling = nullcontext
         self.run_blocks = _run_blocks
         uses = 2 if first and last and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
@@ -204,14 +198,8 @@ class Stage(nn.Module):
         own_code = {}  # models of other shapes in this process are not counted as recompilations
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
             own_code["isolate_recompiles"] = True
-
-        stage = weakref.ref(self)  # torch keeps backends for good
-
-        def backend(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return shared_inductor(graph, inputs, lambda: stage().compiling())
-
         self.run_blocks = torch.compile(
-            _run_blocks, backend=backend, fullgraph=True, dynamic=False, **own_code
+            _run_blocks, backend=shared_inductor, fullgraph=True, dynamic=False, **own_code
         )
 
     def forward(

@@ -35,6 +35,18 @@ from parallel3d.pretend.works import Started, Together
 
 BACKEND = "pretended_nccl"
 SUMS = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")]
+# The same over the first dimension.
+OPERATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: t.sum(0),
+    lambda t: t.mean(0),
+    lambda t: t.amin(0),
+    lambda t: t.amax(0),
+    lambda t: t.prod(0),
+)
+
+
+def _number(op: Any) -> int:
+    return next(i for i, known in enumerate(SUMS) if op == known)
 
 
 class Options:
@@ -227,27 +239,32 @@ class PretendedNCCL(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        mean = op == dist.ReduceOp.AVG
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            (value,) = copies
-            wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-            settings = dist.AllreduceOptions()
-            settings.reduceOp = dist.ReduceOp.SUM if mean else op
-            self.wire.gloo.allreduce([wide], settings).wait()
-            return [(wide / self._size if mean else wide).to(value.dtype)]
+            return [self._sum(copies[0], op)]
 
-        number = next(i for i, known in enumerate(SUMS) if op == known)
-        return self._start("allreduce", tensors, tensors, run, number)
+        return self._start("allreduce", tensors, tensors, run, _number(op))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Started:
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            settings = dist.BroadcastOptions()
-            settings.rootRank = opts.rootRank
-            self.wire.gloo.broadcast([copies[0].view(-1).view(torch.uint8)], settings).wait()
-            return copies
+            return [self._broadcast(copies[0], opts.rootRank)]
 
         return self._start("broadcast", tensors, tensors, run, opts.rootRank)
+
+    def _sum(self, value: Tensor, op: Any) -> Tensor:
+        """Over the members, in fp32 or better, as NCCL adds; on the wire's thread."""
+        mean = op == dist.ReduceOp.AVG
+        wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        settings = dist.AllreduceOptions()
+        settings.reduceOp = dist.ReduceOp.SUM if mean else op
+        self.wire.gloo.allreduce([wide], settings).wait()
+        return (wide / self._size if mean else wide).to(value.dtype)
+
+    def _broadcast(self, value: Tensor, root: int) -> Tensor:
+        settings = dist.BroadcastOptions()
+        settings.rootRank = root
+        self.wire.gloo.broadcast([value.view(-1).view(torch.uint8)], settings).wait()
+        return value
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
         self._check_in_place("all_gather", output, given)
@@ -270,19 +287,38 @@ class PretendedNCCL(dist.ProcessGroup):
 
         return self._start("gather", given, mine, run, opts.rootRank)
 
+    def scatter(self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any) -> Started:
+        """As parts of one broadcast; the others give a tensor of equal size."""
+        parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
+
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
+            flat = torch.cat([copy.view(-1) for copy in copies])
+            return [self._broadcast(flat, opts.rootRank).chunk(self._size)[self._rank]]
+
+        return self._start("scatter", parts, outputs, run, opts.rootRank)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Started:
+        """The sum on the root; the others keep what they gave."""
+        is_root = opts.rootRank == self._rank
+
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
+            given = copies[0].clone()
+            total = self._sum(copies[0], opts.reduceOp)
+            return [total if is_root else given]
+
+        return self._start("reduce", tensors, tensors, run, opts.rootRank)
+
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
         self._check_in_place("reduce_scatter", given, output)
+        number = 0 if opts is None else _number(opts.reduceOp)
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
             wide = torch.promote_types(given.dtype, torch.float32)
             everyone = self.wire.gather_data(copies)
             parts = [t.chunk(self._size)[self._rank].to(wide) for t in everyone]
-            return [torch.stack(parts).sum(0).to(given.dtype)]
+            return [OPERATIONS[number](torch.stack(parts)).to(given.dtype)]
 
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        if op != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"reduce_scatter by {op} on the {TYPE} device")
-        return self._start("reduce_scatter", [given], [output], run)
+        return self._start("reduce_scatter", [given], [output], run, number)
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
         """NCCL takes a part inside the whole only where it belongs."""

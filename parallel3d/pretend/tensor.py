@@ -17,6 +17,9 @@ from parallel3d.pretend.machine import Machine
 from parallel3d.pretend.operators import Facts, facts_of, launches_of, touched
 from parallel3d.pretend.records import Kernel, Use
 
+# In place, and without a kernel for tensors that have no values: there is nothing to run.
+WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
+
 
 class PretendedTensor(torch.Tensor):
     """`data_` is what it stands for, on the CPU or on meta; `index` is its device's.
@@ -136,7 +139,8 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         named.pop("pin_memory", None)
     if facts.waits:
         machine.wait_for_stream(machine.stream_of(index), facts.name)
-    out = operator(*data, **named)
+    is_known = machine.data != "meta" or operator not in WITHOUT_META
+    out = operator(*data, **named) if is_known else None
     if facts.in_place:
         _check_sizes(facts, met)
     if facts.launches:

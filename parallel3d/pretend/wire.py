@@ -19,7 +19,7 @@ from torch import Tensor
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # copies of the inputs → values of the outputs
 
 NAMES = ("split", "allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather",
-         "barrier")  # fmt: skip
+         "scatter", "reduce", "barrier")  # fmt: skip
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
           torch.int16, torch.uint8, torch.int8, torch.bool)  # fmt: skip
 

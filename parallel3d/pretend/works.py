@@ -52,12 +52,13 @@ class Started(dist.Work):
 
     def end(self) -> None:
         """Puts the results in their place; waits for the other members."""
-        if self.ended or self.done is None or self.done.cancelled():  # with its group
+        if self.ended or (self.done is not None and self.done.cancelled()):  # with its group
             return
         self.ended = True
-        for output, value in zip(self.outputs, self.done.result(), strict=True):
-            output.data_.copy_(value.view(output.shape))
-        self.outputs = ()
+        if self.done is not None:
+            for output, value in zip(self.outputs, self.done.result(), strict=True):
+                output.data_.copy_(value.view(output.shape))
+        self.outputs = ()  # the machine keeps this handle until the host has waited
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()

@@ -157,6 +157,8 @@ class Initializer:
 
     def fill(self, piece: Piece, out: Tensor) -> None:
         """Writes the initial values of a box into `out`, a tensor of the box's shape."""
+        if not accelerator.has_values(out.device):
+            return
         if piece.std == 0.0:
             out.fill_(piece.fill)
             return

@@ -60,7 +60,10 @@ def test_info_flag_works(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("parallel3d ", {"train", "verify", "bench", "topology", "generate", "checkpoint"}),
+        (
+            "parallel3d ",
+            {"train", "verify", "bench", "topology", "dryrun", "generate", "checkpoint"},
+        ),
         ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
         ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
         ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),

@@ -83,7 +83,7 @@ class Story:
         files = sorted(self.run_dir(run).glob("wandb/offline-run-*/*.wandb"))
         sessions = [wandb_records(path) for path in files]
         ids = {record["run_id"] for session in sessions for record in session.get("run", [])}
-        assert ids == {run}
+        assert ids == {(self.run_dir(run) / "wandb-id").read_text().strip()}
         return [row["item"] for session in sessions for row in session.get("history", [])]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d import durable
 from parallel3d.config import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
@@ -66,7 +67,7 @@ def test_every_byte_of_every_document_is_packed_and_ended(tmp_path: Path) -> Non
     assert sorted(documents_of(corpus)) == sorted(contents.values())
     assert documents_of(corpus) != [contents[name] for name in sorted(contents)]
     assert (corpus.vocab_size, corpus.eot) == (257, EOT)
-    assert corpus.train.dtype == np.uint16 and not corpus.train.flags.writeable
+    assert corpus.train[:3].dtype == np.uint16 and not corpus.train[:3].flags.writeable
 
 
 def test_order_and_fingerprint_depend_on_names_and_text_alone(tmp_path: Path) -> None:
@@ -306,6 +307,131 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
     with pytest.raises(UserError, match=f"{path} (changed while|cannot be read)"):
         open_corpus(text(tmp_path, path), 20, report=meddle)
     assert not list((tmp_path / "cache").glob("*.tokens"))
+
+
+def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process takes itself for another user, whose new files are that user's."""
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: None)
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Gives a file or folder to another user; only root can."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    yield lambda path: os.chown(path, 4711, 4711)
+
+
+def test_a4_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.txt", b"abc" * 100)
+    data = text(tmp_path, path)
+    intact = open_corpus(data, 20).fingerprint
+    forged = write(tmp_path / "forged.txt", b"xyz" * 100)
+    open_corpus(text(tmp_path, forged, cache_dir=str(tmp_path / "other")), 20)
+    (poison,) = (tmp_path / "other").glob("*.tokens")
+    cache_file(tmp_path).write_bytes(poison.read_bytes())
+    assert open_corpus(data, 20).fingerprint != intact  # the premise: it is well-formed
+    cache_file(tmp_path).chmod(0o666)
+    reports: list[str] = []
+    assert open_corpus(data, 20, report=reports.append).fingerprint == intact
+    assert "is not taken: others than you may write it" in reports[0]
+    assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
+
+
+def test_a4_cache_file_of_another_user_is_not_taken(
+    tmp_path: Path, foreign: Callable[[Path], None]
+) -> None:
+    data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
+    open_corpus(data, 20)
+    foreign(cache_file(tmp_path))
+    reports: list[str] = []
+    open_corpus(data, 20, report=reports.append)
+    assert "is not taken" in reports[0] and "building" in reports[-1]
+    assert cache_file(tmp_path).stat().st_uid == os.geteuid()
+
+
+def test_a4_cache_folder_of_another_user_is_refused_and_another_is_proposed(
+    tmp_path: Path, foreign: Callable[[Path], None]
+) -> None:
+    path = write(tmp_path / "t.txt", b"abc" * 100)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    foreign(folder)
+    sentence = refused(text(tmp_path, path))
+    assert f"data.cache_dir={folder} cannot hold the token cache, it belongs to ano" in sentence
+    own = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
+    assert sentence.endswith(f"such as data.cache_dir={own}")
+    assert "such as" not in str(cache._unusable(own, "it belongs to another user"))
+
+
+def test_a4_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs a file of root's")
+    data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
+    open_corpus(data, 20)
+    as_another_user(monkeypatch)
+    reports: list[str] = []
+    open_corpus(data, 20, report=reports.append)
+    assert reports == []
+
+
+def test_a4_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
+    open_corpus(data, 20)
+    cache_file(tmp_path).chmod(0o777)
+    everything = cache_file(tmp_path).stat()  # what CIFS says of any file
+    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: everything)
+    reports: list[str] = []
+    open_corpus(data, 20, report=reports.append)
+    assert reports == []
+
+
+def test_b5_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.txt", b"abc" * 100)
+    os.utime(path, ns=(1, 1))
+    before = open_corpus(text(tmp_path, path), 20).fingerprint
+    write(path, b"xyz" * 100)
+    os.utime(path, ns=(1, 1))
+    assert open_corpus(text(tmp_path, path), 20).fingerprint != before
+    moved = write(tmp_path / "new.txt", b"uvw" * 100)
+    os.utime(moved, ns=(1, 1))
+    os.replace(moved, path)
+    assert documents_of(open_corpus(text(tmp_path, path), 20)) == [b"uvw" * 100]
+
+
+def test_d1_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    for name in ("a.txt", "b.md", "sub/c.txt", "sub/deep/d.txt"):
+        write(root / name, name.encode() * 9)
+    for link in ("x", "y", "sub/z"):
+        (root / link).symlink_to(root)
+
+    def found(path: str) -> list[str]:
+        return sorted(document.name for document in find_documents(text(tmp_path, path)))
+
+    assert found(f"{root}/**/*.txt") == ["a.txt", "sub/c.txt", "sub/deep/d.txt"]
+    assert found(f"{root}/**/deep") == ["sub/deep/d.txt"]
+    assert found(f"{root}/**/deep/**/*.txt") == ["sub/deep/d.txt"]
+    assert found(f"{root}/s*/**") == ["sub/c.txt", "sub/deep/d.txt"]
+    assert found(f"{root}/**/[ab].*") == ["a.txt", "b.md"]
+    assert "matches no file" in refused(text(tmp_path, f"{root}/**/*.tex"))
+
+
+def test_d10_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(100_000)
+    corpus = open_corpus(text(tmp_path, write(tmp_path / "t.bin", content)), 20)
+    assert np.array_equal(corpus.valid[:9], stream(corpus)[len(corpus.train) :][:9])
+    assert corpus.train[-3:].tobytes() == stream(corpus)[: len(corpus.train)][-3:].tobytes()
+    assert len(corpus.train[5:5]) == 0
+    os.truncate(cache_file(tmp_path), 50_000)
+    assert (
+        corpus.train[:9].tobytes() == np.frombuffer(content[:9], np.uint8).astype("<u2").tobytes()
+    )
+    with pytest.raises(OSError, match=r"\.tokens was cut short while it was in use"):
+        corpus.train[90_000:90_020]
 
 
 # ---- bad input: one sentence that names key, value and a way out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,36 @@ def test_torchrun_is_told_in_its_own_format(tmp_path: Path) -> None:
     read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
     assert read.timestamp == 7
     assert "rank 3" in read.message["extraInfo"]["py_callstack"]
+
+
+def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failures").touch()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "file"))
+    raised = caught(lambda: nearest_divisor(3, None))
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(failure, "replace_durably", full)
+    for run_dir in (tmp_path, tmp_path / "gone"):
+        failed = failure.write(from_exception(CONFIG, worker(5), raised), raised, run_dir)
+        assert failed.traceback_file is None
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("parallel3d: rank 5 (pp 1, dp 0, tp 1) on ")
+    assert first.endswith("(not recorded: File exists)")
+    assert second.endswith("(not recorded: No space left on device)")
+
+
+def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
+    raised = caught(lambda: nearest_divisor(3, None))
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    run_dir = tmp_path / "run"
+    (run_dir / "failures").mkdir(parents=True)
+    for name in ("rank-5.traceback.txt", "failures/rank-5.json"):
+        (run_dir / name).symlink_to(precious)
+    written = failure.write(from_exception(CONFIG, worker(5), raised), raised, run_dir)
+    assert failure.read_all(run_dir) == [written]
+    assert precious.read_text() == "thesis"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,8 +64,9 @@ def test_resume_drops_what_will_run_again_and_keeps_the_old_file(tmp_path: Path)
     with path.open("a") as torn:
         torn.write('{"step": 5, "lo')
     before = path.read_bytes()
-    with MetricsFile(path, first_step=3) as file:
-        assert [row["step"] for row in file.earlier] == [1, 2]
+    stay: list[dict] = []
+    with MetricsFile(path, 3, stay.append) as file:
+        assert [row["step"] for row in stay] == [1, 2]
         file.write({"step": 3})
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == before
@@ -82,8 +87,7 @@ def test_a_fresh_start_in_a_used_directory_keeps_the_old_curve_beside(tmp_path: 
     with MetricsFile(path) as file:
         file.write({"step": 0, "eval_loss": 5.0})
         file.write({"step": 1})
-    with MetricsFile(path, first_step=1) as file:
-        assert file.earlier == []
+    MetricsFile(path, 1, pytest.fail).close()
     assert path.read_bytes() == b""
     assert len(read_metrics(tmp_path / "metrics.jsonl.1")) == 2
 
@@ -94,3 +98,146 @@ def test_write_json_replaces_the_whole_file_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"a": math.nan})
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+def rows(*steps: int) -> bytes:
+    return b"".join(b'{"step": %d, "tokens": %d}\n' % (step, 10 * step) for step in steps)
+
+
+def die_in(call: str, after: bool) -> None:
+    """This process ends at its next call of this function of os, before or after it."""
+    real = getattr(os, call)
+
+    def dying(*words: object) -> None:
+        if after:
+            real(*words)
+        os._exit(9)
+
+    setattr(os, call, dying)
+
+
+@pytest.mark.parametrize("call", ["link", "replace", "fsync"])
+def test_b6_going_on_that_is_killed_half_way_loses_no_row(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(rows(1, 2, 3, 4))
+    for after in (False, True):
+        child = os.fork()
+        if child == 0:
+            die_in(call, after)
+            MetricsFile(path, first_step=3)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert path.read_bytes() in (rows(1, 2, 3, 4), rows(1, 2))
+        path.write_bytes(rows(1, 2, 3, 4))
+    assert (tmp_path / "metrics.jsonl.1").exists() == (call != "fsync")
+    MetricsFile(path, first_step=3).close()
+    assert path.read_bytes() == rows(1, 2)
+
+
+def test_b6_without_hard_links_the_old_file_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(rows(1, 2, 3))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    MetricsFile(path, first_step=2).close()
+    assert path.read_bytes() == rows(1)
+    assert (tmp_path / "metrics.jsonl.1").read_bytes() == rows(1, 2, 3)
+
+
+def test_a3_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("thesis")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic"):
+        MetricsFile(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "precious").read_text() == "thesis"
+
+
+DAMAGES = {
+    "NULs": bytes(100) + b"\n",
+    "torn, then others": b'{"step": 5, "lo\n',
+    "no UTF-8": b'{"step": 5, "x": "\xff"}\n',
+    "no row": b"[1, 2]\n",
+    "no step": b'{"loss": 1}\n',
+    "deep": b"[" * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_c12_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = rows(1) + DAMAGES[damage] + rows(2) + DAMAGES[damage] + rows(3)
+    path.write_bytes(before)
+    said: list[str] = []
+    stay: list[dict] = []
+    MetricsFile(path, 9, stay.append, said.append).close()
+    assert [row["step"] for row in stay] == [1, 2, 3]
+    assert path.read_bytes() == rows(1, 2, 3)
+    assert (tmp_path / "metrics.jsonl.1").read_bytes() == before
+    assert len(said) == 1 and "had 2 damaged lines" in said[0] and "metrics.jsonl.1" in said[0]
+    MetricsFile(path, 9, say=pytest.fail).close()
+
+
+def test_c11_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(rows(*range(1, 60_001)))
+    count = 0
+
+    def seen(row: dict) -> None:
+        nonlocal count
+        count += 1
+
+    tracemalloc.start()
+    try:
+        MetricsFile(path, 50_001, seen).close()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == 50_000
+    assert peak < 3_000_000  # a piece that is copied, and no row
+
+
+def limited(size: int | None) -> None:
+    """No file may grow beyond `size` bytes from here on, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
+
+
+@pytest.fixture
+def unlimited() -> Callable[[int | None], None]:
+    yield limited
+    limited(None)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+
+def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(
+    tmp_path: Path, unlimited: Callable[[int | None], None]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    with MetricsFile(path, say=said.append) as file:
+        file.write({"step": 1})
+        limited(20)  # in the middle of the second line
+        for step in (2, 3, 4):
+            file.write({"step": step})
+        assert path.stat().st_size == 20
+        limited(None)
+        file.write({"step": 5})
+        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert len(said) == 1 and f"{path} cannot be written (File too large)" in said[0]
+
+
+def test_c3_lines_that_are_lost_at_the_end_are_counted(
+    tmp_path: Path, unlimited: Callable[[int | None], None]
+) -> None:
+    said: list[str] = []
+    with MetricsFile(tmp_path / "metrics.jsonl", say=said.append) as file:
+        limited(0)
+        for step in (1, 2):
+            file.write({"step": step})
+    assert len(said) == 2 and said[1].startswith("2 lines of ")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d.config import Config, ModelConfig
+from parallel3d import train
+from parallel3d.config import Config, ModelConfig, TrainConfig
+from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import KINDS, RankTimes
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import read_metrics
@@ -21,7 +26,9 @@ from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.metrics.records import StepRecord
 from parallel3d.topology.layout import Layout
+from parallel3d.trainer import StepResult
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")
@@ -117,7 +124,7 @@ def test_an_error_before_start_is_not_hidden_by_the_recorder(tmp_path: Path) -> 
 
 def test_a_start_that_fails_shows_its_own_error(tmp_path: Path) -> None:
     recorder, _ = make_recorder(tmp_path / "absent", make_config())
-    with pytest.raises(FileNotFoundError, match="absent"), recorder:
+    with pytest.raises(UserError, match=r"absent.* cannot be written \(No such file"), recorder:
         recorder.start({})
 
 
@@ -367,3 +374,67 @@ def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
     assert "memory" not in read_metrics(tmp_path / "metrics.jsonl")[0]
     assert json.loads((tmp_path / "summary.json").read_text())["memory"] is None
     assert "memory" not in screen.getvalue()
+
+
+def test_b3_lines_are_flushed_to_the_disk_at_each_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/metrics.jsonl"):
+            flushed.append(len(read_metrics(tmp_path / "metrics.jsonl")))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    recorder, _ = make_recorder(tmp_path, make_config(5))
+    with recorder:
+        recorder.start({})
+        for step, newest in enumerate((0, 2, 2, 4, 4), start=1):
+            run_steps(recorder, step, step)
+            recorder.checkpoint(newest)
+        assert flushed == [2, 4]
+
+
+def test_b3_the_training_loop_tells_the_recorder_of_checkpoints() -> None:
+    recorder, checkpoints, trainer = Mock(), Mock(saved_step=2), Mock(steps_done=2)
+    trainer.config.train = TrainConfig(steps=3, eval_batches=0)
+    trainer.train_step.return_value = StepResult(3, 1.0, 1.0, 1.0, 1, False, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "Health", Mock())
+        patch.setattr(train, "peak_memory", Mock())
+        train.run_steps(trainer, Mock(), recorder, checkpoints)
+    recorder.checkpoint.assert_called_once_with(2)
+
+
+def test_c3_a_full_disk_at_the_end_is_said_and_no_failure(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(2))
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch, recorder:
+        recorder.start({})
+        run_steps(recorder, 1, 2)
+        recorder.breakdown(rank_times(2))
+        for module in ("jsonl", "recorder"):
+            patch.setattr(f"parallel3d.metrics.{module}.replace_durably", full)
+        assert recorder.finish()["status"] == "finished"
+    text = screen.getvalue().replace("\n", "")
+    for name in ("summary.json", "breakdown.svg"):
+        assert f"{name} cannot be written (No space left on device)" in text
+
+
+def test_c12_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
+    good = StepRecord(1, 2.0, 0.5, 1e-3, 4096, 1.0, 0.1, 0.1).row()
+    odd = [{"step": 2}, good | {"step": 2, "loss": "x"}, good | {"step": 2, "nonfinite": 3}]
+    odd.append({"step": 2, "eval_loss": 1.0})
+    lines = "".join(json.dumps(row) + "\n" for row in [good, *odd])
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    recorder, _ = make_recorder(tmp_path, make_config(4), first_step=3)
+    with recorder:
+        recorder.start({})
+        run_steps(recorder, 3, 3)
+        summary = recorder.finish()
+    assert (summary["tokens"], summary["eval_loss"]) == (2 * 4096, None)

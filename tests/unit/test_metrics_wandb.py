@@ -19,7 +19,8 @@ from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.wandb_logger import MAX_ID_LENGTH, check_logger, resolve_mode, run_id
+from parallel3d.metrics.wandb_file import MAX_ID_LENGTH, run_id
+from parallel3d.metrics.wandb_logger import check_logger, resolve_mode
 from tests.wandb_records import wandb_records
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
@@ -78,7 +79,8 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert [row.get("memory/allocated") for row in rows] == [1, 2, 3, None]
     assert not {"times", "memory"} & rows[0].keys()
     run = records["run"][0]
-    assert (run["run_id"], run["display_name"], run["project"]) == ("my-run",) * 2 + ("parallel3d",)
+    assert run["run_id"] == (run_dir / "wandb-id").read_text().strip()
+    assert (run["display_name"], run["project"]) == ("my-run", "parallel3d")
     assert run["run_group"] == "sweep"
     assert run["tags"] == ["a", "b"]
     assert records["exit"][0].get("exit_code", 0) == 0
@@ -205,12 +207,26 @@ def test_a_mistake_of_ours_is_not_taken_for_a_failure_of_wandb(
         train(make_config(), run_dir)
 
 
-def test_the_id_of_a_run_is_its_name_made_safe() -> None:
-    assert run_id("gpt_tiny-tp2.1") == "gpt_tiny-tp2.1"
-    assert run_id("a/b") != run_id("a b") != run_id("a-b")
-    assert run_id("a/b") == run_id("a/b")
-    assert len(run_id("x" * 200)) <= MAX_ID_LENGTH
-    assert run_id("x" * 200) != run_id("x" * 201)
+def test_b7_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "a" / "gpt tiny", tmp_path / "b" / "gpt tiny"
+    for run_dir in (mine, theirs):
+        run_dir.mkdir(parents=True)
+    made = run_id(mine)
+    assert made.startswith("gpt-tiny-")
+    assert run_id(mine) == made != run_id(theirs)
+    (mine / "wandb-id").write_text("not/an id")
+    assert run_id(mine) != made
+    assert run_id(mine) == run_id(mine)
+    long = tmp_path / ("x" * 200)
+    long.mkdir()
+    assert len(run_id(long)) <= MAX_ID_LENGTH
+
+
+def test_b7_a_run_that_was_begun_under_its_name_keeps_that_id(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "wandb" / "offline-run-20260101_000000-old-name"
+    folder.mkdir(parents=True)
+    (folder / "run-old-name.wandb").touch()
+    assert run_id(tmp_path / "run") == "old-name"
 
 
 # Sessions `first-last-how`, one after another, each in a process of its own: it trains these steps
@@ -276,7 +292,8 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
 
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
     records = [wandb_records(path) for path in files]
-    assert {run["run_id"] for record in records for run in record.get("run", [])} == {"my-run"}
+    made = (run_dir / "wandb-id").read_text().strip()
+    assert {run["run_id"] for record in records for run in record.get("run", [])} == {made}
     reached = [len(record.get("history", [])) for record in records]
     assert 0 < reached[0] < 330  # the premise: the killed session lost its last rows
     rows = [history["item"] for record in records for history in record.get("history", [])]
@@ -296,7 +313,7 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     real = wandb.init
 
     def resumed(**options: Any) -> Any:
-        assert (options["id"], options["resume"]) == ("run", "allow")
+        assert (options["id"], options["resume"]) == (run_id(run_dir), "allow")
         run = real(**options | {"mode": "offline", "resume": None})
         monkeypatch.setattr(type(run), "resumed", True)
         monkeypatch.setattr(run, "log", logged.append)

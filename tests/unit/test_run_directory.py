@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -10,17 +11,36 @@ import stat
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, PrefixStore
 
+from parallel3d import durable, run_directory
+from parallel3d.checkpoint.listing import run_names
+from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.config import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
+from parallel3d.config_checks_run import check_plain, check_run_name
+from parallel3d.durable import replace_durably
 from parallel3d.errors import UserError
+from parallel3d.launch import Place, Worker
+from parallel3d.meeting import agree_on_run
 from parallel3d.run_directory import (
     check_run,
     differences,
     discard_unused,
     load_config,
     make_run_directory,
+    status,
     take_run,
 )
+
+# Of a trainer after four steps, as a manifest has it.
+PROGRESS = {
+    "steps": 4,
+    "consumed_samples": 8,
+    "updates": 4,
+    "good_steps": 4,
+    "overflows": 0,
+    "loss_scale": 1.0,
+}
 
 
 def config(folder: Path, **changes: object) -> Config:
@@ -169,3 +189,220 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
     (directory / "metrics.jsonl").unlink()
     discard_unused(directory)
     assert not directory.exists()
+
+
+# ---- torn files, and what another process or user has put there
+
+
+@pytest.mark.parametrize("torn", ["", "tp: 2\nmodel: {", "ru", "\0" * 64, "tp: two"])
+def test_b3_torn_newest_configuration_is_passed_over_for_an_older_one(
+    tmp_path: Path, torn: str
+) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    (directory / "config-2.yaml").write_text(torn)
+    changed = dataclasses.replace(mine, tp=1)
+    for number, start in ((3, mine), (4, changed)):
+        check_run(start, may_go_on=True)
+        os.close(take_run(start, directory))
+        assert load_config(directory) == start
+        assert (directory / f"config-{number}.yaml").exists()
+    with pytest.raises(UserError, match="seed is 1234 there, now 5"):
+        check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+
+
+def test_b3_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    folder = directory / "checkpoints" / "step-00000004"
+    folder.mkdir(parents=True)
+    manifest = Manifest(4, PROGRESS, dataclasses.asdict(mine), {}, "", {}, ())
+    write_manifest(folder, manifest)
+    (directory / "config.yaml").write_text("")
+    os.close(take_run(mine, make_run_directory(mine, may_go_on=True)[1]))
+    assert load_config(directory) == mine
+    (directory / "config-2.yaml").write_text("")
+    with pytest.raises(UserError, match="seed is 1234 there, now 5"):
+        check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+
+
+def test_b3_configuration_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), real(fd))
+    )
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    file, folder, runs = flushed
+    assert (file.parent, runs) == (folder, directory.parent)
+    assert file.name.startswith(".config.yaml.") and folder.name.startswith(".new-")
+    flushed.clear()
+    os.close(take_run(dataclasses.replace(mine, tp=1), directory))
+    assert flushed[0].name.startswith(".config-2.yaml.") and flushed[1:] == [directory]
+
+
+def test_b3_full_disk_leaves_no_half_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"run=mine: .* cannot be written \(No space left"):
+            take_run(dataclasses.replace(mine, tp=1), directory)
+        with pytest.raises(UserError, match=r"cannot make .*other: No space left"):
+            make_run_directory(config(tmp_path, run="other"))
+    assert os.listdir(directory.parent) == ["mine"]
+    assert os.listdir(directory) == ["config.yaml"]
+
+
+def test_b4_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
+    _, directory = make_run_directory(config(tmp_path, run="mine"))
+    child = os.fork()
+    if child == 0:
+        discard_unused(directory)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert directory.exists()
+
+
+def test_b4_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    lock = take_run(mine, directory)
+    place = Place("torchrun", 0, 0, 1, 1, "127.0.0.1", 0)
+    worker = Worker(0, 0, 1, 1, Path(), "torchrun")
+    store = PrefixStore("attempt0", HashStore())
+    with pytest.raises(UserError, match="running already"):
+        agree_on_run("train", mine, place, worker, store, "cpu")
+    assert worker.run_dir == Path()
+    os.close(lock)
+
+
+def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process takes itself for another user, whose new files are that user's."""
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: None)
+
+
+def test_a3_run_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    as_other_users(monkeypatch)
+    for attempt in (check_run, make_run_directory):
+        with pytest.raises(UserError, match=rf"{directory} belongs to another user \(uid"):
+            attempt(mine, may_go_on=True)
+
+
+def test_a3_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, _ = make_run_directory(config(tmp_path, run="mine"))
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    check_run(mine, may_go_on=True)
+
+
+def test_a3_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    (directory / "summary.json").symlink_to(precious)
+    (directory / "config-2.yaml").symlink_to(precious)
+    replace_durably(directory / "summary.json", b"{}")
+    os.close(take_run(dataclasses.replace(mine, tp=1), directory))
+    (directory / "config.yaml").rename(directory / "kept")
+    (directory / "config.yaml").symlink_to(directory / "kept")
+    with pytest.raises(UserError, match="cannot be written"):
+        take_run(mine, directory)
+    assert precious.read_text() == "thesis"
+
+
+def test_d2_torn_summary_says_nothing(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    for torn in ('{"status": "fin', "[]", "\0\0", ""):
+        (directory / "summary.json").write_text(torn)
+        assert status(directory) is None
+        check_run(mine, may_go_on=True)
+
+
+@pytest.mark.parametrize("place", ["lock", "folder"])
+def test_d2_folder_that_may_not_be_written_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    real = os.open
+
+    def refuse(path: str | Path, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & (os.O_RDWR if place == "lock" else os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=r"run=mine: .*mine cannot be written \(Read-only file"):
+        take_run(dataclasses.replace(mine, tp=1), directory)
+
+
+@pytest.mark.parametrize("run", ["x" * 300, "ä" * 101])
+def test_d2_name_that_is_too_long_is_refused(run: str) -> None:
+    with pytest.raises(UserError, match="bytes, and the name of a folder may have 200"):
+        check_run_name(Config(run=run))
+    check_run_name(Config(run="ä" * 100))
+
+
+def test_d5_killed_or_failed_start_leaves_the_name_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = config(tmp_path, run="mine")
+    unstorable = dataclasses.replace(mine, data=DataConfig(name="text", path="${b}"))
+    with pytest.raises(UserError, match=r"data\.path=\$\{b\} holds"):
+        make_run_directory(unstorable)
+    assert os.listdir(tmp_path / "runs") == []
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "rename", lambda *_: os._exit(9))
+        make_run_directory(mine)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    check_run(mine)
+    _, directory = make_run_directory(mine)
+    assert run_names(directory.parent) == ["mine"]
+
+
+def test_d5_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = config(tmp_path, run="mine")
+    real = run_directory.save_config
+
+    def meanwhile(*args: object, **kwargs: object) -> None:
+        monkeypatch.setattr(run_directory, "save_config", real)
+        make_run_directory(mine)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(run_directory, "save_config", meanwhile)
+    with pytest.raises(UserError, match="run=mine exists already in"):
+        make_run_directory(mine)
+    assert os.listdir(tmp_path / "runs") == ["mine"]
+
+
+@pytest.mark.parametrize("run", ["\x1b[31mred", "a\nb", "a\x7f", "a\udc80"])
+def test_d7_control_characters_in_a_name_are_refused(run: str) -> None:
+    with pytest.raises(UserError, match="cannot be printed") as refused:
+        check_run_name(Config(run=run))
+    assert str(refused.value).isprintable()
+
+
+def test_d11_stored_configuration_is_not_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    for reference in ("${oc.env:SECRET_KEY}", r'"\x24{oc.env:SECRET_KEY}"'):
+        (directory / "config.yaml").write_text(f"model:\n  name: {reference}\n")
+        with pytest.raises(UserError, match=r"holds \$\{, which is not followed") as refused:
+            check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+        assert "hunter2" not in str(refused.value)
+    with pytest.raises(UserError, match=r"logger\.group=\$\{oc\.env:X\} holds"):
+        check_plain(Config(logger=LoggerConfig(group="${oc.env:X}")))

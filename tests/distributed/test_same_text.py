@@ -1,0 +1,52 @@
+"""Ranks whose text differs: refused before the first step, whatever the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d.config import Config, DataConfig, LaunchConfig, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.launch import Worker
+from parallel3d.train import train
+from tests.distributed.pool import Pool
+
+
+def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | None:
+    """What `train` says on this rank; None if it gets as far as the model."""
+    rank = dist.get_rank()
+    data = DataConfig(name="text", path=str(folder / texts[rank]), cache_dir=str(folder / "cache"))
+    config = Config(
+        model=ModelConfig(name="gpt_tiny", seq_length=32),
+        data=data,
+        launch=LaunchConfig(shared_memory=False),
+        runs_dir=str(folder),
+        **layout,
+    )
+    worker = Worker(rank, rank, len(texts), len(texts), folder, "local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parallel3d.train.Trainer", lambda *_: (_ for _ in ()).throw(EOFError))
+        try:
+            train(config, worker)
+        except EOFError:
+            return None
+        except UserError as error:
+            return str(error)
+    raise AssertionError("it trained")
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "dp": 1}, {"dp": 2}])
+def test_b2_ranks_with_other_text_are_refused_with_two_of_them(
+    pool: Pool, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    text = b"abcdefgh" * 200
+    for name, content in (("a", text), ("longer", text + b"x"), ("other", text[::-1])):
+        (tmp_path / name).write_bytes(content)
+    assert pool.run(2, refusal, tmp_path, layout, ["a", "a"]) == [None, None]
+    for name, tokens in (("longer", "1,602"), ("other", "1,601")):
+        first, second = pool.run(2, refusal, tmp_path, layout, ["a", name])
+        assert first == second
+        assert "rank 0 on " in first and f"reads {tokens} tokens (fingerprints" in first
+        assert "rank 1 on " in first and "1,601 tokens, rank 1" in first

@@ -1,0 +1,52 @@
+"""One room asks what kind of device this is, and it asks for nothing that torch.cuda lacks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest.mock import create_autospec, patch
+
+import pytest
+import torch
+
+import parallel3d
+from parallel3d import accelerator
+
+PACKAGE = Path(parallel3d.__file__).parent
+# What is NVIDIA's or ROCm's alone: counting GPUs without a driver library of theirs.
+ALLOWED = {"devices.py": {"return torch.cuda.device_count()"}}
+LITERAL = re.compile(r"torch\.cuda\.|\.is_cuda|\.type == .cuda|startswith\(.cuda|\.cuda\(")
+
+
+def test_no_other_room_asks_for_cuda() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            code = line.split("#")[0].strip()
+            is_prose = code.startswith(('"', "`")) or "`" in code
+            if LITERAL.search(code) and not is_prose and code not in ALLOWED.get(name, ()):
+                found.append(f"{name}: {code}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("word", ["cuda:1", "cuda"])
+def test_the_room_calls_what_torch_cuda_has(word: str) -> None:
+    """Names that torch.cuda lacks, and arguments that it does not take, are refused."""
+    cuda, device = create_autospec(torch.cuda), torch.device(word)
+    cuda.get_device_name.return_value = "H100"
+    with patch.object(torch, "get_device_module", lambda _: cuda):
+        accelerator.make_current(device)
+        accelerator.synchronize(device)
+        assert accelerator.name(device) == "H100"
+    cuda.set_device.assert_called_once_with(device)
+    cuda.synchronize.assert_called_once_with(device)
+
+
+def test_a_cpu_is_no_accelerator() -> None:
+    for word in ("cpu", "meta"):
+        device = torch.device(word)
+        assert not accelerator.is_accelerator(device)
+        accelerator.make_current(device)
+        accelerator.synchronize(device)
+    assert accelerator.is_accelerator(torch.device("xpu", 0))

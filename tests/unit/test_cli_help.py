@@ -1,0 +1,19 @@
+"""Help on streams that are not Unicode."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from parallel3d import cli_help
+
+
+def test_d2_help_is_printable_on_an_ascii_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    for text in (cli_help.overview(), *map(cli_help._template, cli_help.ABOUT)):
+        assert text.isascii()
+        assert "[key=value ...]" in text or "run=..." in text
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    assert "…" in cli_help.overview()

@@ -1,0 +1,276 @@
+"""`parallel3d dryrun`: what it counts is what arithmetic says, for layouts of any size.
+
+The pretended device is enabled once in a process and for all of it, so the dry runs are in one of
+their own: a list of configurations goes in, their facts come out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.config import Config, ModelConfig
+from parallel3d.config_checks import check_config
+from parallel3d.metrics.flops import flops_per_token
+from parallel3d.models.local_shapes import stage_parameters
+from parallel3d.pipeline.split import layers_of_stages
+
+MODEL = {
+    "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
+    "ffn_hidden_size": 512, "seq_length": 512, "vocab_size": 1024, "norm": "rmsnorm",
+    "position_embedding": "rope", "activation": "swiglu", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
+ONE = {"micro_batch_size": 2, "global_batch_size": 4, "dp": 1}
+
+# name → keys of Config; "model" is laid over MODEL.
+CASES: dict[str, dict[str, Any]] = {
+    "one": ONE,
+    "half": ONE | {"micro_batch_size": 1},
+    "many": ONE | {"global_batch_size": 64},
+    "order": ONE | {"dp": 2, "ddp": {"bucket_order": "measured"}},
+    "full": ONE | {"recompute": "full"},
+    "compiled": ONE | {"compile": True},
+    "fp32": ONE | {"precision": "fp32"},
+    "sgd": ONE | {"optim": "sgd"},
+    "zero1": ONE | {"dp": 4, "zero": 1, "global_batch_size": 16},
+    "zero3": ONE | {"dp": 4, "zero": 3, "global_batch_size": 16},
+    "3d": ONE | {"tp": 2, "pp": 2, "dp": 2, "sp": True, "global_batch_size": 16},
+    "gpipe": ONE | {"pp": 2, "schedule": "gpipe", "global_batch_size": 16},
+    "1f1b": ONE | {"pp": 2, "global_batch_size": 16},
+    "world": ONE | {"tp": 4, "pp": 4, "dp": 1024, "zero": 1, "global_batch_size": 16384},
+}
+SCRIPT = """
+import json, sys
+from omegaconf import OmegaConf
+from parallel3d.config import ClusterConfig, Config, DataParallelConfig, ModelConfig, conf_dir
+from parallel3d.dryrun.command import find_facts
+
+given = json.loads(sys.stdin.read())
+cluster = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
+for name, keys in given.items():
+    config = Config(cluster=ClusterConfig(**cluster), model=ModelConfig(**keys.pop("model")))
+    config.precision.name = keys.pop("precision", "bf16")
+    config.schedule.name = keys.pop("schedule", "1f1b")
+    config.optim.name = keys.pop("optim", "adamw")
+    config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
+    for key, value in keys.items():
+        setattr(config, key, value)
+    print(json.dumps([name, find_facts(config)]), flush=True)
+"""
+
+
+def complete(keys: dict[str, Any]) -> dict[str, Any]:
+    return keys | {"model": MODEL | keys.get("model", {})}
+
+
+def config_of(name: str) -> Config:
+    keys = complete(CASES[name])
+    named = {k: v for k, v in keys.items() if k not in ("precision", "schedule", "optim")}
+    config = Config(**named | {"model": ModelConfig(**keys["model"])})
+    return check_config(config, own_samples=True)
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, dict[str, Any]]:
+    given = json.dumps({name: complete(keys) for name, keys in CASES.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def local_numel(config: Config, stage: int) -> int:
+    layers = layers_of_stages(config)[stage]
+    ends = stage == 0, stage == config.pp - 1
+    return sum(p.numel for p in stage_parameters(config.model, config.tp, layers, *ends))
+
+
+def near(value: float, expected: float, share: float = 0.01) -> bool:
+    """Equal but for the allocator's rounding and a bucket's padding."""
+    return expected <= value <= expected * (1 + share)
+
+
+def state(found: dict[str, Any]) -> tuple[int, ...]:
+    kinds = ("parameters", "gradients", "masters", "optimizer")
+    return tuple(found["live_bytes"][kind] for kind in kinds)
+
+
+@pytest.mark.parametrize("name", ["one", "3d"])
+def test_state_in_bf16_is_18_bytes_a_parameter(facts, name) -> None:
+    found = facts[name]
+    numel = local_numel(config_of(name), found["stage"])
+    expected = (2 * numel, 4 * numel, 4 * numel, 8 * numel)
+    assert all(map(near, state(found), expected)), (state(found), expected)
+
+
+def test_zero_1_shards_masters_and_optimizer(facts) -> None:
+    numel = local_numel(config_of("zero1"), 0)
+    assert all(map(near, state(facts["zero1"]), (2 * numel, 4 * numel, numel, 2 * numel)))
+
+
+def test_zero_3_shards_everything_and_gathers_parameters(facts) -> None:
+    found, numel = facts["zero3"], local_numel(config_of("zero3"), 0)
+    assert all(map(near, state(found), (0, numel, numel, 2 * numel)))
+    assert found["parameters_bytes"] > 0
+    assert found["start_peak_bytes"] < found["between_steps_bytes"] + 4 * numel / 2
+
+
+def test_in_fp32_the_parameters_are_the_masters(facts) -> None:
+    numel = local_numel(config_of("fp32"), 0)
+    assert all(map(near, state(facts["fp32"]), (4 * numel, 4 * numel, 0, 8 * numel)))
+    assert facts["sgd"]["live_bytes"]["optimizer"] < numel / 10  # without momentum
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kinds_add_up_and_begin_and_end_a_step_alike(facts, name) -> None:
+    found = facts[name]
+    kinds = [k for k in found if k.endswith("_bytes") and k.removesuffix("_bytes") in KINDS]
+    assert sum(found[k] for k in kinds) == found["peak_bytes"]
+    assert found["between_steps_bytes"] <= found["peak_bytes"]
+    assert found["live_bytes"]["activations"] == found["live_bytes"]["logits"] == 0
+    assert all(value >= 0 for value in found["live_bytes"].values())
+
+
+KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers")
+
+
+def test_half_the_micro_batch_has_half_the_activations(facts) -> None:
+    ratio = facts["half"]["activations_bytes"] / facts["one"]["activations_bytes"]
+    assert ratio == pytest.approx(0.5, rel=0.02)
+
+
+def test_activations_of_a_layer_are_those_of_a_hand_count(facts) -> None:
+    """In bf16, in units of a hidden state: input, its norm, q, k, v, attention's output, the
+    residual, its norm, gate and up, their product; and in the end the last hidden state, its norm
+    and its gradient."""
+    tokens, hidden, ffn = 2 * 512, 256, 512
+    unit = 2 * tokens * hidden
+    layer = 1 + 1 + (1 + 2 * 4 / 8) + 1 + 1 + 1 + 2 * ffn / hidden + ffn / hidden
+    expected = (4 * layer + 3) * unit
+    assert facts["one"]["activations_bytes"] == pytest.approx(expected, rel=0.05)
+
+
+def test_full_recomputation_keeps_a_layers_input_alone(facts) -> None:
+    unit = 2 * 2 * 512 * 256
+    layers, whole = 4 * unit, facts["one"]["activations_bytes"]
+    # One layer is there in full while its backward runs, with gradients on their way.
+    assert layers < facts["full"]["activations_bytes"] < layers + whole / 4 + 6 * unit
+    parts = facts["full"]["parts"], facts["one"]["parts"]
+    again, once = (p["gemm_layers"]["flops"] for p in parts)
+    assert 1.2 * once < again < 4 / 3 * once  # but for the last GEMM of each layer
+
+
+@pytest.mark.parametrize("name", ["one", "half", "many", "zero1", "zero3"])
+def test_flops_are_those_of_the_model_with_half_of_attention(facts, name) -> None:
+    """`metrics.flops` counts attention in full, 6 GEMMs over the scores; a causal kernel computes
+    half of 7, as flash attention's backward makes the scores again."""
+    found, model = facts[name], config_of(name).model
+    tokens = found["tokens"] / found["world_size"]
+    attention = 12.0 * model.num_layers * model.hidden_size * model.seq_length
+    expected = tokens * (flops_per_token(model, model.seq_length) - attention * (1 - 7 / 12))
+    assert found["flops"] == pytest.approx(expected, rel=0.01)
+
+
+def test_many_micro_batches_are_as_many_times_one(facts) -> None:
+    """32 of them, of which 2 ran, beside 2 that all ran."""
+    many, two = facts["many"], facts["one"]
+    for what in ("flops", "launches", "bytes"):
+        once = two["parts"]["optimizer"][what]
+        ratio = (many[what] - once) / (two[what] - once)
+        assert ratio == pytest.approx(16, rel=0.05), what
+    assert many["peak_bytes"] == two["peak_bytes"]
+    assert many["host_syncs"] == two["host_syncs"] == 1
+
+
+def test_the_time_is_the_sum_of_its_parts(facts) -> None:
+    for name, found in facts.items():
+        peak = 66.9e12 if name == "fp32" else 989.4e12
+        assert found["seconds"] == pytest.approx(sum(p["seconds"] for p in found["parts"].values()))
+        for part in found["parts"].values():
+            most = part["bytes"] / (3.35e12 * 4 / 4.8)
+            assert part["seconds"] <= most + part["flops"] / (peak * 0.3) + 1e-12
+
+
+def test_compiled_blocks_have_fewer_kernels_and_bytes(facts) -> None:
+    eager, compiled = (facts[name]["parts"] for name in ("one", "compiled"))
+    assert compiled["blocks"]["launches"] < eager["blocks"]["launches"]
+    assert compiled["blocks"]["bytes"] < eager["blocks"]["bytes"]
+    for part in ("gemm_layers", "gemm_head", "attention", "loss"):
+        assert compiled[part]["flops"] == eager[part]["flops"]
+        assert compiled[part]["launches"] == eager[part]["launches"]
+
+
+def test_gpipe_keeps_all_micro_batches_and_1f1b_those_in_flight(facts) -> None:
+    gpipe, one = facts["gpipe"], facts["1f1b"]
+    ratio = gpipe["activations_bytes"] / one["activations_bytes"]
+    assert ratio == pytest.approx(8 / 2, rel=0.15)
+    for rows in zip(gpipe["rows"], one["rows"], strict=True):
+        assert rows[0]["flops"] == pytest.approx(rows[1]["flops"])
+    assert gpipe["step_seconds"] > gpipe["seconds"]  # the bubble
+
+
+def test_bytes_that_a_rank_sends(facts) -> None:
+    found, config = facts["zero1"], config_of("zero1")
+    numel = local_numel(config, 0)
+    # Reduce-scatter of fp32 gradients, all-gather of bf16 parameters; a ring sends 3/4 of them.
+    assert near(found["groups"]["dp"]["bytes_sent"], 0.75 * (4 + 2) * numel)
+    found = facts["3d"]
+    unit = 2 * 2 * 512 * 256 // 2  # a hidden state of one tp rank
+    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # of 4 micro-batches, one way
+    assert {"tp", "pp", "dp", "world"} == set(found["groups"])
+
+
+def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
+    assert [row["stage"] for row in facts["world"]["rows"]] == [0, 2, 3]
+    assert [row["rank"] for row in facts["world"]["rows"]] == [0, 8192, 12288]
+    assert facts["world"]["peak_bytes"] == max(r["peak_bytes"] for r in facts["world"]["rows"])
+    assert facts["world"]["world_size"] == 16384
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "parallel3d", "dryrun", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_page_and_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "facts.json"
+    small = ("cluster=dgx_h200", "precision=bf16", f"dryrun.json={file}")
+    done = run(*small)
+    assert done.returncode == 0, done.stderr
+    assert "It fits" in done.stdout and "GEMMs of the layers" in done.stdout
+    assert "\x1b[" not in done.stdout and not done.stderr
+    found = json.loads(file.read_text())
+    keys = [f"{kind}_bytes" for kind in KINDS]
+    keys += ["peak_bytes", "launches", "bytes", "flops", "host_syncs", "seconds", "fits"]
+    assert not [key for key in (*keys, "groups", "parts", "rows", "made_by") if key not in found]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["facts.json"]
+    again = run(*small, "dryrun.reserve_gb=200")
+    assert again.returncode == 0 and "does not fit" in again.stdout
+    assert json.loads(file.read_text())["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("tp=3",), "tp=3 must divide"),
+        (("tp=2", "dryrun.rank=2"), "must be below the 2 ranks"),
+        (("cluster=laptop",), "does not say what its GPUs are"),
+        (("cluster=dgx_h100", "cluster.gpu=Abacus"), "launch.peak_tflops"),
+        (("dryrun.json=.",), "is a folder"),
+        (("dryrun.json=pyproject.toml",), "was not written by parallel3d dryrun"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(words, sentence) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not done.stdout
