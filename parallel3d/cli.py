@@ -29,7 +29,7 @@ from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import explain_override_error
 from parallel3d.data.corpus import check_data
 from parallel3d.devices import HostError, check_precision_of, choose_device
-from parallel3d.errors import UserError, nearest
+from parallel3d.errors import UserError, nearest, readable
 from parallel3d.failure import full_stop
 from parallel3d.generate_start import GENERATE, start_generate, take_prompt
 from parallel3d.gpu_environment import gpu_environment
@@ -50,6 +50,9 @@ COMPLETION_FLAGS = ("-sc", "--shell-completion")
 SUBMITIT = "SUBMITIT_EXECUTOR"
 # Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
 ALIASES = {"checkpoint.async": "checkpoint.async_save"}
+MOST_ENTRIES = (
+    1000  # of a list on the command line: Hydra reads a thousand in a quarter of a second
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +108,11 @@ def _run_hydra(app: str, words: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = ["parallel3d", *words]
 
+    begun = False
+
     def job(composed: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         code = _run_job(app, composed, prompt)
         if code and SUBMITIT in os.environ:
             raise UserError(_failed_elsewhere(code))
@@ -114,7 +121,10 @@ def _run_hydra(app: str, words: list[str]) -> None:
 
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
+        # Hydra passes on what Python's own conversions raise of a value, such as OverflowError.
+        if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
         if wants_traceback:
             traceback.print_exc()
         raise explain_override_error(error, words) from None
@@ -162,7 +172,9 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
-        return _refuse(explain_override_error(error), place)
+        # Unresolved: an interpolation that fails would fail in what was typed as well.
+        words = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        return _refuse(explain_override_error(error, words), place)
 
 
 def _numbered(config: Config) -> Config:
@@ -237,7 +249,7 @@ def _refuse(error: UserError, place: Place | None = None) -> int:
     """
     first_of_host = place is not None and place.local_rank == 0
     if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
-        say(full_stop(str(error)))
+        say(readable(full_stop(str(error))))
     return USER_ERROR
 
 
@@ -274,8 +286,18 @@ def _order_words(words: list[str]) -> list[str]:
     overrides = [*known.overrides, *rest]
     flags = list(words)
     for word in overrides:
+        _check_length(word)
         flags.remove(word)
     return [*flags, *overrides]
+
+
+def _check_length(word: str) -> None:
+    key, _, value = word.partition("=")
+    if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
+        raise UserError(
+            f"{key}={value}: {key} is given {value.count(',') + 1} entries, and must have at most "
+            f"{MOST_ENTRIES}."
+        )
 
 
 def _raise_argument_error(message: str) -> NoReturn:

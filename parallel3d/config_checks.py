@@ -21,12 +21,14 @@ from parallel3d.config_checks_run import (
     check_samples,
 )
 from parallel3d.config_checks_tensor import check_attention, check_chunks
-from parallel3d.config_fields import NOT_YET, NotYet, check_fields, show
+from parallel3d.config_fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
 from parallel3d.config_groups import check_groups
 from parallel3d.config_overrides import explain_override_error
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, closest
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
+
+MOST_STAGES = 256  # whose layers are proposed one by one
 
 
 def check_config(
@@ -102,16 +104,6 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
     return dataclasses.replace(config, dp=dp)
 
 
-def _closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
-    """The number of 1…limit closest to `value` that fits (ties: the smaller), or None."""
-    start = max(1, min(value, limit))
-    for distance in range(limit):
-        for candidate in (start - distance, start + distance):
-            if 1 <= candidate <= limit and fits(candidate):
-                return candidate
-    return None
-
-
 def _nearest_multiple(value: int, unit: int) -> int:
     """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
     below = value // unit * unit
@@ -134,7 +126,7 @@ def _check_model(model: ModelConfig) -> None:
             f"the nearest is model.hidden_size={_nearest_multiple(hidden, heads)}."
         )
     if heads % kv_heads:
-        close = _closest(kv_heads, lambda n: heads % n == 0, heads)
+        close = closest(kv_heads, lambda n: heads % n == 0, heads) or 1
         raise UserError(
             f"model.num_query_groups={kv_heads} must divide model.num_attention_heads={heads}; "
             f"the nearest is model.num_query_groups={close}."
@@ -196,9 +188,8 @@ def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
 
 def _nearest_tp(config: Config) -> int:
     """The tensor-parallel size closest to the one asked for that this model can be split by."""
-    close = _closest(config.tp, _splits(config), min(_tp_dividends(config).values()))
-    assert close is not None  # 1 splits everything
-    return close
+    close = closest(config.tp, _splits(config), min(_tp_dividends(config).values()))
+    return close or 1  # which splits everything
 
 
 def _check_tensor_parallel(config: Config) -> None:
@@ -215,15 +206,15 @@ def _check_tensor_parallel(config: Config) -> None:
             f"tp={_nearest_tp(config)}."
         )
     if vocabulary % tp:
-        multiple = _closest(
+        multiple = closest(
             model.vocab_multiple,
-            lambda m: dataclasses.replace(model, vocab_multiple=m).padded_vocab_size % tp == 0,
+            lambda m: -(-model.vocab_size // m) * m % tp == 0,
             model.vocab_multiple + tp,
         )
         raise UserError(
             f"tp={tp} must divide the padded vocabulary, {vocabulary} rows by model.vocab_size="
             f"{model.vocab_size} and model.vocab_multiple={model.vocab_multiple}; the nearest is "
-            f"model.vocab_multiple={multiple} or tp={_nearest_tp(config)}."
+            f"model.vocab_multiple={multiple or tp} or tp={_nearest_tp(config)}."
         )
 
 
@@ -247,7 +238,6 @@ def _check_pipeline(config: Config) -> None:
         )
     if given is None:
         return
-    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
     name = "schedule.layers_per_stage"
     if len(given) != stages:
         wrong = f"has {len(given)} entries for pp={pp} stages"
@@ -257,17 +247,21 @@ def _check_pipeline(config: Config) -> None:
         wrong = f"adds up to {sum(given)} layers, but model.num_layers={layers}"
     else:
         return
-    raise UserError(f"{name}={show(given)} {wrong}; an even split is {name}={show(even)}.")
+    shown = range(min(stages, MOST_STAGES))
+    even = [layers // stages + (stage < layers % stages) for stage in shown]
+    advice = f"an even split is {name}={show(even)}" if stages == len(even) else f"give {name}=null"
+    raise UserError(f"{name}={show(given)} {wrong}; {advice}.")
 
 
 def _data_parallel_size(config: Config, world_size: int | None) -> int:
     """dp as given or as left over by the others; raises UserError if the ranks do not add up."""
     if world_size is None:
         return config.dp or 1
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    is_number = isinstance(world_size, int) and not isinstance(world_size, bool)
+    if not is_number or world_size < 1 or not fits_64_bits(world_size):
         raise UserError(
-            f"a world size of {show(world_size)} must be a whole number, at least 1; the nearest "
-            f"is 1."
+            f"a world size of {show(world_size)} must be a whole number, at least 1 and of 64 "
+            "bits; the nearest is 1."
         )
     replica = config.tp * config.pp * config.cp
     if world_size == replica * (config.dp or max(1, world_size // replica)):
@@ -294,8 +288,8 @@ def _fitting_sizes(config: Config, world_size: int) -> list[str]:
     choices = []
     if dp is not None and world_size % (tp * pp * cp) == 0:
         choices.append(f"dp={world_size // (tp * pp * cp)}")
-    near_tp = _closest(tp, lambda n: splits(n) and fits(n * pp * cp), world_size)
-    near_pp = _closest(pp, lambda n: fits(tp * n * cp), min(world_size, config.model.num_layers))
+    near_tp = closest(tp, lambda n: splits(n) and fits(n * pp * cp), world_size)
+    near_pp = closest(pp, lambda n: fits(tp * n * cp), min(world_size, config.model.num_layers))
     choices += [f"tp={near_tp}"] if near_tp else []
     choices += [f"pp={near_pp}"] if near_pp else []
     return choices
@@ -308,7 +302,7 @@ def _check_batch(config: Config, dp: int) -> None:
     choices = [f"global_batch_size={_nearest_multiple(batch, micro * dp)}"]
     if batch % dp == 0:
         share = batch // dp
-        close = _closest(micro, lambda n: share % n == 0, share)
+        close = closest(micro, lambda n: share % n == 0, share) or 1
         choices.append(f"micro_batch_size={close}")
     raise UserError(
         f"global_batch_size={batch} must be a multiple of {micro * dp}, the product of "

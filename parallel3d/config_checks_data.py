@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config import Config
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, closest
 
 
 def check_data_parallel(config: Config, dp: int) -> None:
@@ -37,9 +37,8 @@ def _check_fully_sharded(config: Config, dp: int) -> None:
             f"ddp.shard_size={size} is read by zero=2 and zero=3 alone, but zero={config.zero}; "
             "the nearest is ddp.shard_size=null."
         )
-    fits = [n for n in range(2, dp + 1) if dp % n == 0]
-    if dp > 1 and size not in fits:
-        near = min(fits, key=lambda n: (abs(n - size), n))
+    if dp > 1 and (size < 2 or dp % size):
+        near = closest(size, lambda n: n > 1 and dp % n == 0, dp) or dp
         raise UserError(
             f"ddp.shard_size={size} must divide dp={dp} and be at least 2; the nearest is "
             f"ddp.shard_size={near}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config import Config
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, closest
 
 
 def check_chunks(config: Config) -> None:
@@ -19,8 +19,7 @@ def check_chunks(config: Config) -> None:
             "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
         )
     if config.sp and local % chunks:
-        fits = (n for n in range(1, local + 1) if local % n == 0)
-        close = min(fits, key=lambda n: (abs(n - chunks), n))
+        close = closest(chunks, lambda n: local % n == 0, local) or 1
         raise UserError(
             f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
             f"nearest is tensor_parallel.chunks={close}."

@@ -78,11 +78,19 @@ def show(value: Any) -> str:
     """A value as it is typed on the command line, always on one line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, int) and not fits_64_bits(value):
+        return f"{value:#x}"  # Python refuses to spell long ones in decimals
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(v) for v in value)}]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[^\s'\"]+", value) else repr(value)
+        plain = re.fullmatch(r"[^\s'\"]+", value) and value.isprintable()
+        return value if plain else repr(value)
     return " ".join(repr(value).split())
+
+
+def fits_64_bits(number: int) -> bool:
+    """Whether torch and files could hold it; beyond that even a float cannot, in the end."""
+    return -(2**63) <= number < 2**63
 
 
 def spell(name: str, value: Any) -> str:
@@ -238,6 +246,10 @@ def _check_value(key: Key, value: Any) -> None:
     if key.type not in (int, float):
         return
     meta = key.meta
+    if isinstance(value, int) and not fits_64_bits(value):
+        raise UserError(
+            f"{wrong}, and fit into 64 bits; the default is {spell(key.name, key.default)}."
+        )
     inside = (
         not (isinstance(value, float) and not math.isfinite(value))
         and (meta.get("minimum") is None or value >= meta["minimum"])

@@ -10,8 +10,16 @@ import re
 from collections.abc import Sequence
 
 from parallel3d.config import conf_dir
-from parallel3d.config_fields import all_keys, allowed, nearest_key, refusal, spell, unknown_key
-from parallel3d.errors import UserError, nearest
+from parallel3d.config_fields import (
+    Key,
+    all_keys,
+    allowed,
+    nearest_key,
+    refusal,
+    spell,
+    unknown_key,
+)
+from parallel3d.errors import UserError, nearest, readable
 
 
 def presets(group: str) -> list[str]:
@@ -46,11 +54,23 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
         or _unknown_preset(text)
         or _ambiguous(text)
         or _twice(text)
-        or _value(text)
+        or _deleted(text)
+        or _value(text, overrides)
+        or _too_long_a_number(text, overrides)
         or _syntax(text, override)
         or _not_a_preset(text, overrides)
+        or _no_key(overrides)
     )
-    return UserError(explained or f"The configuration cannot be read: {_one_line(text)}.")
+    return UserError(readable(explained or f"The configuration cannot be read: {_one_line(text)}."))
+
+
+def _no_key(overrides: Sequence[str]) -> str | None:
+    """The first override of a key that does not exist, where the error says nothing of use."""
+    for override in overrides:
+        name, equals, value = override.lstrip("+~").partition("=")
+        if equals and name not in all_keys() and not re.match("hydra[./]", name):
+            return unknown_key(name, value)
+    return None
 
 
 def _one_line(text: str) -> str:
@@ -70,7 +90,10 @@ def _unknown_preset(text: str) -> str | None:
     found = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", text)
     if not found:
         return None
-    group, option = found[1], found[2]
+    return _wrong_preset(found[1], found[2])
+
+
+def _wrong_preset(group: str, option: str) -> str:
     key = all_keys().get(f"{group}.name")
     later = refusal(key.name, option) if key else None
     if later:
@@ -86,24 +109,35 @@ def _unknown_preset(text: str) -> str | None:
 
 
 def _ambiguous(text: str) -> str | None:
-    found = re.search(r"Ambiguous value for argument '([^=']*)=(.*)'", text)
+    found = re.search(r"Ambiguous value for argument '([^=']*)=(.*)'", text) or re.search(
+        r"Sweep parameters '([^=']*)=(.*)' requires --multirun", text
+    )
     if not found:
         return None
     name, value = found[1], found[2]
     return (
         f"{name}={value} is several values for one key; add --multirun to run each of them, or "
-        f"write a list as {name}=[{value}]."
+        f"give a list as {name}=[{value}]."
     )
 
 
 def _twice(text: str) -> str | None:
+    there = re.search(r"Could not append to config\. An item is already at '([^']*)'", text)
+    if there:
+        name = there[1]
+        return f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
     found = re.search(r"(\S+) appears more than once in the final defaults list", text)
     if not found:
         return None
     return f"+{found[1]}=… adds a preset beside the one chosen already; write {found[1]}=… instead."
 
 
-def _value(text: str) -> str | None:
+def _deleted(text: str) -> str | None:
+    found = re.search(r"Could not delete (?:from config\. )?'([^\n]+)'(?: does|\. No)", text)
+    return unknown_key(found[1]) if found else None
+
+
+def _value(text: str, overrides: Sequence[str]) -> str | None:
     """A key that exists with a value that it cannot take."""
     found = re.search(r"full_key: (\S+)", text)
     if not found:
@@ -126,14 +160,43 @@ def _value(text: str) -> str | None:
         hint = f"the nearest is ${{{close}}}" if close else f"the default is {default}"
         return f"{name}=${{{missing[1]}}}: {missing[1]} is not a key of the configuration; {hint}."
     if "nterpolation" in text:
-        return f"{name} cannot be resolved: {_one_line(text.partition('full_key:')[0])}."
+        return _unresolved(key, text, overrides)
     merged = re.search(rf"Error merging override \+*({re.escape(name)}\S*?)=([^\n]*)", text)
     bad = re.search(r"Value '([^\n]*)' (?:of type|is not)", text) or re.search(
         r"value: ([^\n]*)", text
     )
-    value = merged[2] if merged else bad[1] if bad else None
+    value = merged[2] if merged else bad[1] if bad else _typed(name, overrides)
     typed = f"{merged[1] if merged else name}={value}" if value is not None else name
-    return f"{typed}: {name} must be {allowed(key)}; the default is {default}."
+    return _not_allowed(typed, key)
+
+
+def _not_allowed(typed: str, key: Key) -> str:
+    default = spell(key.name, key.default)
+    return f"{typed}: {key.name} must be {allowed(key)}; the default is {default}."
+
+
+def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
+    """What `${…}` came to is not said: it may be of the environment."""
+    typed = f"{key.name}={_typed(key.name, overrides) or '${…}'}"
+    if "While dereferencing" in text:
+        return _not_allowed(f"{typed} comes to what it cannot be", key)
+    reason = _one_line(text.partition("full_key:")[0])
+    return _not_allowed(f"{typed} cannot be resolved ({reason})", key)
+
+
+def _typed(name: str, overrides: Sequence[str]) -> str | None:
+    """The value that was typed last for a key."""
+    values = (word.lstrip("+").partition("=") for word in overrides)
+    return next((value for key, _, value in reversed(list(values)) if key == name), None)
+
+
+def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
+    """Python's own limit on digits, which names nothing."""
+    if "for integer string conversion" not in text:
+        return None
+    word, _, value = max(overrides, key=len, default="").partition("=")
+    key = all_keys().get(word.lstrip("+"))
+    return _not_allowed(f"{word}={value}", key) if key else unknown_key(word, value)
 
 
 def _syntax(text: str, override: str | None) -> str | None:
@@ -141,7 +204,8 @@ def _syntax(text: str, override: str | None) -> str | None:
     quoted = re.search(r"Error parsing override '([^\n]*)'", text)
     lexed = re.search(r"LexerNoViableAltException: ([^\n]*)", text)
     flags = re.search(r"unrecognized arguments: (\S+)", text)
-    known = quoted or lexed or flags
+    merged = re.search(r"Error merging override ([^\n]*)", text)
+    known = quoted or lexed or flags or merged
     typed = override or (known[1] if known else None)
     if typed is None and text.startswith("-") and "\n" not in text:
         typed = text
@@ -156,13 +220,18 @@ def _syntax(text: str, override: str | None) -> str | None:
     if not equals or not word:
         name = nearest_key(word or value) or "tp"
         return (
-            f"{typed} is not of the form KEY=VALUE; the nearest is "
+            f"{_one_line(typed) or repr(typed)} is not of the form KEY=VALUE; the nearest is "
             f"{spell(name, all_keys()[name].default) if name in all_keys() else f'{name}=…'}."
         )
+    key = all_keys().get(word.lstrip("+"))
     if value.startswith("="):
         advice = f"the nearest is {word}={value.lstrip('=')}"
     elif re.search(r"\s\S+=", value):
         advice = f"the nearest is {_one_line(typed)} without quotes around it, as two overrides"
+    elif key is None and word not in groups():
+        return unknown_key(word.strip("+~"), _one_line(value))
+    elif key is not None and key.type in (bool, int, float):
+        return _not_allowed(_one_line(typed), key)
     else:
         plain = value.replace('"', "").replace("'", "")
         advice = f"a value with special characters is quoted twice, as '{word}=\"{plain}\"'"
@@ -170,13 +239,14 @@ def _syntax(text: str, override: str | None) -> str | None:
 
 
 def _not_a_preset(text: str, overrides: Sequence[str]) -> str | None:
-    """Hydra quotes no override when the value of a group is a number, as in `=3` or `model=3`."""
+    """Hydra quotes no override when the value of a group is no name, as in `=3` or `model=3`."""
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        if not name.strip():
+            typed = override if override.strip() else repr(override)
+            return f"{typed} is not of the form KEY=VALUE; the nearest is tp={value or 1}."
+        if name in groups() and value not in presets(name):
+            return _wrong_preset(name, value)
     if "Config group override must be" not in text:
         return None
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if not name.strip():
-            return f"{override} is not of the form KEY=VALUE; the nearest is tp={value}."
-        if name in groups() and value not in presets(name):
-            return _unknown_preset(f"Could not find '{name}/{value}'")
-    return "A group of presets takes the name of one, for example model=gpt_tiny."
+    return "A group of presets takes the name of one; the nearest is model=gpt_tiny."

@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d import failure
 from parallel3d.config import Config, ModelConfig
-from parallel3d.errors import TrainingFailure, UserError, nearest_divisor
+from parallel3d.errors import TrainingFailure, UserError, closest
 from parallel3d.failure import Failure, from_exception, from_exit, root_cause
 from parallel3d.launch import Worker
 from parallel3d.operation_log import Departure, Operation, OperationLog
@@ -69,7 +69,7 @@ def test_rank_that_the_launcher_ended_is_not_the_cause() -> None:
 
 
 def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
-    failed = from_exception(CONFIG, worker(5), caught(lambda: nearest_divisor(3, None)))
+    failed = from_exception(CONFIG, worker(5), caught(lambda: closest(3, None, 9)))
     words = failed.sentence()
     assert words.startswith("rank 5 (pp 1, dp 0, tp 1) on ")
     assert "failed in train step 3 at parallel3d/errors.py:" in words
@@ -111,11 +111,11 @@ def test_what_the_ranks_decided_is_the_cause_though_they_came_to_it_in_a_new_way
 
 
 def test_record_is_read_back_with_its_traceback(tmp_path: Path) -> None:
-    raised = caught(lambda: nearest_divisor(3, None))
+    raised = caught(lambda: closest(3, None, 9))
     written = failure.write(from_exception(CONFIG, worker(5), raised), raised, tmp_path)
     assert failure.read_all(tmp_path) == [written]
     assert written.traceback_file is not None
-    assert "nearest_divisor" in Path(written.traceback_file).read_text()
+    assert "in closest" in Path(written.traceback_file).read_text()
 
 
 def test_torchrun_is_told_in_its_own_format(tmp_path: Path) -> None:

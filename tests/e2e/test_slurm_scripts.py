@@ -1,0 +1,212 @@
+"""slurm/train.sbatch and sweep.sbatch without Slurm: its commands are played, the scripts are not.
+
+What the scripts do with folders that others made, with names and paths, and with lines that cannot
+be read. That jobs go on is shown on a real Slurm, in test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import ROOT, Ended, Shell
+
+TRAIN, SWEEP = (ROOT / "slurm" / name for name in ("train.sbatch", "sweep.sbatch"))
+REAL = shlex.join((sys.executable, "-m", "parallel3d"))
+# Each appends its words, a line a call, to a file of its own name; srun plays a rank 0 that was
+# preempted if MARKER is set, and `parallel3d` knows what it is given, and three defaults.
+TOOLS = {
+    "srun": """
+        [[ $1 == --overlap ]] && exit
+        printf '%s|' "$PARALLEL3D_SECRET" "${@:6}" >>srun.calls; echo >>srun.calls
+        [[ ${MARKER:-} ]] && mkdir -p "${MARKER%/*}" && touch "$MARKER"
+        exit 0""",
+    "scontrol": 'echo "$*" >>scontrol.calls',
+    "squeue": 'if [[ $* == *%o ]]; then echo "${SUBMITTED:-}"; else echo RUNNING None; fi',
+    "parallel3d": """
+        key=$5 value='' defaults=$'recovery.max_restarts=3\\nruns_dir=runs'
+        shift 5
+        while IFS= read -r word; do [[ $word == "$key="* ]] && value=${word#*=}; done \
+            < <(echo "$defaults"; printf '%s\\n' "$@")
+        [[ $value ]] && echo "$value\"""",
+}
+
+
+@pytest.fixture
+def tools(shell: Shell) -> Path:
+    """The folder of Slurm's commands, played."""
+    folder = shell.scratch / "tools"
+    folder.mkdir()
+    for name, body in TOOLS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def job(shell: Shell, tools: Path, script: Path, *words: str, **environ: str) -> Ended:
+    """A job 5, or the second element of an array 5, that runs `script` to its end."""
+    path = os.pathsep.join((str(tools), os.environ["PATH"]))
+    own = {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "job", "SLURM_NNODES": "1", "PATH": path}
+    return shell.run("bash", str(script), *words, **(own | environ))
+
+
+def calls(shell: Shell, name: str) -> list[str]:
+    file = shell.cwd / f"{name}.calls"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def words_of_ranks(shell: Shell) -> list[str]:
+    """What follows `bash -c SCRIPT rank` in the only call of srun, after the folder of logs."""
+    (call,) = calls(shell, "srun")
+    return call.split("|")[3:-1]
+
+
+def test_a_job_ends_with_its_ranks_and_its_logs_are_private(shell: Shell, tools: Path) -> None:
+    ended = job(shell, tools, TRAIN, "tp=2", "data.path=my 'books'/*")
+    assert (ended.code, ended.err) == (0, "")
+    words = ["parallel3d", "train", "tp=2", "data.path=my 'books'/*", "run=job-5"]
+    assert words_of_ranks(shell) == words
+    assert (shell.cwd / "logs" / "5").stat().st_mode & 0o777 == 0o700
+    assert (shell.cwd / "logs" / "5" / "starts").read_text() == "1 1 \n"
+
+
+@pytest.mark.parametrize("whose", ["somebody else's", "everybody's", "a link"])
+def test_a2_a_folder_of_logs_that_others_may_write_is_refused(
+    shell: Shell, tools: Path, whose: str
+) -> None:
+    logs = shell.cwd / "logs" / "5"
+    logs.parent.mkdir()
+    if whose == "a link":
+        (shell.cwd / "precious").mkdir(mode=0o700)
+        logs.symlink_to(shell.cwd / "precious")
+    else:
+        logs.mkdir()
+        logs.chmod(0o700 if whose == "somebody else's" else 0o777)
+        if whose == "somebody else's":
+            if os.geteuid() != 0:
+                pytest.skip("only root makes folders of somebody else's")
+            os.chown(logs, 65534, 65534)
+    ended = job(shell, tools, TRAIN, "run=r")
+    assert ended.code == 1
+    assert len(ended.errors) == 1
+    assert f"{logs} is not a folder that belongs to you alone" in ended.err
+    assert calls(shell, "srun") == []
+
+
+def test_a2_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path) -> None:
+    logs = shell.cwd / "logs" / "5"
+    logs.mkdir(parents=True, mode=0o700)
+    logs.chmod(0o700)
+    (logs / "starts").write_text("job[$(touch${IFS}PLANTED)] 0 none\n")
+    assert job(shell, tools, TRAIN, "run=r").code == 0
+    assert not (shell.cwd / "PLANTED").exists()
+    assert (logs / "starts").read_text() == "1 1 \n"
+    # What the script wrote itself is counted on.
+    assert job(shell, tools, TRAIN, "run=r").code == 0
+    assert (logs / "starts").read_text() == "2 2 \n"
+
+
+def test_c5_a_preempted_job_is_queued_again_wherever_its_runs_are(
+    shell: Shell, tools: Path
+) -> None:
+    """Interpolated, with blanks, beyond the width at which YAML folds, with quotes."""
+    deep = shell.cwd / ("long and " * 12 + "'quoted'")
+    environ = {"DEEP": str(deep), "MARKER": str(deep / "runs" / "custom-7" / "requeue")}
+    words = ("runs_dir=${oc.env:DEEP}/runs", "run=${logger.project}-7", "logger.project=custom")
+    logs = shell.cwd / "logs" / "5"
+    (deep / "runs" / "custom-7" / "checkpoints" / "step-00000020").mkdir(parents=True)
+    logs.mkdir(parents=True)
+    logs.chmod(0o700)
+    # As after four starts that all came to nothing, but for the checkpoint that there is now.
+    (logs / "starts").write_text("4 4 step-00000010\n")
+    ended = job(shell, tools, TRAIN, *words, PARALLEL3D=REAL, **environ)
+    assert (ended.code, calls(shell, "scontrol")) == (0, ["requeue 5"]), ended.err
+    assert (logs / "starts").read_text() == "5 1 step-00000020\n"
+    assert not [path for path in shell.cwd.iterdir() if path.name.startswith("$")]
+
+
+def test_c5_a_run_that_cannot_be_resolved_ends_before_any_rank(shell: Shell, tools: Path) -> None:
+    ended = job(shell, tools, TRAIN, "run=${oc.env:NO_SUCH}", PARALLEL3D=REAL)
+    assert ended.code == 2
+    assert len(ended.errors) == 1
+    assert "NO_SUCH" in ended.err
+    assert calls(shell, "srun") == []
+
+
+def test_c5_a_squeue_that_does_not_answer_is_said(shell: Shell, tools: Path) -> None:
+    (tools / "squeue").write_text("#!/bin/bash\nexit 1\n")
+    marker = str(shell.cwd / "runs" / "r" / "requeue")
+    ended = job(shell, tools, TRAIN, "run=r", MARKER=marker)
+    assert calls(shell, "scontrol") == []
+    assert "squeue does not answer; scontrol requeue 5 queues the job again" in ended.err
+
+
+def test_d6_a_job_of_any_name_names_a_run(shell: Shell, tools: Path) -> None:
+    name = "llama(1), 'a'=[b]/{c}$d é"
+    marker = str(shell.cwd / "runs" / "llama_1____a___b___c__d__-5" / "requeue")
+    environ = {"SLURM_JOB_NAME": name, "MARKER": marker, "LC_ALL": "C.UTF-8"}
+    ended = job(shell, tools, TRAIN, PARALLEL3D=REAL, **environ)
+    assert calls(shell, "scontrol") == ["requeue 5"], (ended.err, calls(shell, "srun"))
+
+
+def test_ranks_share_a_secret_of_their_job(shell: Shell, tools: Path) -> None:
+    for environ in ({}, {}, {"PARALLEL3D_SECRET": "given"}):
+        assert job(shell, tools, TRAIN, "run=r", **environ).code == 0
+    first, second, third = (call.split("|")[0] for call in calls(shell, "srun"))
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    assert first != second
+    assert third == "given"
+
+
+def element(shell: Shell, tools: Path, folder: Path, **environ: str) -> Ended:
+    """The second element of an array that was submitted with the scripts in `folder`."""
+    own = {
+        "SLURM_ARRAY_JOB_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SUBMITTED": f"{folder}/sweep.sbatch runs.txt tp=2 run=lr",
+    }
+    return job(shell, tools, SWEEP, "runs.txt", "tp=2", "run=lr", **(own | environ))
+
+
+def lines(shell: Shell, second: str) -> None:
+    (shell.cwd / "runs.txt").write_text(f"# a sweep\nseed=1\n\n{second}\n")
+
+
+def test_c6_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Path) -> None:
+    folder = shell.scratch / "my dir" / "slurm"
+    shutil.copytree(TRAIN.parent, folder)
+    lines(shell, "seed=2 data.path='my books/*' \"logger.project=it's\"")
+    ended = element(shell, tools, folder)
+    assert (ended.code, ended.err) == (0, "")
+    words = ["tp=2", "run=lr-2", "seed=2", "data.path=my books/*", "logger.project=it's"]
+    assert words_of_ranks(shell) == ["parallel3d", "train", *words]
+
+
+def test_c6_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path) -> None:
+    lines(shell, "optim.lr=1e-3 data.path=/d/tom's.txt")
+    ended = element(shell, tools, TRAIN.parent)
+    assert (ended.code, calls(shell, "srun")) == (2, [])
+    assert len(ended.errors) == 1
+    assert "line 2 of runs.txt has a quote without its other half" in ended.err
+
+
+@pytest.mark.parametrize(
+    "submitted", ["", "/nowhere/sweep.sbatch runs.txt", "wrapped/sweep.sbatch"]
+)
+def test_c6_no_other_train_sbatch_is_run(shell: Shell, tools: Path, submitted: str) -> None:
+    for folder in (shell.cwd, shell.cwd / "wrapped"):
+        folder.mkdir(exist_ok=True)
+        (folder / "train.sbatch").write_text("touch PLANTED\n")
+    lines(shell, "seed=2")
+    ended = element(shell, tools, TRAIN.parent, SUBMITTED=submitted)
+    assert (ended.code, calls(shell, "srun")) == (2, [])
+    assert "give its path as TRAIN_SBATCH" in ended.err
+    assert not (shell.cwd / "PLANTED").exists()
+    named = element(shell, tools, TRAIN.parent, SUBMITTED=submitted, TRAIN_SBATCH=str(TRAIN))
+    assert (named.code, len(calls(shell, "srun"))) == (0, 1), named.err
