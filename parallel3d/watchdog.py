@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import socket
 import sys
@@ -31,6 +30,7 @@ import torch
 from parallel3d import failure, flight_record, hang, hang_state
 from parallel3d.accelerator import is_accelerator
 from parallel3d.config import Config
+from parallel3d.job_store import get, get_all, put
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
 from parallel3d.processes import born, kill, on_this_host, state_letter
@@ -88,7 +88,7 @@ class Watchdog:
             self.store = self.store.clone()  # calls of the main thread may block on its own
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
-            self.store.set(f"{KEY}/process/{self.worker.rank}", json.dumps(me))
+            put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.config.launch.timeout_s)
             self.store.wait([f"{KEY}/process/0"], patience)
             self._keeper = self._process(0)
@@ -226,29 +226,29 @@ class Watchdog:
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
         store, world = self.store, range(self.worker.world_size)
-        store.set(f"{KEY}/state/{state.rank}", json.dumps(hang_state.to_json(state)))
+        put(store, f"{KEY}/state/{state.rank}", hang_state.to_json(state))
         store.set(f"{KEY}/asked", "1")
         first = store.add(f"{KEY}/first", 1) == 1
         if not first:
             verdict_key = f"{KEY}/verdict"
             until(lambda: store.check([verdict_key]), VERDICT_S)
-            silent = json.loads(store.get(verdict_key)) if store.check([verdict_key]) else []
+            silent = get(store, verdict_key) if store.check([verdict_key]) else []
             return None, self._mine_to_kill(silent)
         answers = [f"{KEY}/state/{rank}" for rank in world]
         until(lambda: store.check(answers), ANSWER_S)
         there = {rank for rank in world if store.check([answers[rank]])}
-        texts = store.multi_get([answers[rank] for rank in sorted(there)])
-        found = (hang_state.from_json(json.loads(text)) for text in texts)
+        said = get_all(store, [answers[rank] for rank in sorted(there)])
+        found = (hang_state.from_json(state) for state in said)
         states = {answer.rank: answer for answer in found}
         silent = {rank: self._look_at(rank) for rank in world if rank not in there}
         verdict = hang.diagnose(states, silent)
-        store.set(f"{KEY}/verdict", json.dumps(sorted(silent)))
+        put(store, f"{KEY}/verdict", sorted(silent))
         return verdict, self._mine_to_kill(sorted(silent))
 
     def _process(self, rank: int) -> dict[str, Any] | None:
         key = f"{KEY}/process/{rank}"
         assert self.store is not None
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return get(self.store, key) if self.store.check([key]) else None
 
     def _look_at(self, rank: int) -> tuple[str, str]:
         """Who a silent rank is, and why it gives no answer."""

@@ -20,6 +20,7 @@ from parallel3d.devices import PRETEND, Choice, device_of_rank
 from parallel3d.errors import UserError
 from parallel3d.gpu_environment import gpu_environment
 from parallel3d.host_memory import keep_freed_memory
+from parallel3d.job_store import one_host_environment
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.meeting import agree_on_run, meet
 from parallel3d.numa import bind_near
@@ -77,7 +78,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
 
     Returns the exit code; failures were said.
     """
-    os.environ.update(gpu_environment(config, kind, os.environ))
+    os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
     begin_on(kind)
     from torch.distributed import HashStore
 
