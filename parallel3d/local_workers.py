@@ -25,7 +25,7 @@ from parallel3d.job_store import LOCALHOST, SECRET, one_host_environment
 from parallel3d.one_host import NoLogs, OneHost
 from parallel3d.restarts import Restarts
 from parallel3d.run_directory import PLACEMENT_FILE
-from parallel3d.stop_signals import STOPPING, blocked_signals, kept_handlers
+from parallel3d.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.topology.placed_ranks import rank_of_launch
 from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_of_stop, say
 
@@ -49,20 +49,22 @@ class Agent(LocalElasticAgent):
     starts_again: Callable[[dict[int, int]], bool] | None = None
     asked: signal.Signals | None = None
     asked_at: float = 0.0
+    interrupted = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        hangup = signal.getsignal(signal.SIGHUP)
+        nohup = is_nohup(signal.SIGHUP)
         with blocked_signals() if self.grace_s is not None else contextlib.nullcontext():
             pids = super()._start_workers(worker_group)
             context = self._pcontext
             assert context is not None  # set by the call above
             close = context.close
             context.close = lambda death_sig=None, timeout=GRACE_S: self._close(close)
-            if hangup == signal.SIG_IGN:  # nohup
-                signal.signal(signal.SIGHUP, hangup)
+            if nohup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if self.grace_s is not None:
                 for number in STOPPING:
-                    signal.signal(number, self._ask_to_stop)
+                    if not is_nohup(number):
+                        signal.signal(number, self._ask_to_stop)
         return pids
 
     def _close(self, close: Callable[[signal.Signals, int], None]) -> None:
@@ -74,11 +76,14 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on; the second Ctrl-C ends everything at once."""
-        if self.asked is not None and number == signal.SIGINT:
-            raise SignalException("second SIGINT", signal.SIGINT)
+        if number == signal.SIGINT:
+            if self.interrupted:
+                raise SignalException("second SIGINT", signal.SIGINT)
+            self.interrupted = True
         if self.asked is None:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
-        self._hand_on(signal.Signals(number))
+        # SIGHUP would end them at once (END_SIGNAL).
+        self._hand_on(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
     def _hand_on(self, number: signal.Signals) -> None:
         pids = self._pcontext.pids().values() if self._pcontext is not None else ()
