@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Literal
 from parallel3d.config import Config
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.launch import Worker
+from parallel3d.metrics.jsonl import write_json
 from parallel3d.run_directory import FAILURES
 from parallel3d.topology.layout import Layout
 
@@ -118,6 +120,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
         text = f"in {awaited}: {text}"
     if departure is not None:
         text = f"{departure}; {text}"
+    text = text.encode("utf-8", "backslashreplace").decode()  # names of files may be no UTF-8
     return Failure(
         rank=worker.rank,
         coordinates=coordinates_of(config, worker.rank),
@@ -173,24 +176,30 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
     """Leave the record and the traceback in the run directory, and where torchrun looks for it.
 
-    Returns the failure with its traceback file.
+    Returns the failure with its traceback file. A disk that takes no file is no failure of its own:
+    the sentence goes out all the same.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
         file = run_dir / f"rank-{failure.rank}.traceback.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(details, encoding="utf-8")
-        failure = dataclasses.replace(failure, traceback_file=str(file))
-    write_record(failure, details, run_dir)
+        with contextlib.suppress(OSError):
+            run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.write_text(details, encoding="utf-8", errors="backslashreplace")
+            failure = dataclasses.replace(failure, traceback_file=str(file))
+    with contextlib.suppress(OSError):
+        write_record(failure, details, run_dir)
     return failure
 
 
 def write_record(failure: Failure, details: str, run_dir: Path) -> None:
-    """Leave the record alone: in the run directory, and where torchrun looks for it."""
+    """Leave the record alone: in the run directory, and where torchrun looks for it.
+
+    Raises OSError.
+    """
     folder = run_dir / FAILURES
-    folder.mkdir(parents=True, exist_ok=True)
-    record = json.dumps(dataclasses.asdict(failure))
-    (folder / f"rank-{failure.rank}.json").write_text(record, encoding="utf-8")
+    for made in (run_dir, folder):
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_json(folder / f"rank-{failure.rank}.json", dataclasses.asdict(failure))
     write_elastic_file(failure, details, os.environ)
 
 
@@ -203,9 +212,14 @@ def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str
 
 
 def read_all(run_dir: Path) -> list[Failure]:
-    """The records that ranks left in the run directory, oldest first."""
-    records = (run_dir / FAILURES).glob("rank-*.json")
-    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in records]
+    """The records that ranks left in the run directory, oldest first.
+
+    Without those that cannot be read: a rank may be ended, or its disk full, while it writes.
+    """
+    failures = []
+    for path in (run_dir / FAILURES).glob("rank-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(failures, key=lambda failure: failure.time)
 
 

@@ -82,7 +82,7 @@ def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that keep what ranks of one host alone send to its loopback.
 
     gloo would listen on the address of the host's name, or on that of an interface that is meant
-    for runs on several hosts; NCCL on the first interface of the network, unless the user names one.
+    for runs on several hosts; NCCL on the first one of the network, unless the user names one.
     """
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if interface is None:

@@ -26,6 +26,7 @@ from parallel3d.one_host import NoLogs, OneHost
 from parallel3d.restarts import Restarts
 from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
+from parallel3d.time_limits import within
 from parallel3d.topology.placed_ranks import rank_of_launch
 from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_of_stop, say
 
@@ -33,6 +34,7 @@ from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_o
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
 POLL_S = 0.1
+DISK_S = 10.0  # a disk that takes longer for a few small files is dead
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -149,13 +151,20 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
 
 def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Failure:
     """The failure that brought the others about, of those that ranks recorded or died of."""
-    records = failure.read_all(run_dir)
+    records, placed = [], exits
+    if _disk_answers(run_dir):
+        records = failure.read_all(run_dir)
+        placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): c for n, c in exits.items()}
     known = {record.rank for record in records}
-    placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): code for n, code in exits.items()}
     silent = [
         failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
     ]
     return failure.root_cause(records + silent)
+
+
+def _disk_answers(run_dir: Path) -> bool:
+    """Whether the ranks' records can be read: a dead file system keeps its readers for ever."""
+    return within(DISK_S, lambda: bool(failure.read_all(run_dir)) or True, False)
 
 
 def _is_answer(code: int) -> bool:
@@ -182,7 +191,7 @@ def _agent(app: str, config: Config, run_dir: Path, world_size: int, kind: str) 
         restarts = Restarts(run_dir, max_restarts, say)
 
         def starts_again(exits: dict[int, int]) -> bool:
-            if any(_is_answer(code) for code in exits.values()):
+            if any(_is_answer(code) for code in exits.values()) or not _disk_answers(run_dir):
                 return False
             return restarts.decide(_cause(config, run_dir, exits))
 

@@ -33,7 +33,7 @@ from parallel3d.config import Config
 from parallel3d.job_store import get, get_all, put
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
-from parallel3d.processes import born, kill, on_this_host, state_letter
+from parallel3d.processes import born, kill, of_this_job, why_silent
 from parallel3d.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.time_limits import started, until, within
 from parallel3d.worker import say
@@ -49,7 +49,8 @@ ANSWER_S = 3.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
 VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
 DUMP_S = 3.0  # what is left for files that are still being written then
-END_S = 25.0  # more than all of these: then the process ends without a word
+RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+END_S = 30.0  # more than all of these: then the process ends without a word
 
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
 Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
@@ -145,7 +146,9 @@ class Watchdog:
         with self._reporting:
             try:
                 # A thread outside of Python: the recorder may hold the interpreter while it waits.
-                faulthandler.dump_traceback_later(END_S, exit=True)
+                # It writes before it ends the process, and stderr may be what does not answer.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
                 self._tell()
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -186,11 +189,11 @@ class Watchdog:
     def _speak(self, failed: failure.Failure) -> None:
         """The record, and the line unless a launcher of ours will say it last."""
         by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
-        try:
-            failure.write_record(failed, "", self.worker.run_dir)
-        except OSError:
-            by_launcher = False
-        if not by_launcher:
+        run_dir = self.worker.run_dir
+        is_left = within(
+            RECORD_FILE_S, lambda: failure.write_record(failed, "", run_dir) is None, False
+        )
+        if not (by_launcher and is_left):
             say(failed.sentence())
 
     def _state(self, record: str | None) -> hang_state.RankState:
@@ -257,32 +260,30 @@ class Watchdog:
     def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
         if process is None:
             return failure.who(self.config, rank), "has not started to train"
-        who = failure.who(self.config, rank, process["host"])
-        if process["host"] != socket.gethostname():
-            return who, "gives no answer: its process or its host is stopped or gone"
-        letter = state_letter(process["pid"], process["born"])
-        if letter in ("T", "t"):
-            return who, "is stopped (SIGSTOP)"
-        if letter == "":
-            return who, "is gone"
-        return who, f"gives no answer (its process is in state {letter})"
+        return failure.who(self.config, rank, process["host"]), why_silent(process)
 
     def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Silent processes of this host: a stopped one would outlive the job."""
-        return on_this_host([self._process(rank) for rank in silent])
+        """Silent processes of this host and job: a stopped one would outlive the job."""
+        return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang_state.RankState) -> Found:
         """What one rank can tell alone; the first to make the file speaks."""
         who, why = self._look_at_process(0, self._keeper)
-        here = on_this_host([self._keeper])
+        here = of_this_job([self._keeper])
+        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+
+    def _is_first_without_store(self) -> bool:
+        """Whether no other rank has made the file before this one."""
         try:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
-            return None, here
+            return False
         except OSError:
             pass  # no disk to agree by: said twice is better than not at all
-        why += ", and the store that it keeps gives no answer"
-        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+        return True
 
     def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -24,6 +23,7 @@ from parallel3d.job_store import one_host_environment
 from parallel3d.launch import Place, Worker, detect
 from parallel3d.meeting import agree_on_run, keeps_store, meet
 from parallel3d.numa import bind_near
+from parallel3d.processes import die_with_parent
 from parallel3d.rank_exchange import take_rank
 from parallel3d.run_directory import discard_unused, load_config
 from parallel3d.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
@@ -51,7 +51,6 @@ USER_ERROR = 2
 END_SIGNAL = signal.SIGHUP
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
 ANSWER = 64
-LINUX_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def say(sentence: str) -> None:
@@ -138,7 +137,7 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     rank says its own line; a UserError is said by one rank. Returns the exit code.
     """
     if keeps_store(os.environ):  # without it nothing could be saved any more
-        _die_with_parent()
+        die_with_parent()
     outlive_terminal()
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
@@ -300,12 +299,6 @@ def _die_with(launcher_pid: int) -> None:
     """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
-    _die_with_parent()
+    die_with_parent()
     if os.getppid() != launcher_pid:
         _leave(1)
-
-
-def _die_with_parent() -> None:
-    """The kernel ends this process together with the one that started it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
