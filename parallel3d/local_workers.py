@@ -28,13 +28,13 @@ from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.time_limits import within
 from parallel3d.topology.placed_ranks import rank_of_launch
-from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_of_stop, say
+from parallel3d.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop, say
 
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
 POLL_S = 0.1
-DISK_S = 10.0  # a disk that takes longer for a few small files is dead
+DISK_S = 5.0  # a disk that takes longer for a few small files is dead
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -142,6 +142,8 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     answers = [code - ANSWER for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
+    if SAID in exits.values():
+        return 1
     cause = _cause(config, run_dir, exits)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its progress bar could not show the cursor again.
@@ -191,7 +193,8 @@ def _agent(app: str, config: Config, run_dir: Path, world_size: int, kind: str) 
         restarts = Restarts(run_dir, max_restarts, say)
 
         def starts_again(exits: dict[int, int]) -> bool:
-            if any(_is_answer(code) for code in exits.values()) or not _disk_answers(run_dir):
+            is_over = any(_is_answer(code) or code == SAID for code in exits.values())
+            if is_over or not _disk_answers(run_dir):
                 return False
             return restarts.decide(_cause(config, run_dir, exits))
 

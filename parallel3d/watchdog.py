@@ -36,7 +36,7 @@ from parallel3d.operation_log import OperationLog
 from parallel3d.processes import born, kill, of_this_job, why_silent
 from parallel3d.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.time_limits import started, until, within
-from parallel3d.worker import say
+from parallel3d.worker import SAID, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -74,6 +74,7 @@ class Watchdog:
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
+    _code: int = 1
     _keeper: dict[str, Any] | None = None  # rank 0's process, should the store go with it
 
     @property
@@ -113,6 +114,11 @@ class Watchdog:
         """The main thread's own wait has timed out: that is a hang as well. Does not return."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether the process is about to end: what fails in it now is a consequence."""
+        return self._reporting.locked()
 
     def _watch(self) -> None:
         interval = min(LOOK_S, self.timeout_s / 4)
@@ -156,7 +162,7 @@ class Watchdog:
                 with contextlib.suppress(Exception):
                     say(f"watchdog: {type(error).__name__}: {error}")
             finally:
-                os._exit(1)
+                os._exit(self._code)
 
     def _tell(self) -> None:
         record = None
@@ -169,10 +175,10 @@ class Watchdog:
             found = within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
         verdict, pids = found or self._without_store(state)
         dumps.join(DUMP_S)
-        for process in pids:
-            kill(*process)
         if verdict is not None:
             self._speak(self._failure(verdict))
+        for process in pids:  # last: this rank's own main thread may fail by it
+            kill(*process)
 
     def _dump(self, record: str | None) -> None:
         """The stacks, and the flight recorder where there is one, into the run directory."""
@@ -195,6 +201,7 @@ class Watchdog:
         )
         if not (by_launcher and is_left):
             say(failed.sentence())
+            self._code = SAID if by_launcher else 1
 
     def _state(self, record: str | None) -> hang_state.RankState:
         stack, ranks = of_the_work(), dict(self.log.ranks)

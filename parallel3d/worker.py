@@ -49,6 +49,8 @@ USER_ERRORS_KEY = "parallel3d/user_errors"
 USER_ERROR = 2
 # By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
 END_SIGNAL = signal.SIGHUP
+# The exit code of a local worker that has said itself why all end, as no file took it.
+SAID = 63
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
 ANSWER = 64
 
@@ -160,7 +162,7 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     except Exception as error:
         _tell_hang(worker, error)
         _report(config, worker, error, store)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
@@ -197,7 +199,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
     except Exception as error:
         _tell_hang(worker, error)
         failure.write(failure.from_exception(config, worker, error), error, directory)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
@@ -288,8 +290,13 @@ def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
         return False  # the store went with rank 0, which has spoken
 
 
-def _leave(code: int) -> None:
-    """End this process now: destructors of groups with a dead peer may wait for it for minutes."""
+def _leave(code: int, worker: Worker | None = None) -> None:
+    """End this process now: destructors of groups with a dead peer may wait for it for minutes.
+
+    A verdict on a hang that its watchdog is about to give comes first: it may have killed the peer.
+    """
+    if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
+        worker.watchdog.timed_out()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -97,7 +97,7 @@ def test_a1_generating_ranks_listen_on_the_loopback_alone(shell: Shell) -> None:
     run = ("run=mine", "checkpoint.every=3")
     assert shell.run(*PARALLEL3D, "train", *TINY, *shell.text(), *run).code == 0
     with Watched(shell) as watched:
-        words = ("generate", "run=mine", "tp=2", "generate.max_tokens=3", "generate.prompt=12 b")
+        words = ("generate", "run=mine", "tp=2", "generate.max_tokens=3", "prompt=12 b")
         ended = shell.run(*PARALLEL3D, *words, "device=cpu", GLOO_SOCKET_IFNAME="eth0")
     assert ended.code == 0, ended.err
     assert watched.elsewhere == []

@@ -154,7 +154,7 @@ def test_a5_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPa
 def test_taken_port_of_rank_0_names_its_key() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(UserError, match="launch.master_port"),
+        pytest.raises(UserError, match=r"another launch\.master_port"),
     ):
         meeting.meet(Config(), place("127.0.0.1", taken.getsockname()[1]))
 

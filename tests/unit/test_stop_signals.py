@@ -1,4 +1,4 @@
-"""What signals ask of a run, in which order they came, and what a lost terminal does to its words."""
+"""What signals ask of a run, in the order in which they come, and what a lost terminal does."""
 
 from __future__ import annotations
 
