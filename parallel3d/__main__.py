@@ -9,9 +9,13 @@ def main() -> int:
         from parallel3d.worker import local_worker_main
 
         return local_worker_main(*sys.argv[2:])
-    from parallel3d.cli import main as command
+    try:
+        from parallel3d.cli import main as command
 
-    return command()
+        return command()
+    except KeyboardInterrupt:  # during the imports; later the command itself says so
+        print("parallel3d: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

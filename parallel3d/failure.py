@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -121,6 +122,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
         text = f"in {awaited}: {text}"
     if departure is not None:
         text = f"{departure}; {text}"
+    text = text.encode("utf-8", "backslashreplace").decode()  # names of files may be no UTF-8
     return Failure(
         rank=worker.rank,
         coordinates=coordinates_of(config, worker.rank),
@@ -183,7 +185,7 @@ def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
         file = run_dir / f"rank-{failure.rank}.traceback.txt"
         with suppress(OSError):
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_durably(file, details.encode(errors="replace"))
+            replace_durably(file, details.encode(errors="backslashreplace"))
             failure = dataclasses.replace(failure, traceback_file=str(file))
     write_record(failure, details, run_dir)
     return failure
@@ -215,9 +217,14 @@ def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str
 
 
 def read_all(run_dir: Path) -> list[Failure]:
-    """The records that ranks left in the run directory, oldest first."""
-    records = (run_dir / FAILURES).glob("rank-*.json")
-    failures = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in records]
+    """The records that ranks left in the run directory, oldest first.
+
+    Without those that cannot be read: a rank may be ended, or its disk full, while it writes.
+    """
+    failures = []
+    for path in (run_dir / FAILURES).glob("rank-*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(failures, key=lambda failure: failure.time)
 
 

@@ -5,36 +5,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from parallel3d import failure
 from parallel3d.config import Config
-from parallel3d.devices import CPU, PRETEND, cores
+from parallel3d.devices import cores
 from parallel3d.gpu_environment import gpu_environment
+from parallel3d.job_store import LOCALHOST, SECRET, one_host_environment
+from parallel3d.one_host import NoLogs, OneHost
 from parallel3d.restarts import Restarts
 from parallel3d.run_directory import PLACEMENT_FILE
-from parallel3d.stop_signals import STOPPING, blocked_signals, kept_handlers
+from parallel3d.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
+from parallel3d.time_limits import within
 from parallel3d.topology.placed_ranks import rank_of_launch
-from parallel3d.worker import ANSWER, END_SIGNAL, STOPPABLE, close_books, code_of_stop, say
+from parallel3d.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop, say
 
-LOCALHOST = "127.0.0.1"
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
 POLL_S = 0.1
+DISK_S = 5.0  # a disk that takes longer for a few small files is dead
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -51,20 +51,22 @@ class Agent(LocalElasticAgent):
     starts_again: Callable[[dict[int, int]], bool] | None = None
     asked: signal.Signals | None = None
     asked_at: float = 0.0
+    interrupted = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        hangup = signal.getsignal(signal.SIGHUP)
+        nohup = is_nohup(signal.SIGHUP)
         with blocked_signals() if self.grace_s is not None else contextlib.nullcontext():
             pids = super()._start_workers(worker_group)
             context = self._pcontext
             assert context is not None  # set by the call above
             close = context.close
             context.close = lambda death_sig=None, timeout=GRACE_S: self._close(close)
-            if hangup == signal.SIG_IGN:  # nohup
-                signal.signal(signal.SIGHUP, hangup)
+            if nohup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if self.grace_s is not None:
                 for number in STOPPING:
-                    signal.signal(number, self._ask_to_stop)
+                    if not is_nohup(number):
+                        signal.signal(number, self._ask_to_stop)
         return pids
 
     def _close(self, close: Callable[[signal.Signals, int], None]) -> None:
@@ -76,11 +78,14 @@ class Agent(LocalElasticAgent):
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         """Hands a signal on; the second Ctrl-C ends everything at once."""
-        if self.asked is not None and number == signal.SIGINT:
-            raise SignalException("second SIGINT", signal.SIGINT)
+        if number == signal.SIGINT:
+            if self.interrupted:
+                raise SignalException("second SIGINT", signal.SIGINT)
+            self.interrupted = True
         if self.asked is None:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
-        self._hand_on(signal.Signals(number))
+        # SIGHUP would end them at once (END_SIGNAL).
+        self._hand_on(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
     def _hand_on(self, number: signal.Signals) -> None:
         pids = self._pcontext.pids().values() if self._pcontext is not None else ()
@@ -114,12 +119,9 @@ def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, 
     If a rank fails, all end within seconds, and the last line on stderr is the failure that
     caused the others.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="parallel3d-") as logs,
-        _environment(_defaults_for_workers(config, world_size, kind)),
-        kept_handlers(SIGNALS),
-    ):
-        agent = _agent(app, config, run_dir, world_size, kind, Path(logs))
+    wanted = _defaults_for_workers(config, world_size, kind)
+    with _environment(wanted), kept_handlers(SIGNALS):
+        agent = _agent(app, config, run_dir, world_size, kind)
         _silence_elastic()
         try:
             result = agent.run()
@@ -140,6 +142,8 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     answers = [code - ANSWER for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
+    if SAID in exits.values():
+        return 1
     cause = _cause(config, run_dir, exits)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its progress bar could not show the cursor again.
@@ -149,32 +153,28 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
 
 def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Failure:
     """The failure that brought the others about, of those that ranks recorded or died of."""
-    records = failure.read_all(run_dir)
+    records, placed = [], exits
+    if _disk_answers(run_dir):
+        records = failure.read_all(run_dir)
+        placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): c for n, c in exits.items()}
     known = {record.rank for record in records}
-    placed = {rank_of_launch(run_dir / PLACEMENT_FILE, n): code for n, code in exits.items()}
     silent = [
         failure.from_exit(config, rank, code) for rank, code in placed.items() if rank not in known
     ]
     return failure.root_cause(records + silent)
 
 
+def _disk_answers(run_dir: Path) -> bool:
+    """Whether the ranks' records can be read: a dead file system keeps its readers for ever."""
+    return within(DISK_S, lambda: bool(failure.read_all(run_dir)) or True, False)
+
+
 def _is_answer(code: int) -> bool:
     return ANSWER <= code < 2 * ANSWER
 
 
-def _agent(
-    app: str, config: Config, run_dir: Path, world_size: int, kind: str, logs: Path
-) -> Agent:
+def _agent(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> Agent:
     max_restarts = config.recovery.max_restarts if app in STOPPABLE else 0
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{LOCALHOST}:{config.launch.master_port}",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr=LOCALHOST,
-        is_host="true",
-    )
     spec = WorkerSpec(
         role="rank",
         local_world_size=world_size,
@@ -183,17 +183,18 @@ def _agent(
             *_import_flags(),
             *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid()), kind),
         ),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=OneHost(config.launch.master_port),
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
         local_addr=LOCALHOST,
     )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(logs)), shutdown_timeout=GRACE_S)
+    agent = Agent(spec, NoLogs(), shutdown_timeout=GRACE_S)
     if app in STOPPABLE:
         restarts = Restarts(run_dir, max_restarts, say)
 
         def starts_again(exits: dict[int, int]) -> bool:
-            if any(_is_answer(code) for code in exits.values()):
+            is_over = any(_is_answer(code) or code == SAID for code in exits.values())
+            if is_over or not _disk_answers(run_dir):
                 return False
             return restarts.decide(_cause(config, run_dir, exits))
 
@@ -207,26 +208,26 @@ def _import_flags() -> tuple[str, ...]:
 
 
 def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:
-    """Variables that the workers get unless the user has set them."""
+    """Variables of the workers: those that they need, and those that the user has not set."""
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
     wanted |= gpu_environment(config, kind, os.environ)
-    if kind in (CPU, PRETEND):
-        # One host needs no network: without this, gloo asks the resolver for the host's own name.
-        interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
-        if interface is not None:
-            wanted["GLOO_SOCKET_IFNAME"] = interface
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    unset = {name: value for name, value in wanted.items() if name not in os.environ}
+    return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}
 
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set yet, for the length of the block."""
+    """Set variables for the length of the block."""
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name in variables:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _silence_elastic() -> None:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import errno
 import os
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel3d.config import Config
 from parallel3d.devices import device_of_rank
 from parallel3d.errors import UserError
+from parallel3d.job_store import (
+    behind_secret,
+    get,
+    is_loopback,
+    listen_at,
+    listen_everywhere,
+    put,
+    serve,
+)
 from parallel3d.launch import Place, Worker
 from parallel3d.rank_exchange import wait_for_readers
 from parallel3d.run_directory import make_run_directory, take_run
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 # Those that take up a run that exists.
 CAN_GO_ON = ("train",)
@@ -34,26 +45,45 @@ def meet(config: Config, place: Place) -> Store:
     """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=config.launch.timeout_s)
-    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    more = {"world_size": place.world_size, "timeout": timedelta(seconds=config.launch.timeout_s)}
+    agent_listens = keeps_store(os.environ)
     try:
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0 and not agent_listens,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "already in use" in str(error):
-            key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
-            raise UserError(
-                f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
-            ) from None
-        raise
+        if place.rank == 0 and not agent_listens:
+            store = _listening_store(place, more)
+        else:
+            store = dist.TCPStore(
+                place.master_addr, place.master_port, wait_for_workers=False, **more
+            )
+    except OSError as error:  # of which torch's DistNetworkError is none
+        if error.errno != errno.EADDRINUSE:
+            raise
+        key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
+        raise UserError(
+            f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
+        ) from None
     # The agent's store outlives the ranks: what those before a restart said is not for these.
-    return dist.PrefixStore(f"attempt{_attempt() if agent_listens else 0}", store)
+    attempt = _attempt() if agent_listens else 0
+    return dist.PrefixStore(f"attempt{attempt}", behind_secret(store))
+
+
+def keeps_store(environ: Mapping[str, str]) -> bool:
+    """Whether the agent that started this process keeps the store: torchrun's, or ours."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listening_store(place: Place, more: dict[str, Any]) -> TCPStore:
+    """Rank 0's store, on MASTER_ADDR's address alone; on all where it is none of this machine's."""
+    one_host = place.launcher == "slurm" and place.world_size == place.local_world_size
+    loopback = one_host or is_loopback(place.master_addr)
+    listening = listen_at(place.master_addr, place.master_port, loopback)
+    if listening is None:
+        note = (
+            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others reach: "
+            "the ranks' store listens on all of its addresses"
+        )
+        print(f"parallel3d: {note}", file=sys.stderr, flush=True)
+        listening = listen_everywhere(place.master_port)
+    return serve(place.master_addr, listening, **more)
 
 
 def _attempt() -> int:
@@ -79,15 +109,15 @@ def agree_on_run(
             )
             take_run(config, run_dir)
             worker.run_dir = run_dir  # now that it is ours: what fails later tidies it up
-            store.underlying_store.set(RUN_KEY, config.run)
+            put(store.underlying_store, RUN_KEY, config.run)
             word = {"run": config.run, "run_dir": str(run_dir), "device": kind}
         except UserError as refused:
             error, word = refused, {"error": str(refused)}
-        store.set(RUN_KEY, json.dumps(word))
+        put(store, RUN_KEY, word)
         if error is not None:
             wait_for_readers(store, SEEN_KEY, place.world_size - 1)
             raise error
-    word = json.loads(store.get(RUN_KEY))
+    word = get(store, RUN_KEY)
     if place.rank != 0:
         store.add(SEEN_KEY, 1)
     if "error" in word:
@@ -105,4 +135,4 @@ def agree_on_run(
 def _name_before(store: Store) -> str | None:
     """The run's name before torchrun's agent started the ranks again: one without is made once."""
     before = store.underlying_store
-    return before.get(RUN_KEY).decode() if before.check([RUN_KEY]) else None
+    return get(before, RUN_KEY) if before.check([RUN_KEY]) else None

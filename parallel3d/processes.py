@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+LINUX_SET_PARENT_DEATH_SIGNAL = 1
+# Of the environment of a rank: what names the job among all of this host.
+JOB = (
+    *(b"MASTER_ADDR", b"MASTER_PORT", b"WORLD_SIZE", b"TORCHELASTIC_RUN_ID"),
+    *(b"SLURM_JOB_ID", b"SLURM_STEP_ID", b"PARALLEL3D_SECRET"),
+)
 
 
 def _stat(pid: int) -> list[str]:
@@ -29,13 +40,62 @@ def state_letter(pid: int, born: int) -> str:
     return fields[0] if fields and int(fields[19]) == born else ""
 
 
+def why_silent(process: dict[str, Any]) -> str:
+    """What can be seen of the process {pid, born, host} of a rank that gives no answer."""
+    if process["host"] != socket.gethostname():
+        return "gives no answer: its process or its host is stopped or gone"
+    letter = state_letter(process["pid"], process["born"])
+    if letter in ("T", "t"):
+        return "is stopped (SIGSTOP)"
+    return "is gone" if letter == "" else f"gives no answer (its process is in state {letter})"
+
+
+def die_with_parent() -> None:
+    """The kernel ends this process together with the one that started it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def kill(pid: int, born: int) -> None:
-    """SIGKILL, if that very process is there."""
+    """SIGKILL, if that very process is there and may be killed."""
     if state_letter(pid, born):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def on_this_host(processes: list[dict[str, Any] | None]) -> list[tuple[int, int]]:
-    """(pid, born) of those records {pid, born, host} that are of this host."""
-    here = socket.gethostname()
-    return [(p["pid"], p["born"]) for p in processes if p is not None and p["host"] == here]
+def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, int]]:
+    """(pid, born) of those records {pid, born, host} that name a process of this host and job.
+
+    The records come from a store that others may write to: what a process is, the kernel says. It
+    must belong to the same user and have got the same job from its launcher.
+    """
+    here, mine = socket.gethostname(), _job(os.getpid())
+    found = []
+    for record in processes:
+        if record is None or record["host"] != here or not mine:
+            continue
+        pid = int(record["pid"])
+        if _owner(pid) == os.getuid() and _job(pid) == mine:
+            found.append((pid, int(record["born"])))
+    return found
+
+
+def _owner(pid: int) -> int:
+    """The user whose process it is; -1 if there is none."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
+
+
+def _job(pid: int) -> dict[bytes, bytes]:
+    """What a launcher told a process of its job when it started it; empty if nothing can be read.
+
+    The same for all ranks of a job, and for nobody else.
+    """
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    said = dict(v.split(b"=", 1) for v in variables if b"=" in v)
+    return {name: said[name] for name in JOB if name in said}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config import Config
 from parallel3d.errors import UserError
+from parallel3d.job_store import get_all, put, seal, unseal
 from parallel3d.launch import Worker
 from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.topology import placed_ranks
@@ -48,14 +48,14 @@ def take_rank(
         environ.get("SLURM_TOPOLOGY_ADDR", ""),
         environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
     )
-    store.set(f"{PROCESS_KEY}/{launch_rank}", json.dumps(mine))
+    put(store, f"{PROCESS_KEY}/{launch_rank}", mine)
     needs_cluster = placed_ranks.wants_cluster(config) or app == "bench comm"
     moves = needs_cluster or config.placement != placed_ranks.DEFAULT
     if launch_rank == 0:
         _decide(config, worker, store, environ, needs_cluster, moves)
     if not moves:
         return
-    word = store.get(RANKS_KEY)
+    word = unseal(RANKS_KEY, store.get(RANKS_KEY))
     if launch_rank > 0:
         store.add(RANKS_SEEN_KEY, 1)
     if word.startswith(b"error:"):
@@ -74,16 +74,16 @@ def _decide(
 ) -> None:
     """On launch rank 0: the map made, saved, said and handed on."""
     keys = [f"{PROCESS_KEY}/{launch_rank}" for launch_rank in range(worker.world_size)]
-    processes = [Process(*json.loads(said)) for said in store.multi_get(keys)]
+    processes = [Process(*said) for said in get_all(store, keys)]
     try:
         cluster = find_cluster(config, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
     except UserError as error:
-        store.set(RANKS_KEY, b"error:" + str(error).encode())
+        store.set(RANKS_KEY, seal(RANKS_KEY, b"error:" + str(error).encode()))
         wait_for_readers(store, RANKS_SEEN_KEY, worker.world_size - 1)
         return
     if moves:
-        store.set(RANKS_KEY, placed_ranks.to_word(placed))
+        store.set(RANKS_KEY, seal(RANKS_KEY, placed_ranks.to_word(placed)))
     _tell(placed)
     placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
 

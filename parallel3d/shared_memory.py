@@ -6,8 +6,8 @@ memory that the others read. `shared_collectives.py` and `pipeline/mailbox.py` b
 
 POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can
 time out. Each rank holds a lock on its byte of the file, which the kernel drops with the process:
-whoever waits looks at it once a second, so a dead peer is noticed and named. The file is unlinked
-as soon as all have it: nothing is left behind, however a rank ends.
+whoever waits looks at it once a second, so a dead peer is noticed and named. The file has no name
+in any folder, its peers open it in /proc: nothing is left behind, however a rank ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import fcntl
 import mmap
 import os
 import socket
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,6 @@ import torch.distributed as dist
 from parallel3d.exchange import all_gather_json
 
 CPU = torch.device("cpu")
-FOLDER = Path("/dev/shm")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
 SPIN_S = 100e-6  # peers that compute the same arrive together: look for a while before sleeping
@@ -46,6 +43,17 @@ def _libc() -> ctypes.CDLL:
     for name in ("sem_init", "sem_post", "sem_trywait", "sem_timedwait"):
         getattr(libc, name).restype = ctypes.c_int
     return libc
+
+
+def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
+    """A clock, and the function that waits for a semaphore until a moment of that clock.
+
+    The monotonic one, which no setting of the time moves; glibc before 2.30 and musl lack that.
+    """
+    monotonic = time.CLOCK_MONOTONIC
+    if hasattr(libc, "sem_clockwait"):
+        return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
+    return time.CLOCK_REALTIME, libc.sem_timedwait
 
 
 @dataclass
@@ -70,6 +78,7 @@ class SharedMemory:
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = everything.data_ptr()
         self.data = everything[_semaphore_area(self.semaphores) :]
+        self.clock, self.wait_until = _wait_until(self.libc)
 
     def close(self) -> None:
         """Lets go of the file, and with it of the lock by which peers see this rank alive."""
@@ -112,9 +121,9 @@ class SharedMemory:
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
         """Whether the semaphore came within `seconds`."""
-        deadline = time.time() + seconds
+        deadline = time.clock_gettime(self.clock) + seconds
         limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
-        if self.libc.sem_timedwait(semaphore, ctypes.byref(limit)) == 0:
+        if self.wait_until(semaphore, ctypes.byref(limit)) == 0:
             return True
         reason = ctypes.get_errno()
         if reason not in (errno.ETIMEDOUT, errno.EINTR):
@@ -147,25 +156,24 @@ def open_shared_memory(
 ) -> SharedMemory | None:
     """Memory shared by the group's ranks, or None if they cannot share any; collective.
 
-    The first rank makes a file, the others try to open it: in a container with a /dev/shm of its
-    own they cannot, and the group does without, as it does where host names differ. (Two hosts can
-    see one /dev/shm: nodes made of namespaces, or of containers on one machine.)
+    The first rank makes a file, the others try to open it where /proc has that rank's: in a
+    container with processes of its own they cannot, and the group does without, as it does where
+    host names differ. (Nodes made of namespaces on one machine may see one /proc.)
 
     Args:
         semaphores: their initial values.
         data_bytes: bytes beside them, the same on every rank.
     """
     length = _semaphore_area(len(semaphores)) + data_bytes
-    name, descriptor = _create(length, semaphores) if index == 0 else ("", -1)
+    descriptor = _create(length, semaphores) if index == 0 else -1
     host = socket.gethostname()
-    host_of_first, file = all_gather_json((host, name), handle, CPU)[0]
-    if index > 0 and host_of_first == host and file:
-        descriptor = _attach(file, length)
+    mine = (host, os.getpid(), descriptor, _identity(descriptor))
+    host_of_first, pid, number, identity = all_gather_json(mine, handle, CPU)[0]
+    if index > 0 and host_of_first == host and number >= 0:
+        descriptor = _attach(f"/proc/{pid}/fd/{number}", identity)
     if descriptor >= 0:
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
     attached = all_gather_json(descriptor >= 0, handle, CPU)
-    if name:
-        os.unlink(name)
     if all(attached):
         return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s)
     if descriptor >= 0:
@@ -173,32 +181,39 @@ def open_shared_memory(
     return None
 
 
-def _create(length: int, semaphores: Sequence[int]) -> tuple[str, int]:
-    """A file of `length` bytes with its semaphores set; ("", -1) where there is no room."""
-    if sys.platform != "linux" or not os.access(FOLDER, os.W_OK):
-        return "", -1
-    descriptor, name = tempfile.mkstemp(prefix="parallel3d-", dir=FOLDER)
+def _create(length: int, semaphores: Sequence[int]) -> int:
+    """A file of `length` bytes with its semaphores set; -1 where there is no room, or no Linux."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    descriptor = os.memfd_create("parallel3d")
     try:
-        os.posix_fallocate(descriptor, 0, length)  # a full tmpfs must show here, not as a SIGBUS
+        os.posix_fallocate(descriptor, 0, length)  # a full memory must show here, not as a SIGBUS
     except OSError:
         os.close(descriptor)
-        os.unlink(name)
-        return "", -1
+        return -1
     libc = _libc()
     with mmap.mmap(descriptor, _semaphore_area(len(semaphores))) as memory:
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         for i, initial in enumerate(semaphores):
             libc.sem_init(ctypes.c_void_p(start + i * SEMAPHORE_BYTES), 1, initial)
-    return name, descriptor
+    return descriptor
 
 
-def _attach(name: str, length: int) -> int:
-    """The first rank's file, or -1 if this rank cannot see it."""
+def _identity(descriptor: int) -> list[int]:
+    """By which a file is known again: device, inode, size."""
+    if descriptor < 0:
+        return []
+    found = os.fstat(descriptor)
+    return [found.st_dev, found.st_ino, found.st_size]
+
+
+def _attach(path: str, identity: list[int]) -> int:
+    """The first rank's file, or -1 if this rank cannot see it, or another in its place."""
     try:
-        descriptor = os.open(name, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
-    if os.fstat(descriptor).st_size == length:
+    if _identity(descriptor) == identity:
         return descriptor
     os.close(descriptor)
     return -1

@@ -1,4 +1,5 @@
-"""Signals that ask a run to stop at the end of a step: preemption, a time limit, Ctrl-C.
+"""Signals that ask a run to stop at the end of a step: preemption, a time limit, Ctrl-C, a lost
+terminal.
 
 A handler only notes the signal. Ranks get it at different moments, or one of them alone, so no rank
 acts on its own: each step's sum over the world carries whether a rank was asked, and all find the
@@ -7,15 +8,21 @@ same answer in it after the same step (`Trainer.train_step`). The loop then save
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 # What a scheduler sends before it takes the machine away; SIGINT is what a user types.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
-STOPPING = (*PREEMPTION, signal.SIGINT)
+ASKING = (*PREEMPTION, signal.SIGINT)
+# SIGHUP: the terminal has gone. Ranks of our own launcher do not get it from there, but from it,
+# and then it ends them (`worker.END_SIGNAL`).
+STOPPING = (*ASKING, signal.SIGHUP)
 
 
 @dataclass
@@ -24,23 +31,26 @@ class StopSignals:
 
     Attributes:
         number: the signal that came, a preempting one before an interrupt; None: none came.
+        interrupted: a SIGINT came.
         tell: called by the handler, if set; at once if a signal has come already (`listen`).
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
     """
 
     number: signal.Signals | None = None
+    interrupted: bool = False
     tell: Callable[[], None] | None = None
     second_interrupts: bool = True
 
-    def install(self) -> None:
-        """From here on SIGTERM, SIGUSR1 and SIGINT are noted; main thread only.
+    def install(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
+        """From here on these signals are noted; main thread only.
 
         Signals that were blocked until now (by the local launcher, while this process started) are
         let through.
         """
-        for number in STOPPING:
-            signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        for number in numbers:
+            if not is_nohup(number):
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def listen(self, tell: Callable[[], None]) -> None:
         """Calls `tell` as soon as a signal comes, or now if one has come."""
@@ -49,8 +59,10 @@ class StopSignals:
             tell()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.number is not None and self.second_interrupts:
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self.interrupted and self.second_interrupts:
+                raise KeyboardInterrupt
+            self.interrupted = True
         if self.number is None or number in PREEMPTION:
             self.number = signal.Signals(number)
         if self.tell is not None:
@@ -69,8 +81,39 @@ class StopSignals:
         return "a signal to another rank" if self.number is None else self.number.name
 
 
+def is_nohup(number: int) -> bool:
+    """Whether it is the SIGHUP that nohup has this process ignore: the run shall outlive it."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+class _Terminal(io.FileIO):
+    """A terminal that may go away; what is written to it then is lost, and fails nothing."""
+
+    def write(self, data: bytes | memoryview) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """From here on a run that a lost terminal stops (SIGHUP) is not ended by its own words before
+    it has saved: `sys.stdout` and `sys.stderr` go on, into nothing.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or not stream.isatty():
+            continue
+        stream.flush()
+        kept = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
+        words = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
+        setattr(sys, name, io.TextIOWrapper(kept, **words))
+
+
 @contextmanager
-def kept_handlers(numbers: tuple[signal.Signals, ...] = STOPPING) -> Iterator[None]:
+def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
     """Puts the handlers back as they were; a sweep's next job wants them so."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -82,11 +125,11 @@ def kept_handlers(numbers: tuple[signal.Signals, ...] = STOPPING) -> Iterator[No
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Holds the stopping signals back: a process started meanwhile inherits that.
+    """Holds the signals that ask back: a process started meanwhile inherits that.
 
     One that comes before the new process has its handlers waits for them and is not lost.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
     try:
         yield
     finally:

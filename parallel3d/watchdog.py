@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import socket
 import sys
@@ -31,12 +30,13 @@ import torch
 from parallel3d import failure, flight_record, hang, hang_state
 from parallel3d.accelerator import is_accelerator
 from parallel3d.config import Config
+from parallel3d.job_store import get, get_all, put
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
-from parallel3d.processes import born, kill, on_this_host, state_letter
+from parallel3d.processes import born, kill, of_this_job, why_silent
 from parallel3d.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.time_limits import started, until, within
-from parallel3d.worker import say
+from parallel3d.worker import SAID, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,7 +49,8 @@ ANSWER_S = 3.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
 VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
 DUMP_S = 3.0  # what is left for files that are still being written then
-END_S = 25.0  # more than all of these: then the process ends without a word
+RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+END_S = 30.0  # more than all of these: then the process ends without a word
 
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
 Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
@@ -73,6 +74,7 @@ class Watchdog:
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
+    _code: int = 1
     _keeper: dict[str, Any] | None = None  # rank 0's process, should the store go with it
 
     @property
@@ -88,7 +90,7 @@ class Watchdog:
             self.store = self.store.clone()  # calls of the main thread may block on its own
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
-            self.store.set(f"{KEY}/process/{self.worker.rank}", json.dumps(me))
+            put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.config.launch.timeout_s)
             self.store.wait([f"{KEY}/process/0"], patience)
             self._keeper = self._process(0)
@@ -112,6 +114,11 @@ class Watchdog:
         """The main thread's own wait has timed out: that is a hang as well. Does not return."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether the process is about to end: what fails in it now is a consequence."""
+        return self._reporting.locked()
 
     def _watch(self) -> None:
         interval = min(LOOK_S, self.timeout_s / 4)
@@ -145,7 +152,9 @@ class Watchdog:
         with self._reporting:
             try:
                 # A thread outside of Python: the recorder may hold the interpreter while it waits.
-                faulthandler.dump_traceback_later(END_S, exit=True)
+                # It writes before it ends the process, and stderr may be what does not answer.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
                 self._tell()
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -153,7 +162,7 @@ class Watchdog:
                 with contextlib.suppress(Exception):
                     say(f"watchdog: {type(error).__name__}: {error}")
             finally:
-                os._exit(1)
+                os._exit(self._code)
 
     def _tell(self) -> None:
         record = None
@@ -166,10 +175,10 @@ class Watchdog:
             found = within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
         verdict, pids = found or self._without_store(state)
         dumps.join(DUMP_S)
-        for process in pids:
-            kill(*process)
         if verdict is not None:
             self._speak(self._failure(verdict))
+        for process in pids:  # last: this rank's own main thread may fail by it
+            kill(*process)
 
     def _dump(self, record: str | None) -> None:
         """The stacks, and the flight recorder where there is one, into the run directory."""
@@ -186,12 +195,13 @@ class Watchdog:
     def _speak(self, failed: failure.Failure) -> None:
         """The record, and the line unless a launcher of ours will say it last."""
         by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
-        try:
-            failure.write_record(failed, "", self.worker.run_dir)
-        except OSError:
-            by_launcher = False
-        if not by_launcher:
+        run_dir = self.worker.run_dir
+        is_left = within(
+            RECORD_FILE_S, lambda: failure.write_record(failed, "", run_dir) is None, False
+        )
+        if not (by_launcher and is_left):
             say(failed.sentence())
+            self._code = SAID if by_launcher else 1
 
     def _state(self, record: str | None) -> hang_state.RankState:
         stack, ranks = of_the_work(), dict(self.log.ranks)
@@ -226,29 +236,29 @@ class Watchdog:
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
         store, world = self.store, range(self.worker.world_size)
-        store.set(f"{KEY}/state/{state.rank}", json.dumps(hang_state.to_json(state)))
+        put(store, f"{KEY}/state/{state.rank}", hang_state.to_json(state))
         store.set(f"{KEY}/asked", "1")
         first = store.add(f"{KEY}/first", 1) == 1
         if not first:
             verdict_key = f"{KEY}/verdict"
             until(lambda: store.check([verdict_key]), VERDICT_S)
-            silent = json.loads(store.get(verdict_key)) if store.check([verdict_key]) else []
+            silent = get(store, verdict_key) if store.check([verdict_key]) else []
             return None, self._mine_to_kill(silent)
         answers = [f"{KEY}/state/{rank}" for rank in world]
         until(lambda: store.check(answers), ANSWER_S)
         there = {rank for rank in world if store.check([answers[rank]])}
-        texts = store.multi_get([answers[rank] for rank in sorted(there)])
-        found = (hang_state.from_json(json.loads(text)) for text in texts)
+        said = get_all(store, [answers[rank] for rank in sorted(there)])
+        found = (hang_state.from_json(state) for state in said)
         states = {answer.rank: answer for answer in found}
         silent = {rank: self._look_at(rank) for rank in world if rank not in there}
         verdict = hang.diagnose(states, silent)
-        store.set(f"{KEY}/verdict", json.dumps(sorted(silent)))
+        put(store, f"{KEY}/verdict", sorted(silent))
         return verdict, self._mine_to_kill(sorted(silent))
 
     def _process(self, rank: int) -> dict[str, Any] | None:
         key = f"{KEY}/process/{rank}"
         assert self.store is not None
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        return get(self.store, key) if self.store.check([key]) else None
 
     def _look_at(self, rank: int) -> tuple[str, str]:
         """Who a silent rank is, and why it gives no answer."""
@@ -257,32 +267,30 @@ class Watchdog:
     def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
         if process is None:
             return failure.who(self.config, rank), "has not started to train"
-        who = failure.who(self.config, rank, process["host"])
-        if process["host"] != socket.gethostname():
-            return who, "gives no answer: its process or its host is stopped or gone"
-        letter = state_letter(process["pid"], process["born"])
-        if letter in ("T", "t"):
-            return who, "is stopped (SIGSTOP)"
-        if letter == "":
-            return who, "is gone"
-        return who, f"gives no answer (its process is in state {letter})"
+        return failure.who(self.config, rank, process["host"]), why_silent(process)
 
     def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Silent processes of this host: a stopped one would outlive the job."""
-        return on_this_host([self._process(rank) for rank in silent])
+        """Silent processes of this host and job: a stopped one would outlive the job."""
+        return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang_state.RankState) -> Found:
         """What one rank can tell alone; the first to make the file speaks."""
         who, why = self._look_at_process(0, self._keeper)
-        here = on_this_host([self._keeper])
+        here = of_this_job([self._keeper])
+        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+
+    def _is_first_without_store(self) -> bool:
+        """Whether no other rank has made the file before this one."""
         try:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
-            return None, here
+            return False
         except OSError:
             pass  # no disk to agree by: said twice is better than not at all
-        why += ", and the store that it keeps gives no answer"
-        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+        return True
 
     def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"

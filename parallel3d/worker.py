@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -20,12 +19,14 @@ from parallel3d.devices import PRETEND, Choice, device_of_rank
 from parallel3d.errors import UserError
 from parallel3d.gpu_environment import gpu_environment
 from parallel3d.host_memory import keep_freed_memory
+from parallel3d.job_store import one_host_environment
 from parallel3d.launch import Place, Worker, detect
-from parallel3d.meeting import agree_on_run, meet
+from parallel3d.meeting import agree_on_run, keeps_store, meet
 from parallel3d.numa import bind_near
+from parallel3d.processes import die_with_parent
 from parallel3d.rank_exchange import take_rank
 from parallel3d.run_directory import discard_unused, load_config
-from parallel3d.stop_signals import kept_handlers
+from parallel3d.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
 from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ USER_ERRORS_KEY = "parallel3d/user_errors"
 USER_ERROR = 2
 # By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
 END_SIGNAL = signal.SIGHUP
+# The exit code of a local worker that has said itself why all end, as no file took it.
+SAID = 63
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
 ANSWER = 64
-LINUX_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def say(sentence: str) -> None:
@@ -63,13 +65,18 @@ def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: C
 
     Returns the exit code; failures were said.
     """
+    outlive_terminal()
     if device.note:
         say(device.note)
-    if world_size == 1:
-        return run_alone(app, config, run_dir, device.kind)
-    from parallel3d.local_workers import run_local_workers  # imports torch
-
-    return run_local_workers(app, config, run_dir, world_size, device.kind)
+    try:
+        if world_size == 1:
+            return run_alone(app, config, run_dir, device.kind)
+        with blocked_signals():  # they come when torch is there, not in the midst of its C++
+            from parallel3d.local_workers import run_local_workers
+        return run_local_workers(app, config, run_dir, world_size, device.kind)
+    except KeyboardInterrupt:
+        discard_unused(run_dir)
+        raise
 
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
@@ -77,10 +84,10 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
 
     Returns the exit code; failures were said.
     """
-    os.environ.update(gpu_environment(config, kind, os.environ))
-    begin_on(kind)
-    from torch.distributed import HashStore
-
+    os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
+    with blocked_signals():
+        begin_on(kind)
+        from torch.distributed import HashStore
     worker = Worker(0, 0, 1, 1, run_dir, "local")
     with kept_handlers():
         if app in STOPPABLE:
@@ -131,6 +138,9 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     Rank 0 names and makes the run directory and tells the others through the store. Every failing
     rank says its own line; a UserError is said by one rank. Returns the exit code.
     """
+    if keeps_store(os.environ):  # without it nothing could be saved any more
+        die_with_parent()
+    outlive_terminal()
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
     worker = Worker(
@@ -152,7 +162,7 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     except Exception as error:
         _tell_hang(worker, error)
         _report(config, worker, error, store)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
@@ -163,6 +173,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
     matters.
     """
     _die_with(int(launcher_pid))
+    outlive_terminal()
     begin_on(kind)
     directory = Path(run_dir)
     config = load_config(directory)
@@ -180,7 +191,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
     )
     if app in STOPPABLE:
         worker.stop.second_interrupts = False  # the launcher counts them
-        worker.stop.install()
+        worker.stop.install(ASKING)
     try:
         worker.device = device_of_rank(kind, place.local_rank)
         code = _work(app, config, worker, meet(config, place))
@@ -188,7 +199,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
     except Exception as error:
         _tell_hang(worker, error)
         failure.write(failure.from_exception(config, worker, error), error, directory)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
@@ -254,7 +265,8 @@ def _entry(app: str) -> Callable[[Config, Worker], Any]:
 
 def _tell_hang(worker: Worker, error: Exception) -> None:
     """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
-    if worker.watchdog is not None and failure.TIMED_OUT.search(str(error)):
+    timed_out = isinstance(error, TimeoutError) or failure.TIMED_OUT.search(str(error))
+    if worker.watchdog is not None and timed_out:
         worker.watchdog.timed_out()
 
 
@@ -278,8 +290,13 @@ def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
         return False  # the store went with rank 0, which has spoken
 
 
-def _leave(code: int) -> None:
-    """End this process now: destructors of groups with a dead peer may wait for it for minutes."""
+def _leave(code: int, worker: Worker | None = None) -> None:
+    """End this process now: destructors of groups with a dead peer may wait for it for minutes.
+
+    A verdict on a hang that its watchdog is about to give comes first: it may have killed the peer.
+    """
+    if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
+        worker.watchdog.timed_out()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -289,7 +306,6 @@ def _die_with(launcher_pid: int) -> None:
     """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != launcher_pid:
         _leave(1)

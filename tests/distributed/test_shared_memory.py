@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,11 +145,14 @@ def test_sums_beyond_a_slot_go_through_in_pieces(pool: Pool, size: int) -> None:
 
 
 def without_room(size: int) -> tuple[bool, float]:
-    shared_memory.FOLDER, before = Path("/nowhere"), shared_memory.FOLDER
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.posix_fallocate, before = full, os.posix_fallocate
     try:
         group = tp_group(size)
     finally:
-        shared_memory.FOLDER = before
+        os.posix_fallocate = before
     return group.shared is None, collectives.all_reduce(torch.ones(1), group).item()
 
 
@@ -154,16 +160,72 @@ def test_ranks_that_cannot_share_memory_do_without(pool: Pool) -> None:
     assert pool.run(4, without_room, 4) == [(True, 4.0)] * 4
 
 
-def mapped_files(size: int) -> list[str]:
-    group = tp_group(size)
+def links_of_the_memory(size: int) -> tuple[int, list[str]]:
+    """How many names the file has in folders, while it is being opened and then in the maps."""
+    names = []
+    attach, create = shared_memory._attach, shared_memory._create
+
+    def made(*arguments: Any) -> int:
+        descriptor = create(*arguments)
+        names.append(os.fstat(descriptor).st_nlink)
+        return descriptor
+
+    def opened(*arguments: Any) -> int:
+        descriptor = attach(*arguments)
+        names.append(os.fstat(descriptor).st_nlink)
+        return descriptor
+
+    shared_memory._attach, shared_memory._create = opened, made
+    try:
+        group = tp_group(size)
+    finally:
+        shared_memory._attach, shared_memory._create = attach, create
+    assert group.shared is not None
     collectives.all_reduce(torch.ones(3), group)
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split("/", 1)[1] for line in maps if "parallel3d-" in line]
+    return max(names), [line.split("/", 1)[1] for line in maps if "parallel3d" in line]
 
 
-def test_the_file_is_unlinked_while_the_memory_is_in_use(pool: Pool) -> None:
-    for files in pool.run(2, mapped_files, 2):
-        assert files and all(name.endswith("(deleted)") for name in files)
+def test_c9_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> None:
+    for names, files in pool.run(2, links_of_the_memory, 2):
+        assert names == 0
+        assert files and all(name == "memfd:parallel3d (deleted)" for name in files)
+
+
+def other_file(size: int) -> bool:
+    """Another process may have the first rank's pid where processes are numbered apart."""
+    attach = shared_memory._attach
+    shared_memory._attach = lambda path, identity: attach("/dev/null", identity)
+    try:
+        return tp_group(size).shared is None
+    finally:
+        shared_memory._attach = attach
+
+
+def test_c9_another_file_in_its_place_is_not_taken(pool: Pool) -> None:
+    assert pool.run(2, other_file, 2) == [True, True]
+
+
+def wait_with_the_clock_set_back(size: int) -> float:
+    """Seconds that a wait of 0.3 s takes where the time of day is an hour ahead of what it was."""
+    group = tp_group(size, timeout_s=0.3)
+    before = time.time
+    time.time = lambda: before() + 3600
+    started, answer = time.monotonic(), 0.0
+    try:
+        if group.index == 0:
+            with pytest.raises(TimeoutError):
+                collectives.all_reduce(torch.ones(3), group)
+            answer = time.monotonic() - started
+    finally:
+        time.time = before
+    assert group.shared.memory.clock == time.CLOCK_MONOTONIC
+    dist.barrier()
+    return answer
+
+
+def test_d9_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
+    assert pool.run(2, wait_with_the_clock_set_back, 2)[0] < 3
 
 
 def messages_in_both_directions(size: int) -> list[bool]:

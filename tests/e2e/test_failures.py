@@ -143,6 +143,59 @@ def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
     assert not shell.wait_until_none_is_left(SECONDS)
 
 
+LINE_LOST = """
+import os, pty, sys
+METRICS = "runs/mine/metrics.jsonl"
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+while not os.path.exists(METRICS) or not os.path.getsize(METRICS):
+    os.read(terminal, 4096)
+os.close(terminal)  # as sshd does when the line drops
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
+def test_c7_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
+    train = words(shell, layout, LONG, "checkpoint.every=100000")
+    ended = shell.run(PARALLEL3D[0], "-c", LINE_LOST, *PARALLEL3D, *train)
+    assert ended.code == 0, ended
+    run = shell.cwd / "runs" / "mine"
+    step = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert (run / "requeue").exists()
+    assert not (run / "failures").exists()
+
+
+def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
+    train = words(shell, "tp=2", LONG)
+    agent = shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", *train)
+    metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, 90, "the first step")
+    agent.kill()
+    agent.communicate()
+    assert not shell.wait_until_none_is_left(SECONDS)
+
+
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
+@pytest.mark.parametrize("library", ["_multiarray_umath", "libtorch_cpu", "libtorch_python"])
+def test_d8_an_interrupt_during_the_start_is_one_line(
+    shell: Shell, layout: str, library: str
+) -> None:
+    """While our own modules are imported, before anything is made, and within torch's C++."""
+    process = shell.start(*PARALLEL3D, *words(shell, layout, LONG))
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_for(lambda: library in maps.read_text(), 60, library)
+    process.send_signal(signal.SIGINT)
+    ended = shell.finish(process, time.monotonic(), 60)
+    assert ended.code == 130, ended
+    if ended.errors != ["parallel3d: interrupted"]:
+        assert re.match("parallel3d: stopped by SIGINT after step 1 ", ended.errors[-1]), ended
+    else:
+        assert not list((shell.cwd / "runs").glob("*"))
+
+
 def test_interrupt_of_a_single_process_without_checkpoints(shell: Shell) -> None:
     process = start_training(shell, "pp=1", "checkpoint.every=0")
     started = time.monotonic()

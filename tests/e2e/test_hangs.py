@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
+import time
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, Shell
+from tests.e2e.command import PARALLEL3D, Shell, wait_for
 from tests.e2e.test_failures import LONG, by_hand, words
 
 WATCHDOG_S = 2.0
@@ -60,3 +62,22 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
         r"step 3, for \d+ s \(stacks: \S+\)",
         err.splitlines()[-1],
     )
+
+
+@pytest.mark.parametrize("way", ["launch.shared_memory=true", "launch.shared_memory=false"])
+def test_c1_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way: str) -> None:
+    """What writes or reads in it waits for ever, as on a file system whose server has gone."""
+    shell.environ = shell.failing("stop:1:3")
+    watchdog = f"recovery.watchdog_s={WATCHDOG_S}"
+    process = shell.start(*PARALLEL3D, *words(shell, "dp=2", LONG, watchdog, way))
+    wait_for((shell.cwd / "failed_at").exists, 90, "the hang")
+    run = shell.cwd / "runs" / "mine"
+    os.mkfifo(run / "rank-0.stacks.txt")
+    (run / "failures").mkdir()
+    os.mkfifo(run / "failures" / ".rank-1.json.partial")  # of the rank at fault
+    os.mkfifo(run / "failures" / "rank-7.json")
+    ended = shell.finish(process, time.monotonic(), 60)
+    assert shell.seconds_since_failure() < WATCHDOG_S + 35
+    assert ended.code == 1
+    said = rf"parallel3d: hang: {WHO} is stopped \(SIGSTOP\): rank 0 waits"
+    assert re.match(said, ended.errors[-1]), ended.err

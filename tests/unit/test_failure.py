@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from parallel3d import failure
+from parallel3d import failure, local_workers
 from parallel3d.config import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
 from parallel3d.failure import Failure, from_exception, from_exit, root_cause
@@ -135,7 +137,7 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
 ) -> None:
     (tmp_path / "failures").touch()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "file"))
-    raised = caught(lambda: nearest_divisor(3, None))
+    raised = caught(lambda: closest(3, None, 9))
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -151,7 +153,7 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
 
 
 def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
-    raised = caught(lambda: nearest_divisor(3, None))
+    raised = caught(lambda: closest(3, None, 9))
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     run_dir = tmp_path / "run"
@@ -161,3 +163,43 @@ def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -
     written = failure.write(from_exception(CONFIG, worker(5), raised), raised, run_dir)
     assert failure.read_all(run_dir) == [written]
     assert precious.read_text() == "thesis"
+
+
+def test_c4_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    """A rank is often ended just while it writes."""
+    failure.write_record(error(1, "ValueError: boom", 2.0), "", tmp_path)
+    records = tmp_path / "failures"
+    whole = (records / "rank-1.json").read_text()
+    (records / "rank-0.json").write_text(whole[: len(whole) // 2])
+    (records / "rank-2.json").write_text("[]")
+    (records / "rank-3.json").write_text('{"rank": 3}')
+    (records / "rank-4.json").write_bytes(b"\xff\x00")
+    (records / "rank-5.json").mkdir()
+    assert [found.rank for found in failure.read_all(tmp_path)] == [1]
+    cause = local_workers._cause(CONFIG, tmp_path, {0: -signal.SIGHUP, 1: 1})
+    assert (cause.rank, cause.error) == (1, "ValueError: boom")
+
+
+def test_c4_a_record_appears_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", ended)
+    with pytest.raises(KeyboardInterrupt):
+        failure.write_record(error(1, "ValueError: boom", 2.0), "", tmp_path)
+    assert failure.read_all(tmp_path) == []
+
+
+def test_c1_a_launcher_does_not_wait_for_a_dead_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "read_all", lambda _: time.sleep(600))
+    monkeypatch.setattr(local_workers, "DISK_S", 0.2)
+    cause = local_workers._cause(CONFIG, tmp_path, {1: -signal.SIGKILL})
+    assert cause.rank == 1 and "was killed by SIGKILL" in cause.error
+
+
+def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+    odd = from_exception(CONFIG, worker(0), OSError("no file \udcff"))
+    failure.write(odd, OSError("no file \udcff"), tmp_path)
+    assert failure.read_all(tmp_path)[0].error == "OSError: no file \\udcff"

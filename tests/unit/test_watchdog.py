@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from parallel3d import stacks, train
+from parallel3d import stacks, train, worker
 from parallel3d.config import Config
 from parallel3d.launch import Worker
 from parallel3d.stacks import in_torch_distributed, of_the_work
@@ -46,7 +48,7 @@ time.sleep(600)
 """
 
 
-def end_of(run_dir: Path, what: str, seconds: float = 15.0) -> tuple[int, str]:
+def end_of(run_dir: Path, what: str, seconds: float = 60.0) -> tuple[int, str]:
     """Exit code and stderr of a process that hangs under a watchdog, `what` broken before."""
     command = [sys.executable, "-c", WATCHED, str(run_dir), what]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -79,6 +81,54 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
     assert code == 1
     if "dump" in what:
         assert VERDICT in said.splitlines()[-1]
+
+
+def test_c1_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
+    """A dead file system: whoever writes there waits for ever."""
+    what = "failure.write_record = watchdog.dump = stays; watchdog.DUMP_S = 0.5"
+    code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 300")
+    assert code == 1
+    assert VERDICT in said.splitlines()[-1]
+
+
+def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
+    """The last way out may not write to them: a log lies on the file system that is dead."""
+    what = "watchdog.of_the_work = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4096)
+    command = [sys.executable, "-c", WATCHED, str(tmp_path), what]
+    hanging = subprocess.Popen(command, stdout=writer, stderr=writer)
+    try:
+        assert hanging.wait(60) == 1
+    finally:
+        hanging.kill()
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("member 1 of the group was not heard of for 30 s"),
+        RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
+    ],
+)
+def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
+    rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
+    worker._tell_hang(rank, error)
+    assert rank.watchdog.timed_out.called
+    rank.watchdog.timed_out.reset_mock()
+    worker._tell_hang(rank, ValueError("odd"))
+    assert not rank.watchdog.timed_out.called
+
+
+def test_c1_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Path) -> None:
+    """The watchdog kills a stopped peer, and the main thread fails at once of its end."""
+    rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
+    rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
+    with pytest.raises(SystemExit):
+        worker._leave(1, rank)
 
 
 def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:

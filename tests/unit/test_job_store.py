@@ -1,0 +1,207 @@
+"""Where the ranks' store listens, and whose words in it are believed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel3d import job_store, meeting
+from parallel3d.config import Config
+from parallel3d.errors import UserError
+from parallel3d.job_store import SECRET, behind_secret, get, listen_at, put
+from parallel3d.launch import Place, Worker
+from parallel3d.one_host import NoLogs, OneHost
+from parallel3d.rank_exchange import take_rank
+
+AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+
+
+def listeners(port: int) -> set[str]:
+    """The addresses on which this machine listens at a port, as the kernel writes them."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            address, _, number = line.split()[1].partition(":")
+            if line.split()[3] == "0A" and int(number, 16) == port:
+                found.add(address)
+    return found
+
+
+LOOPBACK = {"0100007F"}
+EVERYWHERE = {"00000000", "0" * 32}
+
+
+def address_of_the_network() -> str | None:
+    """An address of this machine that is not its loopback's; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.200", 9))
+        except OSError:
+            return None
+        name = probe.getsockname()[0]
+    return None if name.startswith("127.") else name
+
+
+def place(master: str, port: int, launcher: str = "slurm", hosts: int = 1) -> Place:
+    return Place(launcher, 0, 0, 2 * hosts, 2, master, port, "7")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
+    meeting_place = OneHost(0)
+    port = meeting_place.store.port
+    assert listeners(port) == LOOPBACK
+    dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it is there
+    if address := address_of_the_network():
+        with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+            client.connect((address, port))
+
+
+def test_a1_nothing_in_the_store_of_the_agent_is_a_pickle() -> None:
+    meeting_place = OneHost(0)
+    info = meeting_place.next_rendezvous()
+    info.store.set("a", "1")
+    assert (info.rank, info.world_size, meeting_place.use_agent_store) == (0, 1, True)
+    again = meeting_place.next_rendezvous()  # a restart finds nothing of the start before
+    assert not again.store.check(["a"])
+    assert again.bootstrap_store_info.master_port == meeting_place.store.port
+
+
+def test_taken_port_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError) as refused:
+        OneHost(taken.getsockname()[1])
+    assert "launch.master_port=" in str(refused.value)
+
+
+def test_c9_the_agent_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    environ: dict[str, str] = {}
+    logs = NoLogs().reify({0: environ})
+    assert logs.stdouts == logs.stderrs == {0: ""}
+    assert environ["TORCHELASTIC_ERROR_FILE"] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a1_local_ranks_listen_where_nobody_else_comes() -> None:
+    environ = {"GLOO_SOCKET_IFNAME": "eth0"}  # meant for runs on several hosts
+    assert job_store.one_host_environment(environ) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+    named = job_store.one_host_environment({"NCCL_SOCKET_IFNAME": "eth0"})
+    assert named["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*AGENT, SECRET):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("by_hand")
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_a5_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
+    port = free_port()
+    store = meeting.meet(Config(), place("localhost", port, launcher))
+    assert listeners(port) == LOOPBACK
+    store.set("a", "1")
+    if address := address_of_the_network():
+        port = free_port()
+        kept = meeting.meet(Config(), place(address, port, launcher, hosts=2))
+        (found,) = listeners(port)
+        assert found == socket.inet_aton(address)[::-1].hex().upper()
+        del kept
+
+
+@pytest.mark.usefixtures("by_hand")
+@pytest.mark.parametrize("master", ["our-name", "198.51.100.9"])
+def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
+    master: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Debian has a host's name lead to 127.0.1.1; or the address is a proxy's."""
+    real, port = socket.getaddrinfo, free_port()
+
+    def resolved(host: str, *rest: object, **more: object) -> object:
+        return real("127.0.1.1" if host == "our-name" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    served = []
+    monkeypatch.setattr(meeting, "serve", lambda host, socket, **_: served.append(socket))
+    meeting._listening_store(place(master, port, hosts=2), {})
+    (listening,) = served
+    with listening:
+        assert listeners(port) <= EVERYWHERE
+    assert f"MASTER_ADDR={master} leads to no address" in capfd.readouterr().err
+
+
+def test_a5_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "listen_at", lambda *asked: asked)
+    monkeypatch.setattr(meeting, "serve", lambda _, asked: asked)
+    here = meeting._listening_store(place("node1", 1, "slurm"), {})
+    assert here == ("node1", 1, True)
+    assert meeting._listening_store(place("node1", 1, "slurm", hosts=2), {}) == ("node1", 1, False)
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_taken_port_of_rank_0_names_its_key() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UserError, match=r"another launch\.master_port"),
+    ):
+        meeting.meet(Config(), place("127.0.0.1", taken.getsockname()[1]))
+
+
+def test_a5_two_jobs_at_one_store_do_not_hear_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv(SECRET, "ours")
+    put(behind_secret(store), "parallel3d/run", {"run_dir": "runs/ours"})
+    monkeypatch.setenv(SECRET, "theirs")
+    assert not behind_secret(store).check(["parallel3d/run"])
+    monkeypatch.setenv(SECRET, "ours")
+    assert get(behind_secret(store), "parallel3d/run") == {"run_dir": "runs/ours"}
+
+
+def test_a5_words_of_others_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys can be listed: who finds them still cannot say where the ranks write."""
+    monkeypatch.setenv(SECRET, "ours")
+    store = dist.PrefixStore("attempt0", dist.HashStore())
+    word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}
+    monkeypatch.setenv(SECRET, "guessed")
+    put(store, meeting.RUN_KEY, word)
+    monkeypatch.setenv(SECRET, "ours")
+    worker = Worker(1, 1, 2, 2, Path(), "slurm")
+    second = Place("slurm", 1, 1, 2, 2, "localhost", 1, "7")
+    with pytest.raises(ValueError, match="was not written by a rank of this job"):
+        meeting.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+    assert worker.run_dir == Path()
+    put(store, "parallel3d/another", word)  # a true word under another key is no answer either
+    store.set(meeting.RUN_KEY, store.get("parallel3d/another"))
+    with pytest.raises(ValueError, match="was not written by a rank of this job"):
+        meeting.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a5_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
+    store = dist.HashStore()
+    workers = [Worker(rank, rank, 2, 2, tmp_path, "slurm") for rank in (1, 0)]
+    for worker in workers:
+        take_rank(Config(dp=2), worker, store, {}, "train")
+    assert (tmp_path / "placement.json").exists()
+
+
+def test_listen_at_prefers_the_family_that_gloo_takes() -> None:
+    listening = listen_at("localhost", 0)
+    assert listening is not None and listening.family == socket.AF_INET
+    listening.close()

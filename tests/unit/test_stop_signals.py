@@ -1,0 +1,115 @@
+"""What signals ask of a run, in the order in which they come, and what a lost terminal does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from parallel3d import local_workers, stop_signals
+from parallel3d.local_workers import Agent
+from parallel3d.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    with kept_handlers():
+        yield
+
+
+def sent(*numbers: signal.Signals) -> StopSignals:
+    stop = StopSignals()
+    stop.install()
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    return stop
+
+
+def test_c7_a_lost_terminal_asks_as_a_preemption_does() -> None:
+    stop = sent(HUP)
+    assert (stop.number, stop.requeues, stop.name) == (HUP, True, "SIGHUP")
+
+
+def test_c7_nohup_stays() -> None:
+    signal.signal(HUP, signal.SIG_IGN)
+    assert sent(HUP).number is None
+    assert signal.getsignal(HUP) == signal.SIG_IGN
+
+
+def test_c7_local_ranks_keep_their_launchers_way_to_end_them() -> None:
+    signal.signal(HUP, signal.SIG_DFL)
+    StopSignals().install(ASKING)
+    assert signal.getsignal(HUP) == signal.SIG_DFL
+    assert HUP not in ASKING and HUP in STOPPING
+
+
+def test_d8_one_interrupt_after_another_signal_is_the_first() -> None:
+    stop = sent(TERM, INT)
+    assert stop.number == TERM
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), INT)
+
+
+def test_second_interrupt_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        sent(INT, INT)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = Agent.__new__(Agent)
+    agent.handed_on = []
+    monkeypatch.setattr(Agent, "_hand_on", lambda agent, number: agent.handed_on.append(number))
+    return agent
+
+
+def test_c7_launcher_has_its_ranks_save_before_they_end(agent: Agent) -> None:
+    agent._ask_to_stop(HUP, None)
+    assert (agent.asked, agent.handed_on) == (HUP, [TERM])
+
+
+def test_d8_launcher_counts_interrupts_alone(agent: Agent) -> None:
+    agent._ask_to_stop(TERM, None)
+    agent._ask_to_stop(INT, None)
+    with pytest.raises(local_workers.SignalException):
+        agent._ask_to_stop(INT, None)
+    assert agent.handed_on == [TERM, INT]
+
+
+LOST = """
+import os, pty, sys
+from parallel3d.stop_signals import outlive_terminal
+master, terminal = pty.openpty()
+os.dup2(terminal, 1)
+sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+{outlive}
+print("seen")
+print(repr(os.read(master, 100)), file=sys.stderr)
+os.close(terminal)
+os.close(master)
+print("into nothing")
+sys.stdout.flush()
+print("went on", file=sys.stderr)
+"""
+
+
+def test_c7_words_to_a_lost_terminal_end_no_run() -> None:
+    ends = {}
+    for outlive in ("", "outlive_terminal()"):
+        command = [sys.executable, "-c", LOST.format(outlive=outlive)]
+        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+        assert "seen" in ends[outlive]
+    assert ends["outlive_terminal()"].endswith("went on\n")
+    assert "Input/output error" in ends[""]  # what it is about
+
+
+def test_streams_that_are_no_terminal_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.stdout, sys.stderr
+    stop_signals.outlive_terminal()
+    assert (sys.stdout, sys.stderr) == before
