@@ -135,7 +135,7 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
 ) -> None:
     (tmp_path / "failures").touch()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "absent" / "file"))
-    raised = caught(lambda: nearest_divisor(3, None))
+    raised = caught(lambda: closest(3, None, 9))
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -151,7 +151,7 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
 
 
 def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
-    raised = caught(lambda: nearest_divisor(3, None))
+    raised = caught(lambda: closest(3, None, 9))
     precious = tmp_path / "precious"
     precious.write_text("thesis")
     run_dir = tmp_path / "run"
