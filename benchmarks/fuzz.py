@@ -12,216 +12,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import io
 import json
 import os
 import random
-import re
 import reprlib
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-
+from benchmarks.fuzz_answers import (
+    BUG,
+    REFUSED,
+    TAKEN,
+    Composer,
+    Outcome,
+    outcome,
+    outcome_by_hand,
+    outcome_of_command,
+)
 from benchmarks.fuzz_words import Drawn, by_hand, draw, trainable
-from parallel3d import cli
-from parallel3d.config import SECTIONS, Config, conf_dir, register_schema
-from parallel3d.config_checks import check_config
-from parallel3d.config_fields import all_keys
-from parallel3d.config_overrides import explain_override_error, groups
-from parallel3d.errors import UserError, readable
-from parallel3d.failure import full_stop
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 2.0
-LONGEST = 2000  # characters of a sentence
-SAYS_WHAT_TO_DO = re.compile(
-    "must|nearest|the default is|of the form|what fits|an even split|docs/configuration|give |set "
-    "|instead|works|there are|lists"
-)
 MEMORY = 4 << 30  # bytes of address space beyond what there is at the start
-TAKEN, REFUSED, BUG = "taken", "refused", "bug"
-
-
-class TooLong(BaseException):
-    """More CPU time than an answer may take. No Exception: nothing in between may catch it."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one configuration: `text` is the sentence, or what is wrong."""
-
-    kind: str
-    text: str = ""
-    config: Config | None = None
-
-
-class Composer:
-    """Composes overrides as `hydra.main` does, a base for each choice of presets made once.
-
-    Composing the presets takes most of Hydra's time and is the same for most configurations.
-    """
-
-    def __init__(self) -> None:
-        register_schema()
-        self._parser = OverridesParser.create()
-        self._bases: dict[tuple[str, ...], DictConfig] = {}
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            self._bases[()] = compose("config")
-
-    def __call__(self, words: Sequence[str]) -> DictConfig:
-        ordered = cli._order_words([cli._without_alias(word) for word in words])
-        if any(_is_of_groups(word) for word in ordered):
-            with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-                return compose("config", overrides=ordered)
-        made = deepcopy(self._bases[()])
-        OmegaConf.set_struct(made, True)
-        overrides = self._parser.parse_overrides(ordered)
-        ConfigLoaderImpl.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=True)
-        ConfigLoaderImpl._apply_overrides_to_config(overrides, made)
-        return made
-
-
-def _is_of_groups(word: str) -> bool:
-    """Whether an override may be about presets, or about Hydra itself."""
-    name = word.partition("=")[0].lstrip("+~/").partition("@")[0].strip()
-    return name in groups() or name.startswith(("hydra", "schema", "_self_", "defaults"))
-
-
-def outcome(drawn: Drawn, compose_words: Callable[[Sequence[str]], DictConfig]) -> Outcome:
-    """Composes and checks one configuration, as `parallel3d train` begins."""
-
-    def checked() -> Outcome:
-        try:
-            config = OmegaConf.to_object(compose_words(drawn.words))
-        except Exception as error:
-            raise explain_override_error(error, drawn.words) from None
-        return Outcome(TAKEN, config=check_config(config, drawn.world_size))
-
-    return judged(checked, drawn.words)
-
-
-def outcome_by_hand(values: dict[str, Any], world_size: Any) -> Outcome:
-    """Checks a `Config` with these values by key, as who uses the library makes it."""
-
-    def checked() -> Outcome:
-        made = Config()
-        for name, value in values.items():
-            section, _, leaf = name.rpartition(".")
-            setattr(functools.reduce(getattr, filter(None, section.split(".")), made), leaf, value)
-        return Outcome(TAKEN, config=check_config(made, world_size))
-
-    return judged(checked, tuple(values))
-
-
-def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
-    """What `parallel3d train WORDS`, typed in `cwd`, says before it makes a run directory."""
-
-    class Accepted(BaseException):
-        """The run directory would be next."""
-
-    def accepted(*_: object, **__: object) -> NoReturn:
-        raise Accepted
-
-    said = io.StringIO()
-
-    def answer() -> Outcome:
-        with (
-            mock.patch.object(cli, "make_run_directory", accepted),
-            mock.patch.object(sys, "argv", list(sys.argv)),
-            contextlib.chdir(cwd),
-            contextlib.redirect_stderr(said),
-        ):
-            try:
-                code = cli.main(["train", *drawn.words])
-            except Accepted:
-                return Outcome(TAKEN)
-        if code == 2:
-            raise UserError(said.getvalue().removeprefix("parallel3d: ").removesuffix("\n"))
-        return Outcome(BUG, f"ended with code {code}: {said.getvalue()[:LONGEST]!a}")
-
-    return judged(answer, drawn.words)
-
-
-def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
-    """`answer()`, or the refusal that it raises; a bug if it ends in any other way or too late."""
-    try:
-        with _at_most(SECONDS):
-            return answer()
-    except UserError as refusal:
-        sentence = readable(full_stop(str(refusal)))
-        wrong = fault(sentence, words)
-        return (
-            Outcome(BUG, f"{wrong}: {sentence[:LONGEST]!a}")
-            if wrong
-            else Outcome(REFUSED, sentence)
-        )
-    except TooLong:
-        return Outcome(BUG, f"takes more than {SECONDS:g} s")
-    except Exception as error:  # whatever it is, it is what is looked for
-        frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if "/parallel3d/" in frame.filename] or frames
-        at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
-        return Outcome(BUG, f"{type(error).__name__} at {at}: {str(error)[:200]!a}")
-
-
-def fault(sentence: str, words: Sequence[str]) -> str | None:
-    """What is wrong with a refusal, None if nothing is."""
-    if not sentence.isprintable():
-        return "a terminal would obey it, or it has several lines"
-    if len(sentence) > LONGEST:
-        return f"has {len(sentence)} characters"
-    if sentence.startswith("The configuration cannot be read"):
-        return "is Hydra's, not ours"
-    names = {name for key in all_keys() for name in (key, key.rpartition(".")[2])}
-    names |= {
-        *SECTIONS,
-        *groups(),
-        "world size",
-        "KEY=VALUE",
-        "configuration.md",
-        "group of presets",
-    }
-    if not any(name in sentence for name in names):
-        return "names no key"
-    if not SAYS_WHAT_TO_DO.search(sentence):
-        return "does not say what is allowed"
-    return None
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TooLong after so many seconds of this process's CPU time."""
-
-    def raise_it(*_: object) -> NoReturn:
-        raise TooLong
-
-    before = signal.signal(signal.SIGVTALRM, raise_it)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
+TRAIN_S = 300
 TINY = (
     *("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=4"),
     *("model.seq_length=32", "micro_batch_size=2", "global_batch_size=16", "train.steps=2"),
@@ -238,28 +57,27 @@ def train_some(seed: int, count: int, composer: Composer) -> Iterator[tuple[Draw
         while count:
             drawn = trainable(rng)
             drawn = Drawn((*TINY, *drawn.words), drawn.world_size)
-            if outcome(drawn, composer).kind != TAKEN:
-                continue
-            count -= 1
-            command = [sys.executable, "-m", "parallel3d", "train", *drawn.words]
-            environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            try:
-                done = subprocess.run(
-                    command, cwd=folder, env=environ, timeout=300, capture_output=True, text=True
-                )
-            except subprocess.TimeoutExpired:
-                yield drawn, Outcome(BUG, "trains for more than 300 s")
-                continue
-            lines = done.stderr.strip().splitlines()
-            if done.returncode == 0:
-                yield drawn, Outcome(TAKEN)
-            elif done.returncode == 2 and len(lines) == 1:
-                yield drawn, Outcome(REFUSED, lines[0])
-            else:
-                yield (
-                    drawn,
-                    Outcome(BUG, f"code {done.returncode}: {' | '.join(lines[-4:])[:600]!a}"),
-                )
+            if outcome(drawn, composer).kind == TAKEN:
+                count -= 1
+                yield drawn, _trained(drawn.words, folder)
+
+
+def _trained(words: Sequence[str], folder: str) -> Outcome:
+    """How `parallel3d train` ends; a start may still refuse, with code 2 and a sentence."""
+    command = [sys.executable, "-m", "parallel3d", "train", *words]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, timeout=TRAIN_S, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(BUG, f"trains for more than {TRAIN_S} s")
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == 0:
+        return Outcome(TAKEN)
+    if done.returncode == 2 and len(lines) == 1:
+        return Outcome(REFUSED, lines[0])
+    return Outcome(BUG, f"code {done.returncode}: {' | '.join(lines[-4:])[:600]!a}")
 
 
 def check_all(seed: int, count: int, composer: Composer) -> Iterator[tuple[str, Any, Outcome]]:

@@ -26,7 +26,7 @@ from parallel3d import cli_help
 from parallel3d.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.config import Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
-from parallel3d.config_overrides import explain_override_error
+from parallel3d.config_overrides import check_length, explain_override_error
 from parallel3d.data.corpus import check_data
 from parallel3d.devices import HostError, check_precision_of, choose_device
 from parallel3d.errors import UserError, nearest, readable
@@ -50,9 +50,6 @@ COMPLETION_FLAGS = ("-sc", "--shell-completion")
 SUBMITIT = "SUBMITIT_EXECUTOR"
 # Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
 ALIASES = {"checkpoint.async": "checkpoint.async_save"}
-MOST_ENTRIES = (
-    1000  # of a list on the command line: Hydra reads a thousand in a quarter of a second
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,18 +283,9 @@ def _order_words(words: list[str]) -> list[str]:
     overrides = [*known.overrides, *rest]
     flags = list(words)
     for word in overrides:
-        _check_length(word)
+        check_length(word)
         flags.remove(word)
     return [*flags, *overrides]
-
-
-def _check_length(word: str) -> None:
-    key, _, value = word.partition("=")
-    if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
-        raise UserError(
-            f"{key}={value}: {key} is given {value.count(',') + 1} entries, and must have at most "
-            f"{MOST_ENTRIES}."
-        )
 
 
 def _raise_argument_error(message: str) -> NoReturn:

@@ -21,6 +21,18 @@ from parallel3d.config_fields import (
 )
 from parallel3d.errors import UserError, nearest, readable
 
+MOST_ENTRIES = 1000  # of a list: Hydra reads a thousand in a quarter of a second
+
+
+def check_length(override: str) -> None:
+    """Raises UserError for a list that would be read for long, before it is."""
+    key, _, value = override.partition("=")
+    if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
+        raise UserError(
+            f"{key}={value}: {key} is given {value.count(',') + 1} entries, and must have at most "
+            f"{MOST_ENTRIES}."
+        )
+
 
 def presets(group: str) -> list[str]:
     """Names of the options of a config group: the files of `conf/<group>/`, sorted."""

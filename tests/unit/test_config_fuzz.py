@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz
+from benchmarks import fuzz_answers as fuzz
 from benchmarks.fuzz_words import Drawn, by_hand, draw
 from parallel3d.config_fields import all_keys
 from parallel3d.errors import closest, readable
