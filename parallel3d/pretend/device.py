@@ -67,7 +67,7 @@ class Stream:
     def query(self) -> bool:
         """Whether the host knows that nothing is left to do."""
         races = this_machine().races
-        newest = races.syncs.current_sync_states[self.number].get(self.number, 0)
+        newest = races.syncs.current_sync_states.get(self.number, {}).get(self.number, 0)
         return races.is_past(self.number, newest)
 
     def synchronize(self) -> None:
@@ -90,9 +90,13 @@ class Event:
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self.timed = enable_timing
-        self.number = this_machine().new_event()
+        machine = this_machine()
+        self.number, self._dropped = machine.new_event(), machine.dropped_events
         self.stream: int | None = None
         self.sequence, self.at = 0, 0.0
+
+    def __del__(self) -> None:
+        self._dropped.append(self.number)
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = this_machine().stream_of() if stream is None else stream.number

@@ -79,6 +79,7 @@ class Machine:
         self._of_main = 0
         self.thread = _Thread()
         self._freed: deque[Left] = deque()
+        self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
         self._pools: dict[tuple[int, int], list[Memory]] = {}
         self._pending: list[_Pending] = []
         self._numbers = count(FIRST_SIDE_STREAM)
@@ -119,6 +120,8 @@ class Machine:
 
     def new_event(self) -> int:
         with self.lock:
+            while self.dropped_events:
+                self.races.drop_event(self.dropped_events.popleft())
             number = next(self._events)
             self.races.syncs.create_event(number)
         return number
@@ -171,7 +174,8 @@ class Machine:
         """After a mistake that was found: what was under way is given up, and all is in order."""
         with self.lock:
             self._pending.clear()
-            self.races.syncs.sync_all_streams()
+            self._pools.clear()
+            self.races.forget()
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -191,6 +195,8 @@ class Machine:
             size = -(-nbytes // ROUNDING) * ROUNDING
             pool = self._pools.get((stream, size))
             memory = pool.pop() if pool else self.races.memory(size, stream)
+            if len(memory.cells) > 1:
+                self.races.tidy(memory)
             block = Block(self._freed, memory, size, device)
             usage = self.usage[device]
             usage.live += size

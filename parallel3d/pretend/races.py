@@ -84,10 +84,14 @@ class Races:
                 extract=lambda frame, lookup_lines: _Stack(_program_frames(frame))
             ),
         )
+        self._cells = count(1)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew: whatever ran until now is done, and streams that are gone are not kept."""
         self.handler = sanitizer.EventHandler()
         self.handler.tensors_accessed = _Accesses()
         self.syncs = self.handler.syncs
-        self._cells = count(1)
 
     @property
     def sequence(self) -> int:
@@ -98,10 +102,21 @@ class Races:
         """A new block, which no kernel has touched."""
         return Memory(size, stream, self._new_cell(None))
 
+    def tidy(self, memory: Memory) -> None:
+        """Makes a block that is given out again one piece, if its stream is behind its past."""
+        accesses = self.handler.tensors_accessed.accesses
+        past = [accesses[cell] for cell in memory.cells if cell in accesses]
+        done = [access for info in past for access in (*info.reads, info.write) if access]
+        behind = self.syncs.is_ordered_after
+        if all(behind(memory.stream, access.seq_num, access.stream) for access in done):
+            for cell in memory.cells:
+                accesses.pop(cell, None)
+            memory.cuts, memory.cells = [0, max(memory.size, 1)], [self._new_cell(None)]
+
     def _new_cell(self, like: int | None) -> int:
         cell, accesses = next(self._cells), self.handler.tensors_accessed.accesses
         accesses[cell] = sanitizer.TensorInfo(None)
-        if like is not None:
+        if like in accesses:  # else it is from before all was forgotten
             accesses[cell].reads = list(accesses[like].reads)
             accesses[cell].write = accesses[like].write
         return cell
@@ -139,6 +154,10 @@ class Races:
         )
         if errors:
             raise Race(_sentence(errors[0]))
+
+    def drop_event(self, event: int) -> None:
+        """Nobody holds it any more."""
+        self.syncs.recorded_sync_states.pop(event, None)
 
     def is_past(self, stream: int, sequence: int) -> bool:
         """Whether the host knows that kernel `sequence` of `stream` is done."""
