@@ -174,8 +174,9 @@ def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
     metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, 90, "the first step")
     agent.kill()
-    agent.communicate()
+    agent.wait()
     assert not shell.wait_until_none_is_left(SECONDS)
+    agent.communicate()
 
 
 @pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
