@@ -31,7 +31,7 @@ from parallel3d import cli
 from parallel3d.config import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
 from parallel3d.config_fields import all_keys
-from parallel3d.config_overrides import explain_override_error, groups
+from parallel3d.config_overrides import explain_override_error, groups, presets
 from parallel3d.errors import UserError, readable
 from parallel3d.failure import full_stop
 
@@ -67,20 +67,31 @@ class Composer:
         register_schema()
         self._parser = OverridesParser.create()
         self._bases: dict[tuple[str, ...], DictConfig] = {}
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            self._bases[()] = compose("config")
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
         ordered = cli._order_words([cli._without_alias(word) for word in words])
-        if any(_is_of_groups(word) for word in ordered):
-            with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-                return compose("config", overrides=ordered)
-        made = deepcopy(self._bases[()])
+        chosen = tuple(word for word in ordered if _is_of_groups(word))
+        if not all(_is_a_choice(word) for word in chosen):
+            return _composed(ordered)
+        if chosen not in self._bases:
+            self._bases[chosen] = _composed(chosen)
+        made = deepcopy(self._bases[chosen])
         OmegaConf.set_struct(made, True)
-        overrides = self._parser.parse_overrides(ordered)
+        overrides = self._parser.parse_overrides([word for word in ordered if word not in chosen])
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=True)
         ConfigLoaderImpl._apply_overrides_to_config(overrides, made)
         return made
+
+
+def _composed(words: Sequence[str]) -> DictConfig:
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        return compose("config", overrides=list(words))
+
+
+def _is_a_choice(word: str) -> bool:
+    """Whether a word is `group=preset`, both of them there."""
+    name, _, value = word.partition("=")
+    return name in groups() and value in presets(name)
 
 
 def _is_of_groups(word: str) -> bool:
