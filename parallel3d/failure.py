@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from parallel3d.checkpoint.reading import read_bounded
 from parallel3d.config import Config
 from parallel3d.durable import replace_durably
 from parallel3d.errors import TrainingFailure, UserError
@@ -26,6 +27,7 @@ from parallel3d.launch import Worker
 from parallel3d.run_directory import FAILURES
 from parallel3d.topology.layout import Layout
 
+RECORD_BYTES = 1 << 20  # of a failure's record, at most
 PACKAGE = Path(__file__).resolve().parent
 
 # A peer that has gone shows up as these on the ranks that talk to it; it is never the cause.
@@ -187,23 +189,24 @@ def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_durably(file, details.encode(errors="backslashreplace"))
             failure = dataclasses.replace(failure, traceback_file=str(file))
-    write_record(failure, details, run_dir)
+    try:
+        write_record(failure, details, run_dir)
+    except OSError as error:  # nobody else could say it
+        said = f"{failure.sentence()} (not recorded: {error.strerror})"
+        print(f"parallel3d: {said}", file=sys.stderr, flush=True)
     return failure
 
 
 def write_record(failure: Failure, details: str, run_dir: Path) -> None:
     """Leave the record alone: in the run directory, and where torchrun looks for it.
 
-    Where that cannot be, the sentence goes to stderr at once: nobody else could say it.
+    Raises OSError.
     """
     folder = run_dir / FAILURES
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        record = json.dumps(dataclasses.asdict(failure))
-        replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
-    except OSError as error:
-        said = f"{failure.sentence()} (not recorded: {error.strerror})"
-        print(f"parallel3d: {said}", file=sys.stderr, flush=True)
+    for made in (run_dir, folder):
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+    record = json.dumps(dataclasses.asdict(failure))
+    replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
     with suppress(OSError):
         write_elastic_file(failure, details, os.environ)
 
@@ -224,7 +227,7 @@ def read_all(run_dir: Path) -> list[Failure]:
     failures = []
     for path in (run_dir / FAILURES).glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+            failures.append(Failure(**json.loads(read_bounded(path, RECORD_BYTES))))
     return sorted(failures, key=lambda failure: failure.time)
 
 
