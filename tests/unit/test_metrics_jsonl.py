@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -208,16 +209,18 @@ def limited(size: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 
 
-@pytest.fixture
-def unlimited() -> Callable[[int | None], None]:
-    yield limited
-    limited(None)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+@contextmanager
+def limits_are_lifted() -> Iterator[None]:
+    """Before the test is over: pytest writes to a file as well, where its output goes to one."""
+    try:
+        yield
+    finally:
+        limited(None)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 
 
-def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(
-    tmp_path: Path, unlimited: Callable[[int | None], None]
-) -> None:
+@limits_are_lifted()
+def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     said: list[str] = []
     with MetricsFile(path, say=said.append) as file:
@@ -232,9 +235,8 @@ def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(
     assert len(said) == 1 and f"{path} cannot be written (File too large)" in said[0]
 
 
-def test_c3_lines_that_are_lost_at_the_end_are_counted(
-    tmp_path: Path, unlimited: Callable[[int | None], None]
-) -> None:
+@limits_are_lifted()
+def test_c3_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
     said: list[str] = []
     with MetricsFile(tmp_path / "metrics.jsonl", say=said.append) as file:
         limited(0)
