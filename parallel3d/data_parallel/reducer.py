@@ -11,6 +11,7 @@ loss, so the reduction is a plain sum and no pass over memory averages anything.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -66,9 +67,14 @@ class Reducer:
         self.index_of = {name: b.index for b in buckets for name in b.params}
 
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
+        # Weakly: Python's collector does not see the circle parameter → hook → this → parameter,
+        # and an ended trainer would stay, with its model and its groups' threads.
+        reducer = weakref.ref(self)
+
         def gradient_added() -> None:
-            if self.syncing:
-                self._arrived(name)
+            this = reducer()
+            if this is not None and this.syncing:
+                this._arrived(name)
 
         def accumulate(p: nn.Parameter) -> None:
             if p.grad is None:  # the layer added it to the bucket itself and has said so

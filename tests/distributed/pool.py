@@ -36,6 +36,9 @@ PRELOAD = [
     "parallel3d.trainer",
 ]
 START_SECONDS = 120.0
+# DTensor's caches keep meshes and with them groups, whose threads wake 100 times a second each:
+# workers with more groups than this are replaced.
+GROUPS = 16
 
 
 class WorkerFailure(AssertionError):
@@ -87,6 +90,12 @@ def _run(
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def gloo_groups(pid: int) -> int:
+    """How many gloo groups a process has: each has a thread that waits for its sockets."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum((task / "comm").read_text() == "gloo_tcp_loop\n" for task in tasks)
 
 
 class Pool:
@@ -141,13 +150,16 @@ class Pool:
             for connection, job in zip(connections, jobs, strict=True):
                 # The path goes first and apart: the function's module is imported while unpickling.
                 connection.send_bytes(pickle.dumps((sys.path, job)))
-            return self._collect(connections, function.__name__, time.monotonic() + timeout_s)
+            results = self._collect(connections, function.__name__, time.monotonic() + timeout_s)
         except BaseException:
             self.end()
             raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(store)
+        if gloo_groups(self.pids[0]) > GROUPS:
+            self.end()
+        return results
 
     def end(self) -> None:
         """End this pool's own workers; the next run starts new ones."""

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import run_cases
+from tests.distributed.pool import GROUPS, Pool, WorkerFailure, gloo_groups
 
 
 def sum_of_ranks(scale: float) -> tuple[int, int, float, int]:
@@ -48,6 +50,13 @@ def return_what_cannot_be_pickled() -> object:
 
 def pid() -> int:
     return os.getpid()
+
+
+def keep_groups(count: int) -> None:
+    kept.extend(dist.new_group() for _ in range(count))
+
+
+kept: list[object] = []
 
 
 def test_every_world_size_runs_and_workers_are_reused(pool: Pool) -> None:
@@ -110,3 +119,21 @@ def test_ending_the_pool_leaves_no_worker() -> None:
     for worker in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)
+
+
+def test_workers_that_keep_many_groups_are_replaced(pool: Pool) -> None:
+    before = pool.run(2, pid)
+    pool.run(2, keep_groups, GROUPS // 2)
+    assert pool.run(2, pid) == before
+    pool.run(2, keep_groups, GROUPS)
+    assert not set(pool.run(2, pid)) & set(before)
+
+
+def test_an_ended_trainer_leaves_none_of_its_groups(pool: Pool) -> None:
+    pool.end()
+    case = Case(Problem("gpt_tiny", "sgd", tied=True), keys=(("zero", 1),))
+    left = []
+    for _ in range(3):
+        pool.run(4, run_cases, (1, 2, 2), [case])
+        left.append(gloo_groups(pool.pids[0]))
+    assert left[2] <= left[0] <= 2  # torch itself keeps the newest default group
