@@ -77,7 +77,7 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
     """On one rank: the full initial weights of a problem, and the learning rate of each step."""
-    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
     trainer = make_trainer(Case(problem), groups)
     # Copies: the trainer may hand out views of what it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
@@ -88,7 +88,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
     """The groups of `layout` as they are where nothing is known of a cluster."""
-    return ProcessGroups.create(layout, here().type, timeout_s=60)
+    return ProcessGroups.create(layout, here().type, timeout_s=300)
 
 
 def run_cases(

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from tests.pace import PATIENCE
+
 # What the fork server imports once for all workers. A name that cannot be imported is skipped by
 # multiprocessing and then simply costs each worker its own import.
 PRELOAD = [
@@ -126,7 +128,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 60.0 * PATIENCE,
     ) -> list[Any]:
         """Call `function(*args)` on ranks 0 … world_size - 1 at once; return the results by rank.
 

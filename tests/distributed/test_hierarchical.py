@@ -31,7 +31,7 @@ def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> Placement:
 def in_two_levels(layout: Layout) -> ProcessGroups:
     levels = two_levels(placed(layout), "dp")
     assert levels is not None
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=60, levels=levels)
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=300, levels=levels)
     assert (groups.dp_inner.size, groups.dp_outer.size) == (4 // layout.tp, 2)
     return groups
 

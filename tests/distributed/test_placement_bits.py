@@ -86,7 +86,7 @@ def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Conf
 def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
     """The ranks by launch rank, and everything that must not depend on them."""
     folder.mkdir()
-    ranks = pool.run(WORLD, train_as_placed, config, str(folder), free_port(), timeout_s=120)
+    ranks = pool.run(WORLD, train_as_placed, config, str(folder), free_port(), timeout_s=900)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [{k: r[k] for k in NUMBERS if k in r} for r in map(json.loads, lines)]
     bits = {

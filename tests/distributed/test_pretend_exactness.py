@@ -49,7 +49,7 @@ def test_trains_as_the_reference_does(
 ) -> None:
     cases = [case for layout, case in PLAIN if layout == sizes]
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=600)
+    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=900)
     failures = []
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
@@ -96,7 +96,7 @@ WAITING = [
 @pytest.mark.parametrize(("sizes", "case"), WAITING, ids=lambda value: str(value))
 def test_the_host_waits_once_a_step(sizes: Sizes, case: Case, pretended: PretendedPool) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    for steps in pretended.run(world, waits_a_step, sizes, case, timeout_s=300):
+    for steps in pretended.run(world, waits_a_step, sizes, case, timeout_s=900):
         for waits in steps:
             assert len(waits) == 1, "\n".join(waits)
             assert waits[0].startswith("tolist at") and "trainer.py" in waits[0]

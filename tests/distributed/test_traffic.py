@@ -134,7 +134,7 @@ def sent_in_a_step(
     layout: Layout, changes: dict[str, Any]
 ) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
     """This rank's stage, what it sent in its third step, and its parameters."""
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     for _ in range(2):  # PowerSGD begins with the third step
@@ -233,7 +233,7 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
     config = config_of(layout, changes)
     seen = set()
     for rank, (stage, found, around, _) in enumerate(
-        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=180)
+        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=900)
     ):
         assert found == priced(config, layout, stage), f"rank {rank}, stage {stage}"
         assert not around, f"rank {rank} sends what nobody counts: {around}"

@@ -238,7 +238,7 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "parallel3d", "dryrun", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def test_the_page_and_its_file(tmp_path: Path) -> None:

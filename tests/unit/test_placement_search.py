@@ -21,6 +21,7 @@ from parallel3d.topology.placement import Placement, Tiling
 from parallel3d.topology.price import price_step
 from parallel3d.topology.search import place, search
 from parallel3d.topology.traffic import Transfer
+from tests.pace import cpu_pace
 from tests.placements import a_cluster, random_cluster, random_layout, slow_places, some_traffic
 
 
@@ -233,5 +234,5 @@ def test_search_answers_in_time() -> None:
         traffic = some_traffic(layout)
         start = time.process_time()
         found = search(cluster, layout, traffic)
-        assert time.process_time() - start < limit
+        assert time.process_time() - start < limit * cpu_pace()
         assert found[0].seconds <= next(c for c in found if c.is_default).seconds

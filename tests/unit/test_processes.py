@@ -43,7 +43,7 @@ def answer(records: list[dict[str, object]], **environ: str) -> str:
     """What a rank with this environment makes of the records."""
     command = [sys.executable, "-c", ASKS, json.dumps(records)]
     environ = {**os.environ, **environ}
-    asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert asked.returncode == 0, asked.stderr
     return asked.stdout.strip()
 

@@ -103,7 +103,7 @@ def test_c7_words_to_a_lost_terminal_end_no_run() -> None:
     ends = {}
     for outlive in ("", "outlive_terminal()"):
         command = [sys.executable, "-c", LOST.format(outlive=outlive)]
-        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
         assert "seen" in ends[outlive]
     assert ends["outlive_terminal()"].endswith("went on\n")
     assert "Input/output error" in ends[""]  # what it is about
