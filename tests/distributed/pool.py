@@ -36,6 +36,19 @@ PRELOAD = [
     "pytest",
     "omegaconf",
     "parallel3d.trainer",
+    # Imported by torch where a step first needs them: seconds of every new worker's time.
+    "numpy.random",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "sympy",
+    "networkx",
+    "setuptools",
+    "torch.utils.cpp_extension",
+    "torch.distributed.tensor.experimental",
 ]
 START_SECONDS = 120.0
 # DTensor's caches keep meshes and with them groups, whose threads wake 100 times a second each:
