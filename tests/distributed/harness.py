@@ -21,7 +21,6 @@ from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,
     GLOBAL_BATCH,
-    STEPS,
     TOKENS,
     Case,
     Problem,
@@ -81,7 +80,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
     trainer = make_trainer(Case(problem), groups)
     # Copies: the trainer may hand out views of what it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
-    lrs = [trainer.train_step().lr for _ in range(STEPS)]
+    lrs = [trainer.train_step().lr for _ in range(problem.steps)]
     groups.close()
     return weights, lrs
 
@@ -106,7 +105,7 @@ def run_cases(
             with mutation():
                 trainer = make_trainer(case, groups)
                 initial = digests(trainer.full_parameters())
-                results = [trainer.train_step() for _ in range(STEPS)]
+                results = [trainer.train_step() for _ in range(case.problem.steps)]
                 evaluation = trainer.evaluate()
                 final = trainer.full_parameters()
                 boxes = gather_boxes(trainer.parameters.values(), groups)
@@ -162,13 +161,14 @@ class References:
         initial = {name: torch.from_numpy(w) for name, w in weights.items()}
         config = Case(problem).config(Layout(1, 1, 1))
         source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
-        run = train_reference(config, initial, source, STEPS, DTYPES[problem.precision], lrs)
+        dtype = DTYPES[problem.precision]
+        run = train_reference(config, initial, source, problem.steps, dtype, lrs)
         dead = dead_weights(initial, config.model.position_embedding)
         for name in run.weights.keys() - dead:
             moved = (run.weights[name] - initial[name]).abs().max().item()
             assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
         if config.optim.lr_decay_style == "constant":
-            assert lrs == [config.optim.lr] * STEPS
+            assert lrs == [config.optim.lr] * problem.steps
         clip = config.optim.clip_grad
         assert min(run.grad_norms) > clip, (
             f"{problem}: clipping at {clip} is idle: {run.grad_norms}"
