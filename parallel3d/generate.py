@@ -35,7 +35,7 @@ def generate(config: Config, worker: Worker) -> None:
     Raises UserError if no checkpoint of the run is whole.
     """
     worker.phase = "making process groups"
-    groups = ProcessGroups.of_run(config, worker)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(config, groups, device)

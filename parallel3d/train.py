@@ -46,7 +46,7 @@ def train(config: Config, worker: Worker) -> None:
     """
     worker.phase = "making process groups"
     device = torch.device(worker.device)
-    groups = with_log(ProcessGroups.of_run(config, worker), worker.log)
+    groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
         say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.preflight:
