@@ -29,14 +29,14 @@ from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import check_length, explain_override_error
 from parallel3d.data.corpus import check_data
 from parallel3d.devices import HostError, check_precision_of, choose_device
-from parallel3d.errors import UserError, nearest, readable
+from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
 from parallel3d.failure import full_stop
 from parallel3d.generate_start import GENERATE, start_generate, take_prompt
 from parallel3d.gpu_environment import gpu_environment
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.meeting import CAN_GO_ON
 from parallel3d.run_directory import check_run, make_run_directory, take_run
-from parallel3d.worker import APPS, USER_ERROR, run_here, run_joined, say
+from parallel3d.worker import APPS, run_here, run_joined
 
 INTERRUPTED = 130
 READER_GONE = 141

@@ -21,12 +21,11 @@ from parallel3d.checkpoint.storage import read_state
 from parallel3d.config import Config, GenerateConfig
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.decoder import Decoder, blank_stage
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, say
 from parallel3d.generate_start import PROMPT_FILE, checkpoints_of
 from parallel3d.launch import Worker
 from parallel3d.models.transformer import Stage
 from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.worker import say
 
 
 def generate(config: Config, worker: Worker) -> None:
@@ -35,7 +34,7 @@ def generate(config: Config, worker: Worker) -> None:
     Raises UserError if no checkpoint of the run is whole.
     """
     worker.phase = "making process groups"
-    groups = ProcessGroups.of_run(config, worker)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "loading the checkpoint"
     stage = blank_stage(config, groups, device)

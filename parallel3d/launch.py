@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from parallel3d.errors import UserError
 from parallel3d.operation_log import OperationLog
@@ -21,12 +21,26 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from parallel3d.topology.placement import Placement
-    from parallel3d.watchdog import Watchdog
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
 # Steps that Slurm makes for itself (batch script, interactive shell, …) have ids from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+class Watch(Protocol):
+    """What looks whether a rank gets on (`watchdog.Watchdog`), as the rank's life deals with it."""
+
+    @property
+    def is_reporting(self) -> bool: ...
+
+    def rest(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+    def timed_out(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 @dataclass
@@ -55,7 +69,7 @@ class Worker:
     stop: StopSignals = field(default_factory=StopSignals)
     stopped: bool = False
     store: Store | None = None
-    watchdog: Watchdog | None = None
+    watchdog: Watch | None = None
     log: OperationLog = field(default_factory=OperationLog)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.devices import cores
+from parallel3d.errors import say
 from parallel3d.gpu_environment import gpu_environment
 from parallel3d.job_store import LOCALHOST, SECRET, one_host_environment
 from parallel3d.one_host import NoLogs, OneHost
@@ -28,7 +29,7 @@ from parallel3d.run_directory import PLACEMENT_FILE
 from parallel3d.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.time_limits import within
 from parallel3d.topology.placed_ranks import rank_of_launch
-from parallel3d.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop, say
+from parallel3d.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
 
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from parallel3d.worker import USER_ERROR, say
+from parallel3d.errors import USER_ERROR, say
 
 
 class PrivateSweepFolder(Callback):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from parallel3d.worker import say
+from parallel3d.errors import say
 
 T = TypeVar("T")
 

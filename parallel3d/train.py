@@ -16,7 +16,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
-from parallel3d.errors import TrainingFailure
+from parallel3d.errors import TrainingFailure, say
 from parallel3d.exchange import all_gather_json
 from parallel3d.health import Health
 from parallel3d.launch import Worker
@@ -30,7 +30,6 @@ from parallel3d.run_directory import status
 from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import StepResult, Trainer
 from parallel3d.watchdog import HANG_FILE, start_watchdog
-from parallel3d.worker import say
 
 # The file in the run directory that asks a batch script to queue the job again.
 REQUEUE = "requeue"
@@ -46,7 +45,7 @@ def train(config: Config, worker: Worker) -> None:
     """
     worker.phase = "making process groups"
     device = torch.device(worker.device)
-    groups = with_log(ProcessGroups.of_run(config, worker), worker.log)
+    groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
         say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.preflight:

@@ -35,13 +35,14 @@ from parallel3d.optim.optimizer import (
 )
 from parallel3d.optim.state import ParameterSlice, parameter_slices
 from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.split import layers_of_stages
 from parallel3d.precision import LossScale, compute_dtype, set_determinism, set_matmul_precision
 from parallel3d.tensor_parallel.overlap import overlap_of
 from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.timed import measure_floors, with_clock
+from parallel3d.timed import with_clock
 from parallel3d.topology.process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)

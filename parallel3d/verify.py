@@ -76,7 +76,7 @@ def verify(config: Config, worker: Worker) -> int:
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length)
     device = torch.device(worker.device)
-    groups = ProcessGroups.of_run(config, worker)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout
     failure, everything = None, []
     if console:

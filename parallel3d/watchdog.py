@@ -30,13 +30,14 @@ import torch
 from parallel3d import failure, flight_record, hang, hang_state
 from parallel3d.accelerator import is_accelerator
 from parallel3d.config import Config
+from parallel3d.errors import say
 from parallel3d.job_store import get, get_all, put
 from parallel3d.launch import Worker
 from parallel3d.operation_log import OperationLog
 from parallel3d.processes import born, kill, of_this_job, why_silent
 from parallel3d.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.time_limits import started, until, within
-from parallel3d.worker import SAID, say
+from parallel3d.worker import SAID
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -16,7 +16,7 @@ from parallel3d import failure
 from parallel3d.config import Config
 from parallel3d.config_groups import parse_nccl_env
 from parallel3d.devices import PRETEND, Choice, device_of_rank
-from parallel3d.errors import UserError
+from parallel3d.errors import USER_ERROR, UserError, say
 from parallel3d.gpu_environment import gpu_environment
 from parallel3d.host_memory import keep_freed_memory
 from parallel3d.job_store import one_host_environment
@@ -46,18 +46,12 @@ STOPPABLE = ("train",)
 # How many ranks have met a user error: one of them says it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
 
-USER_ERROR = 2
 # By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
 END_SIGNAL = signal.SIGHUP
 # The exit code of a local worker that has said itself why all end, as no file took it.
 SAID = 63
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
 ANSWER = 64
-
-
-def say(sentence: str) -> None:
-    """One line on stderr, flushed: it may be the last thing that this process does."""
-    print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 
 
 def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: Choice) -> int:

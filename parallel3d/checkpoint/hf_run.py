@@ -29,11 +29,10 @@ from parallel3d.config_checks import check_config
 from parallel3d.config_fields import check_fields, spell
 from parallel3d.config_overrides import explain_override_error
 from parallel3d.data.tokenizer import ByteTokenizer
-from parallel3d.errors import UserError
+from parallel3d.errors import UserError, say
 from parallel3d.metrics.flops import parameter_count
 from parallel3d.precision import LossScale
 from parallel3d.run_directory import make_run_directory
-from parallel3d.worker import say
 
 NO_TOKENIZER = "a tokenizer is not part of it: parallel3d's tokens are bytes, and 256 ends a text"
 # Of an imported model these may be chosen; all else is as its config.json says.

@@ -18,13 +18,13 @@ from parallel3d.config import DataParallelConfig
 from parallel3d.data_parallel.buckets import (
     WHOLE,
     Bucket,
-    Segment,
     Sharding,
     Values,
     build_buckets,
     own_values,
 )
 from parallel3d.data_parallel.reducer import CommHook, Reducer
+from parallel3d.data_parallel.segments import Segment
 from parallel3d.topology.process_groups import Group
 
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel3d import accelerator, collectives
-from parallel3d.data_parallel.buckets import Part, Segment
+from parallel3d.data_parallel.segments import Part, Segment
 from parallel3d.models.transformer import Stage
 from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.topology.process_groups import SINGLE, Group, ProcessGroups

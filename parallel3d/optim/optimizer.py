@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel3d import collectives
 from parallel3d.accelerator import is_accelerator
 from parallel3d.config import OptimConfig
-from parallel3d.data_parallel.buckets import Segment
+from parallel3d.data_parallel.segments import Segment
 from parallel3d.topology.process_groups import Group
 
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel3d.data_parallel.buckets import Part
+from parallel3d.data_parallel.segments import Part
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.tensor_parallel.parameters import ParameterSpec
 from parallel3d.topology.process_groups import ProcessGroups

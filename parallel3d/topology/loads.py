@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.topology import collective_costs as costs
 from parallel3d.topology.cluster import LinkClass, Slots
 from parallel3d.topology.links import Wiring, members, outer_order
 from parallel3d.topology.placement import Placement
 from parallel3d.topology.price import DimPrice, Flows, StepPrice, flows_of
-from parallel3d.topology.scene import Loads
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Bytes that one step sends over each wire, one way.
+
+    `nvlink` and `nic` are (size,): what each GPU sends inside its domain and through its NIC.
+    `uplink` is (units, rails): what each leaf switch sends up to the spine, and `port` the share of
+    one of its uplinks.
+    """
+
+    nvlink: npt.NDArray[np.float64]
+    nic: npt.NDArray[np.float64]
+    uplink: npt.NDArray[np.float64]
+    port: npt.NDArray[np.float64]
+
+    @property
+    def largest(self) -> float:
+        """Bytes on the busiest wire of all."""
+        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
 
 def loads_of(placement: Placement, price: StepPrice) -> Loads:

@@ -29,8 +29,8 @@ from parallel3d.topology.placed_ranks import layout_of
 
 if TYPE_CHECKING:
     from parallel3d.config import Config
-    from parallel3d.launch import Worker
     from parallel3d.metrics.breakdown import Clock
+    from parallel3d.topology.placement import Placement
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.
@@ -98,15 +98,20 @@ class ProcessGroups:
         return self.coordinates.pp == self.layout.pp - 1
 
     @classmethod
-    def of_run(cls, config: Config, worker: Worker) -> ProcessGroups:
-        """The groups of a run's layout on this rank, made as its configuration says; collective."""
-        device_type = worker.device.split(":")[0]
+    def of_run(cls, config: Config, device: str, placement: Placement | None) -> ProcessGroups:
+        """The groups of a run's layout on this rank, made as its configuration says; collective.
+
+        Args:
+            device: this rank's, "cpu" or "<type>:<index>".
+            placement: where all ranks sit; None where the run did not need to know.
+        """
+        device_type = device.split(":")[0]
         interfaces = None
         if device_type == "cpu":
-            interfaces = Interfaces.of_run(config.cluster, worker.placement)
+            interfaces = Interfaces.of_run(config.cluster, placement)
         levels = None
-        if config.ddp.hierarchical and worker.placement is not None:
-            levels = two_levels(worker.placement, "dp")
+        if config.ddp.hierarchical and placement is not None:
+            levels = two_levels(placement, "dp")
         if config.zero > 1 and config.ddp.shard_size is not None:
             levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
         layout, timeout_s = layout_of(config), config.launch.timeout_s

@@ -35,26 +35,6 @@ class Tile:
     nodes: Nodes
 
 
-@dataclass(frozen=True)
-class Loads:
-    """Bytes that one step sends over each wire, one way.
-
-    `nvlink` and `nic` are (size,): what each GPU sends inside its domain and through its NIC.
-    `uplink` is (units, rails): what each leaf switch sends up to the spine, and `port` the share of
-    one of its uplinks.
-    """
-
-    nvlink: npt.NDArray[np.float64]
-    nic: npt.NDArray[np.float64]
-    uplink: npt.NDArray[np.float64]
-    port: npt.NDArray[np.float64]
-
-    @property
-    def largest(self) -> float:
-        """Bytes on the busiest wire of all."""
-        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
-
-
 def marks(layout: Layout, rank: int) -> dict[int, str]:
     """The ranks to highlight: rank -> the dimension whose group it shares with the chosen one."""
     found = {

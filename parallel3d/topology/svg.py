@@ -7,13 +7,13 @@ of the chosen rank, beside an overview in which a dot is a GPU.
 from __future__ import annotations
 
 from parallel3d.topology.canvas import Canvas
+from parallel3d.topology.loads import Loads
 from parallel3d.topology.palette import GROUP_COLOURS, NVLINK, SPINE, rail_colour
 from parallel3d.topology.placement import Placement
 from parallel3d.topology.scene import (
     CHOSEN,
     GROUP_WORDS,
     GROUPS,
-    Loads,
     Tile,
     byte_text,
     shown_nodes,

@@ -8,9 +8,10 @@ import numpy as np
 
 from parallel3d.topology.canvas import Canvas
 from parallel3d.topology.cluster import Cluster
+from parallel3d.topology.loads import Loads
 from parallel3d.topology.palette import GREY, GROUP_COLOURS, NVLINK, ink_on, rail_colour
 from parallel3d.topology.placement import Placement
-from parallel3d.topology.scene import Loads, Tile, byte_text, marks
+from parallel3d.topology.scene import Tile, byte_text, marks
 
 CELL_H = 22  # a GPU
 GAP = 28  # between GPUs: room for the NIC's wire and the rail

@@ -45,7 +45,7 @@ class Bench:
         self.config = Config(tp=tp, pp=pp, dp=dp, **keys)
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
-        self.groups = ProcessGroups.of_run(self.config, self.worker)
+        self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
         self.where = Where.find(self.config, self.worker, self.groups.layout)
         self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
 

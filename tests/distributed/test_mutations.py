@@ -19,7 +19,7 @@ from torch import Tensor
 import parallel3d.optim.optimizer
 import parallel3d.trainer
 from parallel3d.collectives import Done
-from parallel3d.data_parallel.buckets import Segment
+from parallel3d.data_parallel.segments import Segment
 from parallel3d.models.dropout import Dropout
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d.pipeline.floors import FLOOR_TRIES
 from parallel3d.run_directory import load_config
-from parallel3d.timed import FLOOR_TRIES
 from parallel3d.topology.cluster import LinkClass
 from parallel3d.topology.cluster_config import cluster_from_config
 from parallel3d.topology.placed_ranks import layout_of

@@ -11,7 +11,8 @@ import torch
 
 from parallel3d.config import ModelConfig, OptimConfig
 from parallel3d.data_parallel import buckets
-from parallel3d.data_parallel.buckets import Part, Segment, build_buckets
+from parallel3d.data_parallel.buckets import build_buckets
+from parallel3d.data_parallel.segments import Part, Segment
 from parallel3d.models.context import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import optimizer as optimizer_module

@@ -14,10 +14,10 @@ from parallel3d.topology.canvas import Canvas
 from parallel3d.topology.cluster import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.links import Wiring
-from parallel3d.topology.loads import loads_of
+from parallel3d.topology.loads import Loads, loads_of
 from parallel3d.topology.placement import Placement, Tiling
 from parallel3d.topology.price import StepPrice, price_step
-from parallel3d.topology.scene import CHOSEN, GROUPS, Loads, byte_text, marks, shown_nodes, tiles
+from parallel3d.topology.scene import CHOSEN, GROUPS, byte_text, marks, shown_nodes, tiles
 from parallel3d.topology.svg import MAX_EXPANDED, cluster_svg
 from parallel3d.topology.terminal import MARKS, plain, style_of, terminal_map
 from parallel3d.topology.traffic import Transfer
