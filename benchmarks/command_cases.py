@@ -7,7 +7,6 @@ its folder, and so does what fails; what it says does not.
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import os
@@ -17,8 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,12 @@ from hydra.core.hydra_config import HydraConfig
 
 from parallel3d import cli
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
+from parallel3d.metrics.provenance import Provenance
 from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
+HERE = Provenance.collect()  # which asks git: once is enough
 LIMIT_S = 60.0  # without a fault that blocks: then the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
@@ -107,8 +108,7 @@ def without_hydra(found: tuple[Any, Any]) -> Callable[[str, list[str]], None]:
     """`cli._run_hydra` behind the composing."""
 
     def run(app: str, words: list[str]) -> None:
-        config, own = copy.deepcopy(found[0]), found[1]
-        HydraConfig.instance().cfg = own
+        config, HydraConfig.instance().cfg = found
         prompt = next((w[7:] for w in words if w.startswith("prompt=")), None)
         if code := cli._run_job(app, config, prompt):
             raise SystemExit(code)
@@ -122,7 +122,6 @@ class Stage:
 
     home: Path
     limit_s: float = LIMIT_S
-    environ: Mapping[str, str] = field(default_factory=dict)
     before: Callable[[], None] = lambda: None  # in the command's process, first
 
     @property
@@ -171,7 +170,7 @@ class Stage:
                 with open(self.home / name, "w") as file:
                     os.dup2(file.fileno(), number)
             os.chdir(self.folder)
-            os.environ.update(self.environ)
+            Provenance.collect = lambda: HERE
             self.before()
             if case.words[0] != "checkpoint" and not case.through_hydra:
                 words = tuple(w for w in case.words if not w.startswith("prompt="))

@@ -97,7 +97,8 @@ def said_well(ended: Ended) -> Iterator[str]:
     if ended.code not in (0, 1, 2):
         yield f"ended with code {ended.code}"
     lines = [line for line in ended.err.splitlines() if line.strip()]
-    if ended.code and not (lines and lines[-1].startswith("parallel3d: ")):
+    is_said = lines[-1].startswith("parallel3d: ") if lines else "unreadable: " in ended.out
+    if ended.code and not is_said:
         yield f"ended with code {ended.code}, and last said {lines[-1:]}"
 
 
@@ -123,7 +124,7 @@ def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) ->
 
 
 def timeless(answer: str) -> str:
-    return re.sub(r"[0-9.]+ s\b", "… s", answer)
+    return re.sub(r"[0-9.]+ (s|min)\b", "…", re.sub(" +", " ", answer))
 
 
 def differing(curve: dict, other: dict) -> list[Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import json
@@ -33,6 +34,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+
+import torch
 
 from benchmarks.command_cases import (
     KILLED_AFTER,
@@ -79,6 +82,7 @@ class World:
     found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → calls
 
     def __post_init__(self) -> None:
+        torch.set_num_threads(1)  # a pool of threads would not come along into what is forked
         self.home = Path(os.path.realpath(self.home))
         book = self.home / "book.txt"
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
@@ -105,6 +109,7 @@ class World:
         with contextlib.chdir(stage.folder), contextlib.redirect_stdout(io.StringIO()):
             # Run in this process, and what is forked pays for no import any more.
             assert cli.main(plain.words) == 0
+        gc.freeze()  # what is forked looks through its own things alone
         run_dir = stage.folder / RUN
         self.reference.weights = digest(run_dir / FINAL)
         self.reference.curve = curve_of(run_dir / METRICS)
