@@ -1,8 +1,8 @@
 """The commands that benchmarks/command_faults.py disturbs: forked, each in a folder of its own.
 
 A command is a process that is forked of one which has run it before, so it pays for no import; its
-words are composed by Hydra once (but for the scenario that is about that). What it writes lies below
-its folder, and so does what fails; what it says does not.
+words are composed by Hydra once (but for the scenario that is about that). What it writes lies
+below its folder, and so does what fails; what it says does not.
 """
 
 from __future__ import annotations
@@ -129,18 +129,23 @@ class Stage:
         return self.home / "disk"
 
     def give(
-        self, case: Case, fault: Fault | None = None, point: Point | None = None, **more: Any
+        self,
+        case: Case,
+        fault: Fault | None = None,
+        point: Point | None = None,
+        calls: type[Calls] = Calls,
+        when_met: Callable[[int], None] = lambda pid: None,
     ) -> Ended:
-        """One command to its end, or to the limit."""
+        """One command to its end, or to the limit. `when_met` gets its process at the fault."""
         if not case.through_hydra and case.words[0] != "checkpoint":
             composed(tuple(w for w in case.words if not w.startswith("prompt=")))
         started, (reading, writing) = time.monotonic(), os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            self._live(case, fault, point, writing, **more)
+            self._live(case, calls(self.folder, fault, point, writing))
         os.close(writing)
-        told, in_time = _all_of(reading, started + self.limit_s)
+        told, in_time = _all_of(reading, started + self.limit_s, lambda: when_met(pid))
         if not in_time:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -155,16 +160,9 @@ class Stage:
             time.monotonic() - started,
         )
 
-    def _live(
-        self,
-        case: Case,
-        fault: Fault | None,
-        point: Point | None,
-        pipe: int,
-        calls: Callable[..., FailingFiles] = Calls,
-    ) -> None:
+    def _live(self, case: Case, files: Calls) -> None:
         """The command's process; does not return."""
-        code, files = 1, calls(self.folder, fault, point, pipe)
+        code = 1
         try:
             for name, number in (("out", 1), ("err", 2)):
                 with open(self.home / name, "w") as file:
@@ -183,7 +181,7 @@ class Stage:
             sys.stdout.flush()
             sys.stderr.flush()
             report = {"failed": files.failed, "points": files.points()}
-            os.write(pipe, f"{json.dumps(report)}\n".encode())
+            os.write(files.pipe, f"{json.dumps(report)}\n".encode())
             os._exit(code)
 
     def lay(self, template: Path) -> None:
@@ -192,7 +190,7 @@ class Stage:
         shutil.copytree(template, self.folder, symlinks=True)
 
 
-def _all_of(pipe: int, deadline: float) -> tuple[bytes, bool]:
+def _all_of(pipe: int, deadline: float, when_met: Callable[[], None]) -> tuple[bytes, bool]:
     """What a process says until it ends, and whether it does so in time."""
     said = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
@@ -201,6 +199,8 @@ def _all_of(pipe: int, deadline: float) -> tuple[bytes, bool]:
                 piece = file.read(1 << 16)
                 if not piece:
                     return said, True
+                if piece.startswith(b"met"):
+                    when_met()
                 said += piece
     return said, False
 

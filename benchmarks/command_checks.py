@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Reference:
     weights: str = ""  # SHA-256 of the file
     curve: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
     outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, where it is an answer
+    errs: dict[str, str] = field(default_factory=dict)
 
 
 def digest(path: Path) -> str:
@@ -105,7 +106,8 @@ def said_well(ended: Ended) -> Iterator[str]:
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
     """What is not as it should be after an end with code 0, and was not said."""
     if not case.trains:
-        if timeless(ended.out) != timeless(ref.outs[name]):
+        is_said = ended.err.strip() != ref.errs[name].strip() or "unreadable: " in ended.out
+        if timeless(ended.out) != timeless(ref.outs[name]) and not is_said:
             yield f"another answer: {ended.out[-200:]!r}"
         return
     run_dir, words = folder / RUN, ended.out + ended.err
@@ -155,8 +157,8 @@ def as_undisturbed(
     case: Case, name: str, stage: Stage, ended: Ended, ref: Reference
 ) -> Iterator[str]:
     """Where a run that has ended well is not the undisturbed one."""
-    ended.out = ended.out if not case.trains else ""
-    ended.err = ""  # nothing is excused by what is said
+    # Nothing is excused by what is said.
+    ended = replace(ended, out="" if case.trains else ended.out, err=ref.errs[name])
     yield from silent(case, name, stage.folder, ended, ref)
     if not case.trains:
         return

@@ -2,16 +2,16 @@
 
 Each pair is a call to the system (the n-th of its kind, of run folder, metrics, configurations,
 checkpoints, token cache and text) and a fault, in one command of one rank, start to end. After it:
-its exit code is 0, 1 or 2, its last words a sentence, no traceback, all within a limit, and a code of
-0 only for what is right or was said. Then the disk is well and the same command is given again: it
-ends with the undisturbed run's weights, bit for bit, each step once in metrics.jsonl, and no
+its exit code is 0, 1 or 2, its last words a sentence, no traceback, all within a limit, and a code
+of 0 only for what is right or was said. Then the disk is well and the same command is given again:
+it ends with the undisturbed run's weights, bit for bit, each step once in metrics.jsonl, and no
 checkpoint that was whole is gone or set aside. (If the first left everything as it was found, that
 was seen when the undisturbed command was given.)
 
-    python -m benchmarks.command_faults --pairs 2000 --seed 0 --blocks 100 --cuts 60 --jobs 3
+    python -m benchmarks.command_faults --pairs 2000 --seed 0 --blocks 100 --jobs 3
 
-From the repository's root. Calls are those that tests/tools/failing_files.py reaches; pauses between
-tries to read are cut short. Power cuts are benchmarks/power_cuts.py's, and need root.
+From the repository's root. Calls are those that tests/tools/failing_files.py reaches; pauses
+between tries to read are cut short. Power cuts are benchmarks/power_cuts.py's, and need root.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class World:
     """Templates, scenarios and what is right."""
 
     home: Path
+    only: tuple[str, ...] = ()  # scenarios; none: all
     reference: Reference = field(default_factory=Reference)
     found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → calls
 
@@ -86,14 +87,14 @@ class World:
         self.home = Path(os.path.realpath(self.home))
         book = self.home / "book.txt"
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
-        self.cases = cases(str(book))
+        self.cases = {n: c for n, c in cases(str(book)).items() if n in self.only or not self.only}
         self._make_templates(book)
         stage = self.stage("counting")
         for name, case in self.cases.items():
             self.lay(stage, case)
             usual = stage.give(case)
             assert usual.code == 0 and TRACEBACK not in usual.err, (name, usual)
-            self.reference.outs[name] = usual.out
+            self.reference.outs[name], self.reference.errs[name] = usual.out, usual.err
             wrong = [*silent(case, name, stage.folder, usual, self.reference)]
             wrong += [*given_again(case, name, stage, self.reference)]
             assert not wrong, (name, wrong)

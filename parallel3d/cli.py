@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d import cli_help
 from parallel3d.checkpoint.command import CHECKPOINT, VERBS, checkpoint
+from parallel3d.checkpoint.manifest import reason
 from parallel3d.config import Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import check_length, explain_override_error
@@ -38,6 +39,7 @@ from parallel3d.meeting import CAN_GO_ON
 from parallel3d.run_directory import check_run, make_run_directory, take_run
 from parallel3d.worker import APPS, USER_ERROR, run_here, run_joined, say
 
+FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
 # Answered by this process alone: topology without torch, dryrun on a device that is not there.
@@ -82,6 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except OSError as error:  # of this process's own start; what fails on ranks, they say
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
+        say(readable(full_stop(f"{what}{reason(error)}")))
+        return FAILED
     except SystemExit as stop:
         return _exit_code(stop)
     return 0

@@ -89,6 +89,8 @@ def train(config: Config, worker: Worker) -> None:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
+            if recorder is not None and not is_saved:
+                recorder.finish("failed")  # a finished run without a checkpoint would not go on
     worker.phase = "closing the process groups"
     worker.watchdog.go_on()
     groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
