@@ -65,10 +65,11 @@ from parallel3d import cli
 from parallel3d.checkpoint import restoring
 from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
 
-WATCHDOG_S = 2.0
-# Of a command that meets a call which never returns: until the watchdog acts, its own limits until
-# the process is gone (ten seconds and, where nothing answers, thirty), and a start on a busy host.
-BLOCKED_S = WATCHDOG_S + 30 + 18
+# A command that meets a call which never returns ends after launch.timeout_s in its start, after
+# recovery.watchdog_s in a step and three times that elsewhere (docs/recovery.md), and the thirty
+# seconds that the watchdog takes at most to say so; and on a busy host it begins late.
+SHORT_LIMITS = ("launch.timeout_s=8", "recovery.watchdog_s=2")
+BLOCKED_S = 8 + 30 + 22
 
 Pair = tuple[str, Fault, Point]
 
@@ -154,20 +155,17 @@ def try_pair(world: World, pair: Pair) -> Result:
     case, stage = world.cases[name], world.stage(f"slot-{os.getpid()}")
     if fault.what == BLOCK:
         stage.limit_s = BLOCKED_S
-    disturbed = case
-    if fault.what == BLOCK and case.trains:
-        words = (*case.words, f"recovery.watchdog_s={WATCHDOG_S:g}")
-        case = disturbed = replace(case, words=words)
+    if fault.what == BLOCK:
+        case = replace(case, words=(*case.words, *SHORT_LIMITS))
     world.lay(stage, case)
     before, found = tree(stage.folder), whole_ones(stage.folder / RUN)
-    ended = stage.give(disturbed, fault, point)
+    ended = stage.give(case, fault, point)
     wrong = list(said_well(ended))
     if ended.code == 0:
         wrong += silent(case, name, stage.folder, ended, world.reference)
     wrong += [f"{step} is gone" for step in lost(found, stage.folder / RUN)]
     unchanged = tree(stage.folder) == before
     if not unchanged and not wrong:
-        stage.limit_s = replace(stage).limit_s
         wrong += given_again(case, name, stage, world.reference)
     said = "\n".join((ended.out + ended.err).splitlines()[-3:])
     return Result(pair, ended.code, ended.failed > 0, wrong, said, unchanged, ended.seconds)
@@ -192,12 +190,13 @@ def drawn(world: World, count: int, seed: int) -> list[Pair]:
 
 
 def blocking(world: World, count: int, seed: int) -> list[Pair]:
-    """So many calls that never return, once or like all that follow."""
+    """So many calls that never return, once or like all that follow, of what runs unattended."""
     pairs = [
         (name, Fault(BLOCK, lasts), point)
         for name, points in world.found.items()
         for point in points
         for lasts in ("once", "all")
+        if world.cases[name].trains and not world.cases[name].through_hydra
     ]
     return random.Random(seed).sample(pairs, min(count, len(pairs)))
 
@@ -245,6 +244,8 @@ def campaign(world: World, pairs: list[Pair], jobs: int, say: Callable[[str], No
         counts["met"] += result.met
         counts["nothing had changed"] += result.unchanged
         slowest = max(slowest, result.seconds)
+        if (done := ended.total()) % 100 == 0:
+            say(f"{done} of {len(pairs)}, {len(wrong)} wrong")
         for sentence in result.wrong:
             wrong.append(f"{name}, {fault} at {point[0]} {point[1]}: {sentence} | {result.said}")
             say(wrong[-1])

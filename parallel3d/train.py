@@ -45,6 +45,7 @@ def train(config: Config, worker: Worker) -> None:
     checkpoint could not be written.
     """
     worker.phase = "making process groups"
+    worker.watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker), worker.log)
     if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
@@ -64,6 +65,7 @@ def train(config: Config, worker: Worker) -> None:
             done = f"run={config.run} is finished: {first_step - 1} steps are done"
             say(f"{done}; a larger train.steps goes on")
         groups.close()
+        worker.watchdog.stop()
         return
     if worker.rank == 0:
         for name in (REQUEUE, HANG_FILE):  # of an earlier start
@@ -72,7 +74,7 @@ def train(config: Config, worker: Worker) -> None:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
     with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
-        worker.watchdog = start_watchdog(config, worker)
+        worker.watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
