@@ -8,7 +8,7 @@ it ends with the undisturbed run's weights, bit for bit, each step once in metri
 checkpoint that was whole is gone or set aside. (If the first left everything as it was found, that
 was seen when the undisturbed command was given.)
 
-    python -m benchmarks.command_faults --pairs 2000 --seed 0 --blocks 100 --jobs 3
+    python -m benchmarks.command_faults --pairs 2100 --blocks 100 --cuts 60 --seed 0 --jobs 3
 
 From the repository's root. Calls are those that tests/tools/failing_files.py reaches; pauses
 between tries to read are cut short. Power cuts are benchmarks/power_cuts.py's, and need root.
@@ -17,51 +17,25 @@ between tries to read are cut short. Power cuts are benchmarks/power_cuts.py's, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import gc
-import io
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-import torch
-
-from benchmarks.command_cases import (
-    KILLED_AFTER,
-    RUN,
-    Case,
-    Stage,
-    cases,
-    kill_after,
-    train_words,
-)
-from benchmarks.command_checks import (
-    FINAL,
-    METRICS,
-    TRACEBACK,
-    Reference,
-    curve_of,
-    digest,
-    given_again,
-    lost,
-    said_well,
-    silent,
-    tree,
-    whole_ones,
-)
+from benchmarks import power_cuts
+from benchmarks.command_cases import RUN
+from benchmarks.command_checks import given_again, lost, said_well, silent, tree, whole_ones
+from benchmarks.command_world import World
 from benchmarks.storage_faults import ERRORS, LASTING
-from parallel3d import cli
 from parallel3d.checkpoint import restoring
 from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
 
@@ -72,69 +46,6 @@ SHORT_LIMITS = ("launch.timeout_s=8", "recovery.watchdog_s=2")
 BLOCKED_S = 8 + 30 + 22
 
 Pair = tuple[str, Fault, Point]
-
-
-@dataclass
-class World:
-    """Templates, scenarios and what is right."""
-
-    home: Path
-    only: tuple[str, ...] = ()  # scenarios; none: all
-    reference: Reference = field(default_factory=Reference)
-    found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → calls
-
-    def __post_init__(self) -> None:
-        torch.set_num_threads(1)  # a pool of threads would not come along into what is forked
-        self.home = Path(os.path.realpath(self.home))
-        book = self.home / "book.txt"
-        book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
-        self.cases = {n: c for n, c in cases(str(book)).items() if n in self.only or not self.only}
-        self._make_templates(book)
-        stage = self.stage("counting")
-        for name, case in self.cases.items():
-            self.lay(stage, case)
-            usual = stage.give(case)
-            assert usual.code == 0 and TRACEBACK not in usual.err, (name, usual)
-            self.reference.outs[name], self.reference.errs[name] = usual.out, usual.err
-            wrong = [*silent(case, name, stage.folder, usual, self.reference)]
-            wrong += [*given_again(case, name, stage, self.reference)]
-            assert not wrong, (name, wrong)
-            self.found[name] = usual.points
-
-    def _make_templates(self, book: Path) -> None:
-        plain = Case(train_words(str(book)), "empty")
-        (self.template("empty")).mkdir(parents=True)
-        (self.template("text")).mkdir()
-        shutil.copy(book, self.template("text"))
-        stage = self.stage("making")
-        self.lay(stage, plain)
-        with contextlib.chdir(stage.folder), contextlib.redirect_stdout(io.StringIO()):
-            # Run in this process, and what is forked pays for no import any more.
-            assert cli.main(plain.words) == 0
-        gc.freeze()  # what is forked looks through its own things alone
-        run_dir = stage.folder / RUN
-        self.reference.weights = digest(run_dir / FINAL)
-        self.reference.curve = curve_of(run_dir / METRICS)
-        stage.folder.rename(self.template("finished"))
-        self.template("cache").mkdir()
-        shutil.copytree(self.template("finished") / "cache", self.template("cache") / "cache")
-        dying = replace(stage, before=kill_after(KILLED_AFTER))
-        self.lay(dying, plain)
-        dying.give(plain)
-        stage.folder.rename(self.template("killed"))
-        assert len(whole_ones(self.template("killed") / RUN)) == 2
-
-    def template(self, name: str) -> Path:
-        return self.home / "templates" / name
-
-    def stage(self, name: str) -> Stage:
-        home = self.home / name
-        home.mkdir(exist_ok=True)
-        return Stage(home)
-
-    def lay(self, stage: Stage, case: Case) -> None:
-        stage.lay(self.template(case.template))
-        case.prepare(stage.folder)
 
 
 @dataclass
@@ -266,6 +177,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=100, help="pairs whose call never returns")
+    parser.add_argument("--cuts", type=int, default=0, help="power cuts, as root")
+    parser.add_argument("--only", nargs="*", default=(), help="scenarios; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=3, help="pairs at once")
     parser.add_argument("--block-jobs", type=int, default=8, help="of those that block, which wait")
@@ -273,15 +186,21 @@ def main() -> int:
     args = parser.parse_args()
     restoring.PAUSES_S = (0.001,) * len(restoring.PAUSES_S)
     found = {}
+    if args.cuts:
+        power_cuts.alone_with_mounts()
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder))
+        world = World(Path(folder), tuple(args.only))
         say = functools.partial(print, flush=True)
         for name, pairs, jobs in (
             ("pairs", drawn(world, args.pairs, args.seed), args.jobs),
             ("blocks", blocking(world, args.blocks, args.seed), args.block_jobs),
         ):
-            found[name] = campaign(world, pairs, jobs, say)
-            print(name, json.dumps(found[name] | {"wrong": len(found[name]["wrong"])}, indent=1))
+            if pairs:
+                found[name] = campaign(world, pairs, jobs, say)
+        if args.cuts:
+            found["power cuts"] = power_cuts.campaign(world, args.cuts, args.seed, say)
+    for name, part in found.items():
+        print(name, json.dumps(part | {"wrong": len(part["wrong"])}, indent=1))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 1 if any(part["wrong"] for part in found.values()) else 0
