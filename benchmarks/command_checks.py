@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -72,6 +73,12 @@ def whole_ones(run_dir: Path) -> set[str]:
 
 
 def damage_of(folder: Path) -> str | None:
+    return _damage_of(folder, json.dumps([folder.name, tree(folder)]))
+
+
+@functools.lru_cache(4096)
+def _damage_of(folder: Path, content: str) -> str | None:
+    """What is found of this content."""
     try:
         verify_checkpoint(folder)
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
