@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import hydra
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d import cli_help
 from parallel3d.checkpoint.command import CHECKPOINT, VERBS, checkpoint
+from parallel3d.checkpoint.manifest import reason
 from parallel3d.config import Config, conf_dir, register_schema
 from parallel3d.config_checks import check_config
 from parallel3d.config_overrides import check_length, explain_override_error
@@ -36,8 +38,10 @@ from parallel3d.gpu_environment import gpu_environment
 from parallel3d.launch import Place, detect, port_is_free
 from parallel3d.meeting import CAN_GO_ON
 from parallel3d.run_directory import check_run, make_run_directory, take_run
+from parallel3d.time_limits import or_end
 from parallel3d.worker import APPS, run_here, run_joined
 
+FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
 # Answered by this process alone: topology without torch, dryrun on a device that is not there.
@@ -82,6 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
+    except OSError as error:  # of this process's own start; what fails on ranks, they say
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
+        say(readable(full_stop(f"{what}{reason(error)}")))
+        return FAILED
     except SystemExit as stop:
         return _exit_code(stop)
     return 0
@@ -201,17 +211,26 @@ def _start(app: str, config: Config) -> int:
     number = HydraConfig.get().job.get("num") if _is_sweep() else None
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     may_go_on = app in CAN_GO_ON
-    check_run(config, number, may_go_on=may_go_on)
+    with _answered(config):
+        check_run(config, number, may_go_on=may_go_on)
+        _check_data(app, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
-    _check_data(app, config)
     port = config.launch.master_port
     if world_size > 1 and not port_is_free(port):
         raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
     job_id = os.environ.get("SLURM_JOB_ID")
-    config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
-    take_run(config, run_dir)
+    with _answered(config):
+        config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
+        take_run(config, run_dir)
     return run_here(app, config, run_dir, world_size, device)
+
+
+def _answered(config: Config) -> AbstractContextManager[None]:
+    """What is asked of file systems at a start: one that is dead may not hold it up for ever."""
+    seconds = config.launch.timeout_s
+    where = f"runs_dir={config.runs_dir} or the data's folders"
+    return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
 
 
 def _checked_here(app: str, config: Config, place: Place) -> str:

@@ -28,7 +28,7 @@ from parallel3d.run_directory import FAILURES
 from parallel3d.topology.layout import Layout
 
 RECORD_BYTES = 1 << 20  # of a failure's record, at most
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).parent  # as frames name its files
 
 # A peer that has gone shows up as these on the ranks that talk to it; it is never the cause.
 PEER_GONE = re.compile(
@@ -168,10 +168,13 @@ def innermost_place(trace: TracebackType | None) -> str:
 
 
 def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
-    """The same for frames (file, line, function), outermost first."""
+    """The same for frames (file, line, function), outermost first.
+
+    No file system is asked: that of the working directory may be what does not answer.
+    """
     place = ""
     for file, line, _ in stack:
-        path = Path(file).resolve()
+        path = Path(file)
         if path.is_relative_to(PACKAGE):
             place = f" at {path.relative_to(PACKAGE.parent)}:{line}"
     return place

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from parallel3d.checkpoint.listing import find_checkpoint, find_run, run_names
-from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.config import Config
 from parallel3d.config_checks import check_config
 from parallel3d.devices import choose_device
@@ -111,11 +111,16 @@ def load_config_of(config: Config) -> Config:
 def checkpoints_of(config: Config) -> list[Path]:
     """The run's checkpoints that may be used, newest first. Raises UserError if there are none."""
     run_dir = Path(config.runs_dir) / str(config.run)
-    folders = list_checkpoints(run_dir)
+    try:
+        folders = list_checkpoints(run_dir)
+        if folders and config.generate.step is not None:
+            return [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
+    except OSError as error:
+        raise UserError(
+            f"run={config.run}: its checkpoints in {run_dir} cannot be listed ({reason(error)})"
+        ) from None
     if not folders:
         raise UserError(
             f"run={config.run} has no checkpoint in {run_dir}: train it with checkpoint.every=…"
         )
-    if config.generate.step is None:
-        return folders
-    return [find_checkpoint(run_dir.parent, run_dir.name, config.generate.step)]
+    return folders

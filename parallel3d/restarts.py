@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import list_checkpoints
+from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.failure import Failure
 from parallel3d.run_directory import keep_failures
 
@@ -33,15 +33,21 @@ class Restarts:
 
     def decide(self, cause: Failure) -> bool:
         """Whether to start again; says so and puts the records of the failure aside."""
-        saved = list_checkpoints(self.run_dir)
-        if not saved or self.count >= self.limit or not self._has_hope(cause):
+        if self.count >= self.limit or not self._has_hope(cause):
+            return False
+        try:
+            saved = list_checkpoints(self.run_dir)
+            if not saved:
+                return False
+            keep_failures(self.run_dir)
+        except OSError as error:
+            self.say(f"no restart, as {self.run_dir} cannot be used ({reason(error)})")
             return False
         self.count += 1
         self.last = (cause.phase, cause.error)
         step = int(saved[0].name.rpartition("-")[2])
         restart = f"restart {self.count} of {self.limit} from step {step}"
         self.say(f"{cause.sentence().rstrip('.')}; {restart}")
-        keep_failures(self.run_dir)
         return True
 
     def _has_hope(self, cause: Failure) -> bool:

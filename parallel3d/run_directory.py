@@ -14,13 +14,13 @@ import os
 import re
 import shutil
 import socket
-import tempfile
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint import identity
-from parallel3d.checkpoint.manifest import list_checkpoints, list_damaged
+from parallel3d.checkpoint.manifest import list_checkpoints, list_damaged, reason
 from parallel3d.config import Config
 from parallel3d.durable import flush_folder, is_ours, no_link
 from parallel3d.errors import UserError
@@ -33,10 +33,9 @@ from parallel3d.run_config import (
     next_name,
     save_config,
 )
+from parallel3d.unmade import new_folder, remove_unmade
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# How a folder is named in `runs_dir` until it is a run's; killed then, it stays.
-BEING_MADE = ".new-"
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 
@@ -92,17 +91,18 @@ def _make(config: Config, directory: Path) -> bool:
         runs.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"runs_dir={config.runs_dir} is not a folder") from None
-    fresh = Path(tempfile.mkdtemp(prefix=BEING_MADE, dir=runs))  # private
+    remove_unmade(runs)
+    fresh = new_folder(runs)
     try:
         save_config(config, fresh, comment=_maker())
         os.rename(fresh, directory)
     except OSError as error:
-        shutil.rmtree(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         return False
     except BaseException:
-        shutil.rmtree(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
     flush_folder(runs)
     return True
@@ -189,12 +189,13 @@ def discard_unused(directory: Path) -> None:
     Only the process that made it may: in another's, somebody may be about to begin.
     """
     ours = {FAILURES, PLACEMENT_FILE}
-    for path in directory.iterdir():
-        is_config = CONFIGS.fullmatch(path.name) is not None
-        if path.name not in ours and not is_config and not path.name.endswith(".traceback.txt"):
-            return
-    if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
-        shutil.rmtree(directory)
+    with suppress(OSError):  # it stays, and the same line goes on in it
+        for path in directory.iterdir():
+            is_config = CONFIGS.fullmatch(path.name) is not None
+            if path.name not in ours and not is_config and not path.name.endswith(".traceback.txt"):
+                return
+        if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
+            shutil.rmtree(directory)
 
 
 def _made_name(config: Config, job_id: str | None) -> str:
@@ -213,7 +214,13 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
             "choose another run= or remove it"
         )
-    saved = [*list_checkpoints(directory), *list_damaged(directory)]
+    try:
+        saved = [*list_checkpoints(directory), *list_damaged(directory)]
+    except OSError as error:
+        raise UserError(
+            f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
+            f"({reason(error)}): start again when they can, or choose another run="
+        ) from None
     is_over = not saved and status(directory) == "finished"
     if may_go_on and not is_over:
         found = identity.changes(dataclasses.asdict(there), config)

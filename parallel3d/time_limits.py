@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from parallel3d.errors import say
@@ -29,6 +31,26 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
     started(run).join(seconds)
     return answers[0] if answers else otherwise
+
+
+@contextmanager
+def or_end(seconds: float, sentence: str) -> Iterator[None]:
+    """Ends the process with `sentence` and code 1 if the block takes longer.
+
+    A call to a file system whose server is gone comes back to nobody: no exception ends it.
+    """
+
+    def end() -> None:
+        say(sentence)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def started(call: Callable[[], object]) -> threading.Thread:

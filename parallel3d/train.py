@@ -44,6 +44,7 @@ def train(config: Config, worker: Worker) -> None:
     checkpoint could not be written.
     """
     worker.phase = "making process groups"
+    worker.watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
@@ -63,6 +64,7 @@ def train(config: Config, worker: Worker) -> None:
             done = f"run={config.run} is finished: {first_step - 1} steps are done"
             say(f"{done}; a larger train.steps goes on")
         groups.close()
+        worker.watchdog.stop()
         return
     if worker.rank == 0:
         for name in (REQUEUE, HANG_FILE):  # of an earlier start
@@ -71,7 +73,7 @@ def train(config: Config, worker: Worker) -> None:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
     with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
-        worker.watchdog = start_watchdog(config, worker)
+        worker.watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device))
@@ -88,6 +90,8 @@ def train(config: Config, worker: Worker) -> None:
             leave_marker(trainer, worker, recorder, is_saved)
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
+            if recorder is not None and not is_saved:
+                recorder.finish("failed")  # a finished run without a checkpoint would not go on
     worker.phase = "closing the process groups"
     worker.watchdog.go_on()
     groups.close()  # NCCL's groups end together, so that a missing rank is felt here too

@@ -51,6 +51,7 @@ STORE_S = 3.0  # a store that takes longer is out of reach
 VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
 DUMP_S = 3.0  # what is left for files that are still being written then
 RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+RESTS = 3.0  # time-outs without work after which also a rank that may take its time hangs
 END_S = 30.0  # more than all of these: then the process ends without a word
 
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
@@ -105,7 +106,11 @@ class Watchdog:
             self._thread.join()
 
     def rest(self) -> None:
-        """What follows may take its time without a collective; still answers another rank."""
+        """What follows may take its time without a collective; still answers another rank.
+
+        A file system that does not answer is felt all the same: after `RESTS` time-outs in which
+        this process has not computed either.
+        """
         self._resting = True
 
     def go_on(self) -> None:
@@ -123,17 +128,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(LOOK_S, self.timeout_s / 4)
-        seen: tuple[int, str] | None = None
+        seen: tuple[int, str, float] | None = None
         moved = looked = time.monotonic()
         while not self._stopped.wait(interval):
             now = time.monotonic()
-            state = (self.log.progress, self.worker.phase)
+            resting = self._resting
+            state = (self.log.progress, self.worker.phase, computed() if resting else 0.0)
             # A gap means that this process itself was stopped meanwhile: that is no hang of others.
-            if state != seen or self._resting or now - looked > 5 * interval + 1:
+            if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
-            late = self._idle_s >= self.timeout_s
-            looks_up = self._resting or self._idle_s >= self.timeout_s / 2
+            late = self._idle_s >= self.timeout_s * (RESTS if resting else 1)
+            looks_up = resting or self._idle_s >= self.timeout_s / 2
             if late or (looks_up and self._is_asked()):
                 self._report()
             looked = time.monotonic()
@@ -307,9 +313,15 @@ class Watchdog:
         )
 
 
+def computed() -> float:
+    """Seconds, in tenths, that the other threads of this process have computed."""
+    return round(time.process_time() - time.thread_time(), 1)
+
+
 def start_watchdog(config: Config, worker: Worker) -> Watchdog:
-    """A watchdog of this rank, watching; sooner than a collective's own time-out by default."""
+    """A watchdog of this rank, at rest; sooner than a collective's own time-out by default."""
     timeout_s = config.recovery.watchdog_s or 0.9 * config.launch.timeout_s
     watchdog = Watchdog(config, worker, worker.store, timeout_s)
+    watchdog.rest()
     watchdog.start()
     return watchdog

@@ -18,13 +18,14 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     list_damaged,
     read_manifest,
+    reason,
     step_folder,
     told,
 )
 from parallel3d.checkpoint.reading import open_regular, plain, read_bounded
 from parallel3d.errors import UserError, nearest
 from parallel3d.run_config import CONFIG_FILE
-from parallel3d.run_directory import BEING_MADE
+from parallel3d.unmade import BEING_MADE
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")
@@ -149,16 +150,27 @@ def _losses(run_dir: Path, steps: set[int]) -> dict[int, str]:
                         found[record["step"]] = f"{record['loss']:.4f}"
                 except (ValueError, KeyError, TypeError, RecursionError):
                     continue  # a header, an evaluation, or a line that a killed run left half
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
+    except (OSError, ValueError) as error:
+        _say_unread(run_dir / "metrics.jsonl", error)
     return found
 
 
 def _pointer(run_dir: Path) -> str:
     try:
         return read_bounded(run_dir / CHECKPOINTS / LATEST, 1000).decode().strip()
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return ""
+    except (OSError, ValueError) as error:
+        _say_unread(run_dir / CHECKPOINTS / LATEST, error)
+        return ""
+
+
+def _say_unread(path: Path, error: Exception) -> None:
+    """What a row lacks, and why."""
+    why = reason(error) if isinstance(error, OSError) else str(error)
+    print(f"parallel3d: {path} cannot be read ({plain(why)})", file=sys.stderr)
 
 
 def _age_and_size(folder: Path) -> dict[str, str]:
@@ -166,7 +178,8 @@ def _age_and_size(folder: Path) -> dict[str, str]:
     try:
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         return {"age": _age(folder.stat().st_mtime), "size": _size(size)}
-    except OSError:
+    except OSError as error:
+        _say_unread(folder, error)
         return {"age": "", "size": ""}
 
 

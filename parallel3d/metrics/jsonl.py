@@ -63,6 +63,8 @@ class MetricsFile:
         appending = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.fdopen(no_link(path, appending), "ab", buffering=0)
         flush_folder(path.parent)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._unsure = False  # whether bytes of a write that failed may be in the file
         self._waiting = bytearray()  # from the first byte on that is not in the file
         self._said = False
 
@@ -86,8 +88,20 @@ class MetricsFile:
             self._say(f"{lost} lines of {self.path} could not be written: they are lost")
 
     def _drain(self) -> None:
+        if self._unsure:  # an error may be all that came back of a write that was done
+            self._took(os.fstat(self._file.fileno()).st_size - self._size)
+            self._unsure = False
         while self._waiting:
-            del self._waiting[: self._file.write(self._waiting)]
+            try:
+                self._took(self._file.write(self._waiting))
+            except OSError:
+                self._unsure = True
+                raise
+
+    def _took(self, count: int) -> None:
+        """So many bytes are in the file now."""
+        self._size += count
+        del self._waiting[:count]
 
     def _try(self, action: Callable[[], None]) -> None:
         try:

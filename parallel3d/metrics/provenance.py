@@ -50,7 +50,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         result = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=GIT_TIMEOUT_S
         )
-    except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
 

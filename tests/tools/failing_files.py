@@ -41,14 +41,15 @@ KINDS = {
     **{name: name for name in ("listdir", "scandir", "mkdir", "rmdir", "rename", "replace")},
     **{name: name for name in ("truncate", "link", "symlink", "readlink", "chmod", "utime")},
 }
-SHORT, SLOW, LOST = "short", "slow", "lost answer"
+SHORT, SLOW, LOST, BLOCK = "short", "slow", "lost answer", "blocks for ever"
 # A call whose second path matters as well.
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the point: an error's name, `SHORT`, `SLOW` or `LOST` (done, then EIO).
+    """What happens at the point: an error's name, `SHORT`, `SLOW`, `LOST` (done, then EIO) or
+    `BLOCK` (a server that is gone: the call does not return).
 
     `lasts`: "once"; "kind": also at all later calls of that kind; "all": at all later calls.
     """
@@ -125,6 +126,8 @@ class FailingFiles:
         if fault.what == SLOW:
             time.sleep(fault.slow_s)
             return call(*args, **kwargs)
+        while fault.what == BLOCK:
+            time.sleep(3600)
         if fault.what == SHORT:
             return call(*_shortened(kind, args), **kwargs)
         if fault.what == LOST or kind == "close":  # closed it is in any case

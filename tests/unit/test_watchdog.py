@@ -157,6 +157,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
 
     monkeypatch.setattr(Watchdog, "_report", report)
     watchdog = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    monkeypatch.setattr("parallel3d.watchdog.RESTS", 1000.0)
     watchdog.rest()
     watchdog.start()
     time.sleep(0.6)
@@ -164,6 +165,14 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     watchdog.go_on()
     assert reported.wait(5)
     watchdog.stop()
+    # A disk that never answers is felt in the end: nothing is computed, and that for long.
+    reported.clear()
+    monkeypatch.setattr("parallel3d.watchdog.RESTS", 3.0)
+    resting = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    resting.rest()
+    resting.start()
+    assert reported.wait(5)
+    resting.stop()
 
 
 def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
@@ -181,7 +190,10 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
         monkeypatch.setattr(train, name, Mock())
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls if call[0] != "restore"]
-    assert order == ["watchdog.rest", "close", "watchdog.go_on", "groups.close", "watchdog.stop"]
+    assert order == [
+        "watchdog.go_on",  # at rest until then
+        *("watchdog.rest", "close", "watchdog.go_on", "groups.close", "watchdog.stop"),
+    ]
 
 
 def test_failing_call_gives_what_was_agreed_and_is_said(capsys: pytest.CaptureFixture) -> None:

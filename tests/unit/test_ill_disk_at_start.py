@@ -1,0 +1,171 @@
+"""What a start, a restart and a run's end do on a file system that is ill."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel3d import cli, run_directory, unmade
+from parallel3d.checkpoint import manifest
+from parallel3d.checkpoint.listing import list_runs
+from parallel3d.config import Config, GenerateConfig
+from parallel3d.errors import UserError
+from parallel3d.failure import place_in
+from parallel3d.generate_start import checkpoints_of
+from parallel3d.metrics.jsonl import MetricsFile, read_metrics
+from parallel3d.restarts import Restarts
+from parallel3d.run_directory import check_run, discard_unused, make_run_directory
+from parallel3d.time_limits import or_end
+from tests.tools.failing_files import LOST, FailingFiles, Fault
+from tests.unit.test_restarts import KILLED
+
+ILL = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ILL
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Config:
+    """A run with a checkpoint's name in it."""
+    config, folder = make_run_directory(Config(dp=1, run="run", runs_dir=str(tmp_path)))
+    (folder / manifest.CHECKPOINTS / "step-00000005").mkdir(parents=True)
+    return config
+
+
+def test_run_whose_checkpoints_cannot_be_listed_is_refused_in_a_sentence(
+    run: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "list_checkpoints", refuse)
+    with pytest.raises(UserError, match=r"cannot be listed .ESTALE: Stale file handle"):
+        check_run(run, may_go_on=True)
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_generate_says_that_checkpoints_cannot_be_listed(
+    run: Config, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
+    assert [p.name for p in checkpoints_of(wanted)] == ["step-00000005"]
+    monkeypatch.setattr("parallel3d.generate_start.list_checkpoints", refuse)
+    with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
+        checkpoints_of(wanted)
+
+
+@pytest.mark.parametrize("call", ["list_checkpoints", "keep_failures"])
+def test_no_restart_on_a_disk_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
+    said: list[str] = []
+    monkeypatch.setattr(f"parallel3d.restarts.{call}", refuse)
+    assert not Restarts(tmp_path, 2, said.append).decide(KILLED)
+    assert said == [f"no restart, as {tmp_path} cannot be used (ESTALE: Stale file handle)"]
+
+
+def test_folder_that_cannot_be_looked_at_is_not_discarded_and_raises_nothing(
+    run: Config, tmp_path: Path
+) -> None:
+    with FailingFiles(tmp_path, Fault("EIO", "all"), ("listdir", 0)) as calls:
+        discard_unused(tmp_path / "run")
+    assert calls.failed and (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_what_the_launcher_meets_is_a_sentence_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def ill(words: list[str]) -> int:
+        raise OSError(errno.EIO, "Input/output error", "/data/runs")
+
+    monkeypatch.setattr(cli, "checkpoint", ill)
+    assert cli.main(["checkpoint", "ls"]) == 1
+    said = capsys.readouterr().err
+    assert said == "parallel3d: /data/runs cannot be used: EIO: Input/output error.\n"
+
+
+def test_ls_says_what_it_could_not_read(
+    run: Config, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with FailingFiles(tmp_path, Fault("EIO", "kind"), ("open", 0)):
+        list_runs(tmp_path, None)
+    assert "metrics.jsonl cannot be read (EIO: Input/output error)" in capsys.readouterr().err
+
+
+def made(runs: Path, host: str, pid: int, age_s: float) -> Path:
+    folder = runs / f"{unmade.BEING_MADE}{host}-{pid}-abcd_123"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("dp: 1\n")
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_what_killed_starts_left_goes_when_it_is_old_and_nobody_makes_it(tmp_path: Path) -> None:
+    here, gone = socket.gethostname(), dead_process()
+    hour, day = unmade.HERE_S + 60, unmade.ELSEWHERE_S + 60
+    go = [made(tmp_path, here, gone, hour), made(tmp_path, "other-host", 1, day)]
+    stay = [
+        made(tmp_path, here, os.getpid(), day),  # whose maker lives
+        made(tmp_path, "another", 1, hour),  # or may live
+        made(tmp_path, "young", 1, 0.0),
+    ]
+    (tmp_path / f"{unmade.BEING_MADE}by-hand").mkdir()
+    link = tmp_path / f"{unmade.BEING_MADE}{here}-{gone}-link"
+    link.symlink_to(stay[0])
+    os.utime(link, (time.time() - day,) * 2, follow_symlinks=False)
+    make_run_directory(Config(dp=1, run="new", runs_dir=str(tmp_path)))
+    assert not any(folder.exists() for folder in go)
+    assert all(folder.exists() for folder in (*stay, link))
+    assert (tmp_path / "new" / "config.yaml").exists()
+
+
+def dead_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_folder_being_made_names_its_maker(tmp_path: Path) -> None:
+    folder = unmade.new_folder(tmp_path)
+    assert unmade._NAME.fullmatch(folder.name).groups() == (socket.gethostname(), str(os.getpid()))
+
+
+@pytest.mark.parametrize("lasts", ["once", "kind"])
+def test_line_whose_write_was_done_and_called_failed_is_there_once(
+    tmp_path: Path, lasts: str
+) -> None:
+    said: list[str] = []
+    with FailingFiles(tmp_path, Fault(LOST, lasts), ("write", 1)) as calls:
+        file = MetricsFile(tmp_path / "metrics.jsonl", say=said.append)
+        for step in range(1, 5):
+            file.write({"step": step})
+    file.close()
+    assert calls.failed and len(said) == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames without a file would be looked for in the working directory, which may not answer."""
+    for call in ("stat", "lstat", "readlink"):
+        monkeypatch.setattr(os, call, refuse)
+    stack = [("<frozen runpy>", 1, "f"), (cli.__file__, 7, "main"), ("<string>", 2, "g")]
+    assert place_in(stack) == " at parallel3d/cli.py:7"
+
+
+def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
+    with or_end(30, "no answer"):
+        pass
+    code = "import time; from parallel3d.time_limits import or_end\nwith or_end(0.2, 'no answer'):"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code} time.sleep(60)"], capture_output=True, timeout=30
+    )
+    assert (ended.returncode, ended.stderr) == (1, b"parallel3d: no answer\n")
