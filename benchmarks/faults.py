@@ -1,6 +1,6 @@
 """Runs that are killed again and again, and whether anything of that is left in the result.
 
-Each run is killed 1 to 5 times at random moments, anywhere in a run or while a checkpoint is being
+Each run is killed 1 to --kills times at random moments, anywhere in a run or while a checkpoint is being
 written: a rank, all ranks or the launcher (ours, or torchrun); under Slurm a rank, all ranks, the
 step, a node, or the whole job, which is queued again. What still lives starts the ranks again; else
 the same command is given again. With --failing-files the file system below the runs' folder and
@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=5, help="at most, of a run")
     parser.add_argument("--launcher", choices=(*LAUNCHERS, "all"), default="ours")
     parser.add_argument("--failing-files", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON with every kill and fault")
@@ -80,7 +81,8 @@ def main() -> int:
                 references[layout].start()
             kind = LAUNCHERS[names[number % len(names)]]
             command = kind(shared, f"run-{number:03d}", layout, args.failing_files)
-            kills = plan(random.Random(f"{args.seed}/{number}"), kind.targets, args.steps)
+            chance = random.Random(f"{args.seed}/{number}")
+            kills = plan(chance, kind.targets, args.steps, args.kills)
             results.append(one_run(command, references[layout], kills, args.steps))
             say(number, results[-1])
     return summary(results, args)
@@ -117,6 +119,8 @@ def say(number: int, result: Result) -> None:
     met = f"; {len(result.faults)} faults" if result.faults else ""
     who = f"run {number:3d}  {result.launcher:8s}  {result.layout:27s}"
     print(f"{who} {verdict}  {times}{met}; killed: {kills}", flush=True)
+    if not result.is_good:
+        print(f"{result.facts() | {'log': ''}}\n{result.log}", file=sys.stderr, flush=True)
 
 
 def summary(results: list[Result], args: argparse.Namespace) -> int:
@@ -135,9 +139,6 @@ def summary(results: list[Result], args: argparse.Namespace) -> int:
         runs = [r.facts() for r in results]
         content = {"seed": args.seed, "steps": args.steps, "runs": runs, "good": good}
         args.out.write_text(json.dumps(content, indent=1) + "\n")
-    for result in results:
-        if not result.is_good:
-            print(f"{result.facts() | {'log': ''}}\n{result.log[-3000:]}", file=sys.stderr)
     return 0 if good == len(results) else 1
 
 

@@ -59,9 +59,9 @@ class Result:
         return asdict(self) | {"log": "" if self.is_good else self.log}
 
 
-def plan(chance: random.Random, targets: tuple[str, ...], steps: int) -> list[Kill]:
-    """1 to 5 kills of one run, in the order of their steps."""
-    at = sorted(chance.randrange(steps) for _ in range(chance.randint(1, 5)))
+def plan(chance: random.Random, targets: tuple[str, ...], steps: int, most: int) -> list[Kill]:
+    """1 to `most` kills of one run, in the order of their steps."""
+    at = sorted(chance.randrange(steps) for _ in range(chance.randint(1, most)))
     return [
         Kill(
             chance.choice(targets),
