@@ -1,6 +1,6 @@
 """Runs that are killed again and again, and whether anything of that is left in the result.
 
-Each run is killed 1 to --kills times at random moments, anywhere in a run or while a checkpoint is being
+Each run is killed 1 to --kills times at random moments, anywhere or while a checkpoint is being
 written: a rank, all ranks or the launcher (ours, or torchrun); under Slurm a rank, all ranks, the
 step, a node, or the whole job, which is queued again. What still lives starts the ranks again; else
 the same command is given again. With --failing-files the file system below the runs' folder and

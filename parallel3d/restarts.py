@@ -33,15 +33,18 @@ class Restarts:
 
     def decide(self, cause: Failure) -> bool:
         """Whether to start again; says so and puts the records of the failure aside."""
-        saved = list_checkpoints(self.run_dir)
-        if not saved or self.count >= self.limit or not self._has_hope(cause):
+        try:
+            saved = list_checkpoints(self.run_dir)
+            if not saved or self.count >= self.limit or not self._has_hope(cause):
+                return False
+            keep_failures(self.run_dir)  # first: what follows is this decision
+        except OSError:  # the ranks would meet the same disk
             return False
         self.count += 1
         self.last = (cause.phase, cause.error)
         step = int(saved[0].name.rpartition("-")[2])
         restart = f"restart {self.count} of {self.limit} from step {step}"
         self.say(f"{cause.sentence().rstrip('.')}; {restart}")
-        keep_failures(self.run_dir)
         return True
 
     def _has_hope(self, cause: Failure) -> bool:
