@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--failing-files", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON with every kill and fault")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # tidies up
     names = tuple(LAUNCHERS) if args.launcher == "all" else (args.launcher,)
     results: list[Result] = []
     with campaign(args, "slurm" in names) as shared:
@@ -104,6 +106,7 @@ def campaign(args: argparse.Namespace, on_slurm: bool) -> Iterator[Campaign]:
         try:
             yield shared
         finally:
+            shared.end()
             if slurm is not None:
                 slurm.stop(folder / "slurm-logs")
 

@@ -29,6 +29,13 @@ class Campaign:
     words: tuple[str, ...]
     seed: int
     slurm: Slurm | None = None
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Ends whatever is left: a launcher takes its ranks along."""
+        for process in self.started:
+            process.kill()
+            process.wait()
 
     @property
     def disk(self) -> Path:
@@ -100,6 +107,7 @@ class Command:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
             )
+        self.campaign.started.append(self.process)
         self.starts += 1
 
     def code(self) -> int | None:
