@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -227,9 +226,11 @@ def read_all(run_dir: Path) -> list[Failure]:
 
     Without those that cannot be read: a rank may be ended, or its disk full, while it writes.
     """
-    failures = []
-    for path in (run_dir / FAILURES).glob("rank-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
+    failures, paths = [], []
+    with suppress(OSError):
+        paths = [*(run_dir / FAILURES).glob("rank-*.json")]
+    for path in paths:
+        with suppress(OSError, ValueError, TypeError):
             failures.append(Failure(**json.loads(read_bounded(path, RECORD_BYTES))))
     return sorted(failures, key=lambda failure: failure.time)
 

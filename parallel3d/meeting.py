@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -25,6 +26,7 @@ from parallel3d.job_store import (
 )
 from parallel3d.launch import Place, Worker
 from parallel3d.rank_exchange import wait_for_readers
+from parallel3d.run_config import NO_CONFIG, load_config
 from parallel3d.run_directory import make_run_directory, take_run
 
 if TYPE_CHECKING:
@@ -36,6 +38,19 @@ CAN_GO_ON = ("train",)
 # Rank 0's word to the others, once the store is up.
 RUN_KEY = "parallel3d/run"
 SEEN_KEY = "parallel3d/run_seen"
+
+
+def config_of_launcher(directory: Path) -> Config:
+    """The configuration that our launcher left for its ranks. Without it this one says so and ends:
+    Raises SystemExit."""
+    try:
+        return load_config(directory)
+    except (OSError, *NO_CONFIG) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        who = f"rank {os.environ.get('RANK')} on {socket.gethostname()}"
+        note = f"{who}: the configuration in {directory} cannot be read ({reason})"
+        print(f"parallel3d: {note}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 def meet(config: Config, place: Place) -> Store:

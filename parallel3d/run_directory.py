@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint import identity
-from parallel3d.checkpoint.manifest import list_checkpoints, list_damaged, reason
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    CLAIM,
+    list_checkpoints,
+    list_damaged,
+    reason,
+)
 from parallel3d.config import Config
 from parallel3d.durable import flush_folder, is_ours, no_link
 from parallel3d.errors import UserError
@@ -133,25 +139,40 @@ def take_run(config: Config, directory: Path) -> int | None:
     Two starts of one run would write over each other. Returns the descriptor that holds the lock,
     None on a file system without locks. Raises UserError if another process has the run.
     """
+    lock: int | None = None
     try:
-        lock: int | None = no_link(directory / CONFIG_FILE, os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno not in _NO_LOCKS:
-                raise UserError(
-                    f"run={config.run} is running already: wait for it, or choose another run="
-                ) from None
-            lock = None
+        lock = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
         if not _is_newest(config, directory):
             save_config(config, directory, next_name(directory))
+    except BlockingIOError:
+        raise UserError(
+            f"run={config.run} is running already: wait for it, or choose another run="
+        ) from None
     except OSError as error:
+        if lock is not None:
+            with suppress(OSError):  # closed it is in any case
+                os.close(lock)
         raise UserError(
             f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
             "writable, or choose another run="
         ) from None
+    return lock
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor that holds a lock on a file, None without locks.
+
+    Raises BlockingIOError if another process holds it, and OSError.
+    """
+    lock = no_link(path, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
     return lock
 
 
@@ -189,13 +210,19 @@ def discard_unused(directory: Path) -> None:
     Only the process that made it may: in another's, somebody may be about to begin.
     """
     ours = {FAILURES, PLACEMENT_FILE}
-    with suppress(OSError):  # it stays, and the same line goes on in it
+    claimed = directory / CHECKPOINTS
+    # What has ended the run may be this very disk: then the folder stays, and can be gone on with.
+    with suppress(OSError):
         for path in directory.iterdir():
             is_config = CONFIGS.fullmatch(path.name) is not None
-            if path.name not in ours and not is_config and not path.name.endswith(".traceback.txt"):
+            unused = path == claimed and os.listdir(path) == [CLAIM]
+            known = path.name in ours or path.name.endswith(".traceback.txt")
+            if not (is_config or unused or known):
                 return
         if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
-            shutil.rmtree(directory)
+            gone = new_folder(directory.parent)
+            os.rename(directory, gone)  # half removed, it would be no run's and in the way of one
+            shutil.rmtree(gone)
 
 
 def _made_name(config: Config, job_id: str | None) -> str:

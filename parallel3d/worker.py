@@ -21,11 +21,11 @@ from parallel3d.gpu_environment import gpu_environment
 from parallel3d.host_memory import keep_freed_memory
 from parallel3d.job_store import one_host_environment
 from parallel3d.launch import Place, Worker, detect
-from parallel3d.meeting import agree_on_run, keeps_store, meet
+from parallel3d.meeting import agree_on_run, config_of_launcher, keeps_store, meet
 from parallel3d.numa import bind_near
 from parallel3d.processes import die_with_parent
 from parallel3d.rank_exchange import take_rank
-from parallel3d.run_directory import discard_unused, load_config
+from parallel3d.run_directory import discard_unused
 from parallel3d.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
 from parallel3d.topology.placed_ranks import layout_of
 
@@ -170,7 +170,7 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
     outlive_terminal()
     begin_on(kind)
     directory = Path(run_dir)
-    config = load_config(directory)
+    config = config_of_launcher(directory)
     place = detect(os.environ)
     if place is None:
         raise UserError("parallel3d _worker is started by parallel3d itself: use parallel3d train")

@@ -124,7 +124,8 @@ class Checkpoints:
                 Claim(self.run_dir, session) if self.is_first_rank else None,
             )
         if self.saver.claim is not None:
-            self._say_once([*self.saver.claim.take(), *remove_leftovers(self.run_dir)])
+            said = self.saver.claim.take() if self.config.checkpoint.every else []
+            self._say_once([*said, *remove_leftovers(self.run_dir)])
 
     def _say_once(self, sentences: Iterable[str]) -> None:
         """Of what goes wrong at every save alike, the user hears the first time."""

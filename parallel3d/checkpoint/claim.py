@@ -40,11 +40,12 @@ class Claim:
         self.tried = self.taken = False
 
     def take(self) -> list[str]:
-        """Claim the folder, if it is there, else a first save does; returns what is to be said."""
-        if self.taken or not os.path.isdir(self.path.parent):  # where Path's would raise
+        """Claim the folder, also before a first save makes it; returns what is to be said."""
+        if self.taken:
             return []
         self.tried, before = True, self._there()
         try:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
             self._write()
             if before is None or _has_locks(self.path):
                 return []

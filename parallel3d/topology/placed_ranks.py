@@ -283,8 +283,9 @@ def save(placed: PlacedRanks, path: Path) -> None:
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
-    """The rank that a saved map gave to a launch rank; the same number where there is no map."""
-    if not path.exists():
+    """The rank that a saved map gave to a launch rank; the same number where no map can be read."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+        return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return launch_rank
-    rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
-    return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)
