@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -169,6 +170,7 @@ class Stage:
                     os.dup2(file.fileno(), number)
             os.chdir(self.folder)
             Provenance.collect = lambda: HERE
+            tempfile.tempdir = str(self.home)
             self.before()
             if case.words[0] != "checkpoint" and not case.through_hydra:
                 words = tuple(w for w in case.words if not w.startswith("prompt="))

@@ -40,8 +40,9 @@ from parallel3d.checkpoint import restoring
 from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
 
 # A command that meets a call which never returns ends after launch.timeout_s in its start, after
-# recovery.watchdog_s in a step and three times that elsewhere (docs/recovery.md), and the thirty
-# seconds that the watchdog takes at most to say so; and on a busy host it begins late.
+# recovery.watchdog_s in a step, elsewhere after the longer of the first and thrice the second
+# (docs/recovery.md), and the thirty seconds that the watchdog takes at most to say so; on a busy
+# host it begins late.
 SHORT_LIMITS = ("launch.timeout_s=8", "recovery.watchdog_s=2")
 BLOCKED_S = 8 + 30 + 22
 

@@ -108,8 +108,8 @@ class Watchdog:
     def rest(self) -> None:
         """What follows may take its time without a collective; still answers another rank.
 
-        A file system that does not answer is felt all the same: after `RESTS` time-outs in which
-        this process has not computed either.
+        A file system that does not answer is felt all the same: after `RESTS` time-outs, and
+        launch.timeout_s, in which this process has not computed either.
         """
         self._resting = True
 
@@ -120,6 +120,11 @@ class Watchdog:
         """The main thread's own wait has timed out: that is a hang as well. Does not return."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds without work after which a resting rank hangs: no shorter than a collective's."""
+        return max(RESTS * self.timeout_s, self.config.launch.timeout_s)
 
     @property
     def is_reporting(self) -> bool:
@@ -138,7 +143,7 @@ class Watchdog:
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
-            late = self._idle_s >= self.timeout_s * (RESTS if resting else 1)
+            late = self._idle_s >= (self._rest_s if resting else self.timeout_s)
             looks_up = resting or self._idle_s >= self.timeout_s / 2
             if late or (looks_up and self._is_asked()):
                 self._report()

@@ -9,8 +9,6 @@ never stands for half a file. The kernel drops a builder's lock when it dies. No
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -18,19 +16,19 @@ import stat
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.errors import UserError
-
-Report = Callable[[str], None]
 
 _MAGIC = b"P3DTOKEN"
 _VERSION = 1
@@ -40,7 +38,6 @@ _HEADER_CRC = struct.Struct("<I")  # of the fields above, right after them
 _TOKENS_AT = 64
 _BLOCK = 4 << 20  # bytes
 _CHECKED_BLOCKS = 64
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Cached(NamedTuple):
@@ -111,7 +108,7 @@ def cached_tokens(
         if cached is None:
             # Private: the text may be. A folder that is already there is the user's own choice.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _lock(path.with_suffix(".lock"), report) as locked:
+            with build_lock(path.with_suffix(".lock"), report) as locked:
                 cached = _load(path, count, report)  # somebody else may have just built it
                 if cached is None:
                     if locked:  # else they may be another builder's, alive
@@ -200,30 +197,6 @@ def _verify(file: BinaryIO, count: int) -> str | None:
     return digest.hex()
 
 
-@contextlib.contextmanager
-def _lock(path: Path, report: Report) -> Iterator[bool]:
-    """Holds the lock file; yields False where the file system (some network ones) has no locks.
-
-    Without a lock two runs may both build: that costs time, the rename still keeps the file whole.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another run is building the token cache: waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            report(f"{path.parent} is on a file system without locks: another run may build too")
-            yield False
-            return
-        yield True
-    finally:
-        os.close(descriptor)  # which unlocks; the file stays, to remove it would race
-
-
 def _remove_leftovers(path: Path) -> None:
     """Removes the temporary files of builders that died."""
     for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
@@ -275,10 +248,22 @@ def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokeniz
     file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
 
 
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[FileIO]:
+    """A file to read. That it cannot be closed is no error of what was read, nor of what broke off
+    the reading: raised where nobody is left to catch it, it would be printed as a traceback."""
+    file = open(path, "rb", buffering=0)  # noqa: SIM115  closed below
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+
+
 def _pieces(document: Document) -> Iterator[bytes | None]:
     """The document's bytes piece by piece, then None for its end. Raises UserError."""
     try:
-        with open(document.path, "rb", buffering=0) as file:
+        with _opened(document.path) as file:
             left = document.size
             while left and (text := file.read(min(left, _BLOCK))):
                 left -= len(text)

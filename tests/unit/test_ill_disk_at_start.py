@@ -17,6 +17,8 @@ from parallel3d import cli, run_directory, unmade
 from parallel3d.checkpoint import manifest
 from parallel3d.checkpoint.listing import list_runs
 from parallel3d.config import Config, GenerateConfig
+from parallel3d.data import cache
+from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
 from parallel3d.failure import place_in
 from parallel3d.generate_start import checkpoints_of
@@ -169,3 +171,18 @@ def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
         [sys.executable, "-c", f"{code} time.sleep(60)"], capture_output=True, timeout=30
     )
     assert (ended.returncode, ended.stderr) == (1, b"parallel3d: no answer\n")
+
+
+def test_text_whose_file_cannot_be_closed_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("some words\n" * 9)
+    document = Document.of("book", str(book), book.stat())
+    with FailingFiles(tmp_path, Fault("EIO", "kind"), ("close", 0)) as calls:
+        pieces = cache._pieces(document)
+        next(pieces)
+        del pieces  # as where the cache cannot be written
+        read = b"".join(p for p in cache._pieces(document) if p)
+    assert (read, calls.failed) == (book.read_bytes(), 2)
+    assert capsys.readouterr().err == ""

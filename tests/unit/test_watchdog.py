@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from parallel3d import stacks, train, worker
-from parallel3d.config import Config
+from parallel3d.config import Config, LaunchConfig
 from parallel3d.launch import Worker
 from parallel3d.stacks import in_torch_distributed, of_the_work
 from parallel3d.time_limits import within
@@ -25,7 +25,7 @@ WATCHED = """
 import errno, sys, time
 from pathlib import Path
 from parallel3d import failure, flight_record, hang, watchdog
-from parallel3d.config import Config
+from parallel3d.config import Config, LaunchConfig
 from parallel3d.launch import Worker
 
 def full_disk(*_, **__):
@@ -168,7 +168,8 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     # A disk that never answers is felt in the end: nothing is computed, and that for long.
     reported.clear()
     monkeypatch.setattr("parallel3d.watchdog.RESTS", 3.0)
-    resting = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
+    short = Config(dp=1, launch=LaunchConfig(timeout_s=0.5))
+    resting = Watchdog(short, Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
     resting.rest()
     resting.start()
     assert reported.wait(5)
