@@ -68,7 +68,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kills", type=int, default=5, help="at most, of a run")
     parser.add_argument("--launcher", choices=(*LAUNCHERS, "all"), default="ours")
-    parser.add_argument("--failing-files", action="store_true")
+    share = "of processes that meet a fault (default 0.15)"
+    parser.add_argument(
+        "--failing-files", nargs="?", type=float, const=0.15, default=0.0, help=share
+    )
     parser.add_argument("--out", type=Path, help="JSON with every kill and fault")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # tidies up

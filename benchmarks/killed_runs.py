@@ -17,7 +17,6 @@ from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 
 STARTS = 40  # at most; each of some faults ends a run
-RATE = 0.3  # of processes that a fault waits for, where files fail
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
@@ -53,7 +52,7 @@ class Command:
     campaign: Campaign
     name: str
     layout: tuple[str, ...]
-    failing: bool = False
+    failing: float = 0.0  # the share of its processes that a fault waits for
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -92,7 +91,9 @@ class Command:
         if self.failing:
             path.insert(0, str(HOOK))
             seed = f"{self.campaign.seed}/{self.name}/{self.starts}"
-            more |= Failing(str(self.campaign.disk), seed, RATE, str(self.faults)).environment()
+            more |= Failing(
+                str(self.campaign.disk), seed, self.failing, str(self.faults)
+            ).environment()
         return more | {"PYTHONPATH": os.pathsep.join(path)}
 
     def start(self) -> None:
