@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.random_files import HOOK, Failing
-from parallel3d.launch import FIRST_SPECIAL_STEP
 from parallel3d.metrics.jsonl import read_metrics
+from parallel3d.run.launch import FIRST_SPECIAL_STEP
 from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from parallel3d import accelerator
 from parallel3d.checkpoint.boxes import LogicalTensor
 from parallel3d.checkpoint.claim import Claim, Overtaken
 from parallel3d.checkpoint.manifest import (
@@ -40,11 +39,12 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
 from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
-from parallel3d.durable import flush_folder, write_durably
-from parallel3d.job_store import get_all, put
+from parallel3d.device import accelerator
+from parallel3d.files.durable import flush_folder, write_durably
+from parallel3d.run.job_store import get_all, put
 
 if TYPE_CHECKING:
-    from parallel3d.config import CheckpointConfig
+    from parallel3d.config.schema import CheckpointConfig
 
 POLL_S = 0.02
 

@@ -27,8 +27,8 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.data.tokens import Tokens
-from parallel3d.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.errors import UserError
+from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
 
 _MAGIC = b"P3DTOKEN"
 _VERSION = 1

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel3d.accelerator import is_accelerator
-from parallel3d.data_parallel.bucket_sizes import assign, padded_numel
-from parallel3d.data_parallel.segments import Part, Segment
-from parallel3d.tensor_parallel.parameters import ParameterSpec
+from parallel3d.device.accelerator import is_accelerator
+from parallel3d.parameters.pieces import ParameterSpec
+from parallel3d.parameters.segments import Part, Segment
+from parallel3d.sizes.buckets import assign, padded_numel
 
 
 @dataclass

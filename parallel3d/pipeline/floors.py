@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import accelerator
-from parallel3d.exchange import transfer
+from parallel3d.comm.exchange import transfer
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.topology.process_groups import Group, ProcessGroups
 
 FLOOR_TRIES = 5  # the fastest of so many transfers is the floor
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.gather import gather_boxes
-from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.parameters.gather import gather_boxes
+from parallel3d.parameters.pieces import Piece
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,

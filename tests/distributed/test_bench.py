@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.bench import rows as bench_rows
-from parallel3d.bench.comm import bench_comm
-from parallel3d.bench.measure import Measurement
-from parallel3d.bench.operations import Operation, WrongResult
-from parallel3d.bench.preflight import preflight
-from parallel3d.bench.probe import exchange, probe
-from parallel3d.bench.rows import Row
-from parallel3d.bench.where import Where
-from parallel3d.config import BenchConfig, ClusterConfig, Config, LaunchConfig
-from parallel3d.launch import Worker
-from parallel3d.topology.process_groups import Group, ProcessGroups
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.commands.bench import rows as bench_rows
+from parallel3d.commands.bench.comm import bench_comm
+from parallel3d.commands.bench.measure import Measurement
+from parallel3d.commands.bench.operations import Operation, WrongResult
+from parallel3d.commands.bench.preflight import preflight
+from parallel3d.commands.bench.probe import exchange, probe
+from parallel3d.commands.bench.rows import Row
+from parallel3d.commands.bench.where import Where
+from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
+from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")

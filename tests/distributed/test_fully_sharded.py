@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.data_parallel.fully_sharded import first_row
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups, shards_and_replicas
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from parallel3d.config import LaunchConfig
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import LaunchConfig
 from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, gather_linear, linear_scatter
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool

@@ -18,10 +18,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from parallel3d import worker
-from parallel3d.config import Config, ModelConfig, OptimConfig
-from parallel3d.config_checks import check_config
-from parallel3d.launch import Worker
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig, OptimConfig
+from parallel3d.run import worker
+from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 

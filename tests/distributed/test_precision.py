@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, make_trainer, run_cases
 from tests.distributed.pool import Pool

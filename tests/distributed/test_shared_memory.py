@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives, shared_collectives, shared_memory
+from parallel3d.comm import collectives, shared_collectives, shared_memory
+from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.pipeline.mailbox import SLOTS, Mailboxes
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import Group, ProcessGroups
 from tests.distributed.pool import Pool
 from tests.pace import pace
 

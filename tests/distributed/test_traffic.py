@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import collectives
-from parallel3d.config import Config, ModelConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.models.local_shapes import stage_parameters
 from parallel3d.pipeline import executor
+from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.topology.traffic import transfers
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 

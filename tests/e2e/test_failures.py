@@ -50,7 +50,7 @@ def test_rank_that_raises_takes_all_down_and_is_named(shell: Shell, layout: str)
     stage = 0 if rank == 0 else 1
     assert re.fullmatch(
         rf"parallel3d: rank {rank} \(pp {stage}, dp 0, tp 0\) on {HOST} failed in train step 3 "
-        rf"at parallel3d/train\.py:\d+: ValueError: planted "
+        rf"at parallel3d/commands/train\.py:\d+: ValueError: planted "
         rf"\(traceback: runs/mine/rank-{rank}\.traceback\.txt\)",
         ended.errors[-1],
     )

@@ -23,7 +23,8 @@ HANGS = {
     # A stopped process cannot say anything itself.
     "stop:1:3": rf"hang: {WHO} is stopped \(SIGSTOP\): "
     r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
-    "hang:1:3": rf"hang: {WHO} is in train step 3 at parallel3d/train\.py:\d+, in no operation: "
+    "hang:1:3": rf"hang: {WHO} is in train step 3 at parallel3d/commands/train\.py:\d+, "
+    r"in no operation: "
     r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
     r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d import durable
-from parallel3d.config import DataConfig
+from parallel3d.config.schema import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
+from parallel3d.files import durable
 from tests.pace import pace
 
 EOT = 256

@@ -13,20 +13,20 @@ import pytest
 
 from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
-from parallel3d.config import Config, DataConfig
+from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import UserError
-from parallel3d.failure import Failure
-from parallel3d.local_workers import _cause
-from parallel3d.meeting import config_of_launcher
-from parallel3d.restarts import Restarts
-from parallel3d.run_directory import (
+from parallel3d.run.directory import (
     PLACEMENT_FILE,
     check_run,
     discard_unused,
     make_run_directory,
     take_run,
 )
+from parallel3d.run.failure import Failure
+from parallel3d.run.local_workers import _cause
+from parallel3d.run.meeting import config_of_launcher
+from parallel3d.run.restarts import Restarts
 from tests.tools.failing_files import FailingFiles, Fault
 
 KILLED = Failure(0, "pp 0, dp 0, tp 0", "here", "", "", "was killed by SIGKILL", 0.0, "killed")

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 from parallel3d.metrics import peak as peak_module
 from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops

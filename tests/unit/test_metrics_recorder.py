@@ -16,17 +16,17 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import train
-from parallel3d.config import Config, ModelConfig, TrainConfig
+from parallel3d.commands import train
+from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import KINDS, RankTimes
-from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.records import StepRecord
+from parallel3d.sizes.flops import parameter_count
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult
 from tests.pace import pace

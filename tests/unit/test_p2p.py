@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import accelerator
+from parallel3d.comm.process_groups import Group
+from parallel3d.device import accelerator
 from parallel3d.pipeline import floors
 from parallel3d.pipeline.p2p import post
 from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.topology.process_groups import Group
 
 PP = Group("pp", (3, 7, 11), 1, None)
 

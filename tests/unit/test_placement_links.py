@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from parallel3d.topology.cluster import LinkClass
+from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import CLASSIFIED, classify
-from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.price.links import CLASSIFIED, classify
+from parallel3d.topology.tiling import Placement, Tiling
 from tests.pace import cpu_pace
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d import local_workers, stop_signals
-from parallel3d.local_workers import Agent
-from parallel3d.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
+from parallel3d.run import local_workers, stop_signals
+from parallel3d.run.local_workers import Agent
+from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -85,7 +85,7 @@ def test_d8_launcher_counts_interrupts_alone(agent: Agent) -> None:
 
 LOST = """
 import os, pty, sys
-from parallel3d.stop_signals import outlive_terminal
+from parallel3d.run.stop_signals import outlive_terminal
 master, terminal = pty.openpty()
 os.dup2(terminal, 1)
 sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
