@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses: `python -m parallel3d.config.docs > FILE`.
+"""Writes docs/configuration.md from the dataclasses: `python docs/configuration.py > FILE`.
 
 A test compares the committed page with this text, so that the page cannot drift.
 """
@@ -23,7 +23,7 @@ from parallel3d.config.schema import SECTIONS, Config, conf_dir
 INTRO = """\
 # Configuration
 
-This page is written by `python -m parallel3d.config.docs > docs/configuration.md`; edit the
+This page is written by `python docs/configuration.py > docs/configuration.md`; edit the
 dataclasses in `parallel3d/config/` instead.
 
 Every key has a default, and whatever follows `parallel3d train` overrides some of them:
