@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from parallel3d.topology.price.costs import bus_factor
+from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.price.nccl_model import (
     fitted_all_reduce,
     nccl_choice,
