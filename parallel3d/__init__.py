@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parallel3d.config.composing import compose
     from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
+    from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
@@ -27,6 +28,7 @@ __all__ = [
     "Config",
     "Layout",
     "ProcessGroups",
+    "Sample",
     "Trainer",
     "UserError",
     "Worker",
@@ -41,6 +43,7 @@ _HOME = {
     "Config": "parallel3d.config.schema",
     "Layout": "parallel3d.topology.layout",
     "ProcessGroups": "parallel3d.comm.process_groups",
+    "Sample": "parallel3d.data.sampler",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
     "Worker": "parallel3d.run.launch",
