@@ -23,8 +23,7 @@ from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_collectives import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
-from parallel3d.topology.layout import Coordinates, Layout
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.layout import Coordinates, Layout, layout_of
 from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
