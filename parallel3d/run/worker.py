@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel3d.comm.job_store import one_host_environment
 from parallel3d.config.checks_groups import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, say
@@ -22,7 +23,6 @@ from parallel3d.host.numa import bind_near
 from parallel3d.host.processes import die_with_parent
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
-from parallel3d.run.job_store import one_host_environment
 from parallel3d.run.launch import Place, Worker, detect
 from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
