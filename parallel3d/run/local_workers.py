@@ -24,11 +24,11 @@ from parallel3d.host.devices import cores
 from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE
+from parallel3d.run.endings import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
 from parallel3d.run.one_host import NoLogs, OneHost
 from parallel3d.run.restarts import Restarts
 from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.run.time_limits import within
-from parallel3d.run.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
 from parallel3d.topology.placement.placed_ranks import rank_of_launch
 
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
