@@ -20,7 +20,8 @@ from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.device import accelerator
 from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
-from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
+from parallel3d.faults.inquiry import HANG_FILE
+from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
