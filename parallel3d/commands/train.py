@@ -12,8 +12,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.operation_log import with_log
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
@@ -21,7 +20,8 @@ from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.device import accelerator
 from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
-from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
+from parallel3d.faults.inquiry import HANG_FILE
+from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops

@@ -23,40 +23,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from parallel3d.comm.job_store import put
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import say
-from parallel3d.faults import flight_record, hang, hang_state
+from parallel3d.faults import flight_record, hang_state
+from parallel3d.faults.inquiry import KEY, RECORD_FILE_S, VERDICT_S, Inquiry
 from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
-from parallel3d.host.processes import born, kill, of_this_job, why_silent
+from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
-from parallel3d.run.job_store import get, get_all, put
+from parallel3d.run.endings import SAID
 from parallel3d.run.launch import Worker
-from parallel3d.run.time_limits import started, until, within
-from parallel3d.run.worker import SAID
+from parallel3d.run.time_limits import started, within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-KEY = "parallel3d/hang"
-HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
-ANSWER_S = 3.5  # ranks that have not answered after this are silent
 STORE_S = 3.0  # a store that takes longer is out of reach
-VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
 DUMP_S = 3.0  # what is left for files that are still being written then
-RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
 RESTS = 3.0  # time-outs without work after which also a rank that may take its time hangs
 END_S = 30.0  # more than all of these: then the process ends without a word
-
-# A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
-Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
 
 
 @dataclass
@@ -78,7 +71,10 @@ class Watchdog:
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
     _code: int = 1
-    _keeper: dict[str, Any] | None = None  # rank 0's process, should the store go with it
+    _inquiry: Inquiry = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._inquiry = Inquiry(self.config, self.worker, self.store)
 
     @property
     def log(self) -> OperationLog:
@@ -96,7 +92,8 @@ class Watchdog:
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.config.launch.timeout_s)
             self.store.wait([f"{KEY}/process/0"], patience)
-            self._keeper = self._process(0)
+            self._inquiry.store = self.store
+            self._inquiry.keeper = self._inquiry.process(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -185,8 +182,8 @@ class Watchdog:
         state = self._state(record)
         found = None
         if self._store_answers():
-            found = within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
-        verdict, pids = found or self._without_store(state)
+            found = within(VERDICT_S + STORE_S, lambda: self._inquiry.agree(state), None)
+        verdict, pids = found or self._inquiry.without_store(state)
         dumps.join(DUMP_S)
         if verdict is not None:
             self._speak(self._failure(verdict))
@@ -243,67 +240,6 @@ class Watchdog:
     def _store_answers(self) -> bool:
         store = self.store
         return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
-
-    def _agree(self, state: hang_state.RankState) -> Found:
-        """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
-        if self.store is None:
-            return hang.diagnose({state.rank: state}, {}), []
-        store, world = self.store, range(self.worker.world_size)
-        put(store, f"{KEY}/state/{state.rank}", hang_state.to_json(state))
-        store.set(f"{KEY}/asked", "1")
-        first = store.add(f"{KEY}/first", 1) == 1
-        if not first:
-            verdict_key = f"{KEY}/verdict"
-            until(lambda: store.check([verdict_key]), VERDICT_S)
-            silent = get(store, verdict_key) if store.check([verdict_key]) else []
-            return None, self._mine_to_kill(silent)
-        answers = [f"{KEY}/state/{rank}" for rank in world]
-        until(lambda: store.check(answers), ANSWER_S)
-        there = {rank for rank in world if store.check([answers[rank]])}
-        said = get_all(store, [answers[rank] for rank in sorted(there)])
-        found = (hang_state.from_json(state) for state in said)
-        states = {answer.rank: answer for answer in found}
-        silent = {rank: self._look_at(rank) for rank in world if rank not in there}
-        verdict = hang.diagnose(states, silent)
-        put(store, f"{KEY}/verdict", sorted(silent))
-        return verdict, self._mine_to_kill(sorted(silent))
-
-    def _process(self, rank: int) -> dict[str, Any] | None:
-        key = f"{KEY}/process/{rank}"
-        assert self.store is not None
-        return get(self.store, key) if self.store.check([key]) else None
-
-    def _look_at(self, rank: int) -> tuple[str, str]:
-        """Who a silent rank is, and why it gives no answer."""
-        return self._look_at_process(rank, self._process(rank))
-
-    def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
-        if process is None:
-            return failure.who(self.config, rank), "has not started to train"
-        return failure.who(self.config, rank, process["host"]), why_silent(process)
-
-    def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Silent processes of this host and job: a stopped one would outlive the job."""
-        return of_this_job([self._process(rank) for rank in silent])
-
-    def _without_store(self, state: hang_state.RankState) -> Found:
-        """What one rank can tell alone; the first to make the file speaks."""
-        who, why = self._look_at_process(0, self._keeper)
-        here = of_this_job([self._keeper])
-        if not within(RECORD_FILE_S, self._is_first_without_store, True):
-            return None, here
-        why += ", and the store that it keeps gives no answer"
-        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
-
-    def _is_first_without_store(self) -> bool:
-        """Whether no other rank has made the file before this one."""
-        try:
-            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            pass  # no disk to agree by: said twice is better than not at all
-        return True
 
     def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"

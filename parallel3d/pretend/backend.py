@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.pretend.communicator import BACKEND, Options
 from parallel3d.pretend.device import TYPE
-from parallel3d.pretend.nccl import BACKEND, Options, PretendedNCCL
+from parallel3d.pretend.nccl import PretendedNCCL
 from parallel3d.pretend.works import Together
 
 

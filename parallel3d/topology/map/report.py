@@ -27,7 +27,7 @@ from parallel3d.topology.tiling import Placement
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
-    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.sizes.transfer import Transfer
     from parallel3d.topology.placement.search import Candidate
 
 MADE_BY = "parallel3d topology"
