@@ -1,1 +1,1 @@
-"""Groups of ranks and what they do together: collectives, their clock and log."""
+"""Groups of ranks and what they do together: collectives, their clock, log and store."""

@@ -30,13 +30,13 @@ INNER = {
         "__main__.py": "parallel3d.run.worker parallel3d.cli.command_line",
         "checkpoint/boxes.py": "torch",
         "cli/command_line.py": "parallel3d.commands.dryrun.command parallel3d.topology.map.report",
+        "comm/job_store.py": "torch.distributed",
         "commands/checkpoint/command.py": "parallel3d.commands.checkpoint.listing "
         "parallel3d.commands.checkpoint.compare parallel3d.commands.checkpoint.huggingface",
         "commands/dryrun/command.py": "parallel3d.commands.dryrun.facts "
         "parallel3d.commands.dryrun.report parallel3d.commands.dryrun.roofline "
         "parallel3d.commands.dryrun.world",
         "host/devices.py": "torch",
-        "run/job_store.py": "torch.distributed",
         "run/meeting.py": "torch.distributed",
         "run/worker.py": "torch torch.distributed parallel3d.comm.group_options "
         "parallel3d.device.accelerator parallel3d.run.local_workers",
@@ -48,7 +48,7 @@ INNER = {
         "device/fused.py": "torch.utils._triton torch._inductor.config torch._dynamo.exc",
         "faults/flight_record.py": "torch._C",
         "models/compilation.py": "torch._inductor.compile_fx torch._inductor.runtime.runtime_utils",
-        "run/worker.py": "parallel3d.pretend",
+        "run/worker.py": "parallel3d.pretend.enable",
     },
     "a package that a run without it need not load": {
         "commands/train.py": "safetensors.torch",
@@ -75,10 +75,17 @@ def imported(node: ast.AST) -> set[str]:
     found: set[str] = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.ImportFrom):
-            found.add(str(inner.module))
+            names = {f"{inner.module}.{alias.name}" for alias in inner.names}
+            modules = {name for name in names if _is_ours(name)}
+            found |= modules or {str(inner.module)}
         elif isinstance(inner, ast.Import):
-            found.update(alias.name for alias in inner.names)
+            found |= {alias.name for alias in inner.names}
     return found
+
+
+def _is_ours(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def lint(folder: Path) -> tuple[int, str]:
