@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.config import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.durable import flush, flush_folder
 from parallel3d.errors import TrainingFailure
 from parallel3d.exchange import all_gather_json
 from parallel3d.health import Health
@@ -219,6 +221,19 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
 
 
 def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
+    """Puts the parameters in the place of `path` in one step, and flushes them.
+
+    A run that is called finished would not write them again after a power cut.
+    """
     from safetensors.torch import save_file
 
-    save_file({name: p.contiguous() for name, p in parameters.items()}, path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: p.contiguous() for name, p in parameters.items()}, partial)
+        flush(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d import cli, run_directory, unmade
 from parallel3d.checkpoint import manifest
@@ -26,6 +27,7 @@ from parallel3d.metrics.jsonl import MetricsFile, read_metrics
 from parallel3d.restarts import Restarts
 from parallel3d.run_directory import check_run, discard_unused, make_run_directory
 from parallel3d.time_limits import or_end
+from parallel3d.train import write_safetensors
 from tests.tools.failing_files import LOST, FailingFiles, Fault
 from tests.unit.test_restarts import KILLED
 
@@ -186,3 +188,28 @@ def test_text_whose_file_cannot_be_closed_is_no_traceback(
         read = b"".join(p for p in cache._pieces(document) if p)
     assert (read, calls.failed) == (book.read_bytes(), 2)
     assert capsys.readouterr().err == ""
+
+
+def test_weights_are_on_the_disk_before_they_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, done = tmp_path / "weights-final.safetensors", []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_safetensors(path, {"w": torch.ones(3)})
+    assert done == [f".{path.name}.partial", "renamed", tmp_path.name]
+    monkeypatch.setattr(os, "fsync", refuse)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="Stale"):
+        write_safetensors(path, {"w": torch.zeros(3)})
+    assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == before
