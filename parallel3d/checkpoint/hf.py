@@ -27,7 +27,7 @@ from parallel3d.checkpoint.hf_names import HFTensor, hf_tensors
 from parallel3d.checkpoint.reading import parse_json, plain, read_bounded
 from parallel3d.config import Config, ModelConfig
 from parallel3d.config_fields import check_fields
-from parallel3d.durable import flush, flush_folder
+from parallel3d.durable import flush_folder
 from parallel3d.errors import UserError
 
 DTYPES = {
@@ -91,7 +91,7 @@ def export_hf(
         _write_json(partial / CONFIG, config)
         _write_json(partial / GENERATION, generation_config(end_of_text))
         for path in partial.iterdir():
-            flush(path)
+            flush_folder(path)
         flush_folder(partial)
         partial.rename(folder)  # an empty folder of that name is replaced
         flush_folder(folder.parent)
