@@ -24,8 +24,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from parallel3d import cli
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
+from parallel3d.cli import command_line
 from parallel3d.metrics.provenance import Provenance
 from tests.tools.failing_files import FailingFiles, Fault, Point
 
@@ -96,22 +96,22 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
         got.append((config, HydraConfig.instance().cfg))
         return 0
 
-    real, cli._run_job = cli._run_job, take
+    real, command_line._run_job = command_line._run_job, take
     try:
-        code = cli.main(words)
+        code = command_line.main(words)
     finally:
-        cli._run_job = real
+        command_line._run_job = real
     assert code == 0 and got, words
     return got[0]
 
 
 def without_hydra(found: tuple[Any, Any]) -> Callable[[str, list[str]], None]:
-    """`cli._run_hydra` behind the composing."""
+    """`command_line._run_hydra` behind the composing."""
 
     def run(app: str, words: list[str]) -> None:
         config, HydraConfig.instance().cfg = found
         prompt = next((w[7:] for w in words if w.startswith("prompt=")), None)
-        if code := cli._run_job(app, config, prompt):
+        if code := command_line._run_job(app, config, prompt):
             raise SystemExit(code)
 
     return run
@@ -174,9 +174,9 @@ class Stage:
             self.before()
             if case.words[0] != "checkpoint" and not case.through_hydra:
                 words = tuple(w for w in case.words if not w.startswith("prompt="))
-                cli._run_hydra = without_hydra(composed(words))
+                command_line._run_hydra = without_hydra(composed(words))
             with files:
-                code = cli.main(case.words)
+                code = command_line.main(case.words)
         except BaseException:  # as the interpreter does
             traceback.print_exc()
         finally:
@@ -211,7 +211,7 @@ def kill_after(step: int) -> Callable[[], None]:
     """What makes a command's process die after a step, in the midst of the run."""
 
     def prepare() -> None:
-        from parallel3d import health
+        from parallel3d.faults import health
 
         real = health.Health.after_step
 

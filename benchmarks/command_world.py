@@ -36,9 +36,10 @@ from benchmarks.command_checks import (
     silent,
     whole_ones,
 )
-from parallel3d import cli, run_config
-from parallel3d.config import Config
-from parallel3d.run_config import last_config
+from parallel3d.cli import command_line
+from parallel3d.config.schema import Config
+from parallel3d.run import configs
+from parallel3d.run.configs import last_config
 from tests.tools.failing_files import Point
 
 
@@ -71,7 +72,7 @@ class World:
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
         self.cases = {n: c for n, c in cases(str(book)).items() if n in self.only or not self.only}
         self._make_templates(book)
-        run_config._typed = remembered(run_config._typed)
+        configs._typed = remembered(configs._typed)
         stage = self.stage("counting")
         for name, case in self.cases.items():
             self.lay(stage, case)
@@ -95,7 +96,7 @@ class World:
         self.lay(stage, plain)
         with contextlib.chdir(stage.folder), contextlib.redirect_stdout(io.StringIO()):
             # Run in this process, and what is forked pays for no import any more.
-            assert cli.main(plain.words) == 0
+            assert command_line.main(plain.words) == 0
         run_dir = stage.folder / RUN
         self.reference.weights = digest(run_dir / FINAL)
         self.reference.curve = curve_of(run_dir / METRICS)

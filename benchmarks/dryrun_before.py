@@ -17,14 +17,15 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from parallel3d import fused
-from parallel3d.config import ClusterConfig, Config, ModelConfig, conf_dir
-from parallel3d.dryrun.command import find_facts
+from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
+from parallel3d.device import fused
 from parallel3d.models import attention
 from parallel3d.optim import optimizer
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.tensor_parallel import cross_entropy, head_loss, parameters
-from parallel3d.tensor_parallel.loss_chunks import loss_chunks
+from parallel3d.parameters import pieces as parameters
+from parallel3d.sizes.loss_chunks import loss_chunks
+from parallel3d.tensor_parallel import cross_entropy, head_loss
 
 Undo = Callable[[], Any]
 

@@ -27,13 +27,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.fuzz_words import Drawn
-from parallel3d import cli
-from parallel3d.config import SECTIONS, Config, conf_dir, register_schema
-from parallel3d.config_checks import check_config
-from parallel3d.config_fields import all_keys
-from parallel3d.config_overrides import explain_override_error, groups, presets
+from parallel3d.cli import command_line
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import all_keys
+from parallel3d.config.overrides import explain_override_error, groups, presets
+from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema
 from parallel3d.errors import UserError, readable
-from parallel3d.failure import full_stop
+from parallel3d.run.failure import full_stop
 
 SECONDS = 2.0
 LONGEST = 2000  # characters of a sentence
@@ -69,7 +69,7 @@ class Composer:
         self._bases: dict[tuple[str, ...], DictConfig] = {}
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
-        ordered = cli._order_words([cli._without_alias(word) for word in words])
+        ordered = command_line._order_words([command_line._without_alias(word) for word in words])
         chosen = tuple(word for word in ordered if _is_of_groups(word))
         if not all(_is_a_choice(word) for word in chosen):
             return _composed(ordered)
@@ -139,13 +139,13 @@ def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
 
     def answer() -> Outcome:
         with (
-            mock.patch.object(cli, "make_run_directory", accepted),
+            mock.patch.object(command_line, "make_run_directory", accepted),
             mock.patch.object(sys, "argv", list(sys.argv)),
             contextlib.chdir(cwd),
             contextlib.redirect_stderr(said),
         ):
             try:
-                code = cli.main(["train", *drawn.words])
+                code = command_line.main(["train", *drawn.words])
             except Accepted:
                 return Outcome(TAKEN)
         if code == 2:

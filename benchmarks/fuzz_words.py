@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
-from parallel3d.config import SECTIONS
-from parallel3d.config_fields import Key, all_keys
-from parallel3d.config_overrides import groups, presets
+from parallel3d.config.fields import Key, all_keys
+from parallel3d.config.overrides import groups, presets
+from parallel3d.config.schema import SECTIONS
 
 # Keys of the machine, of where files go and of other subcommands; and the length of the run.
 NOT_THE_ENGINES = ("tp", "pp", "dp", "cp", "vpp", "run", "device", "compile", "placement", "prompt")

@@ -42,7 +42,7 @@ from benchmarks.gpu_results import NotOurs, ResultFiles, why_not
 from benchmarks.gpu_rows import SIZES, Size, device_of, fp8_row, gemm_row, model_row
 from benchmarks.gpu_shards import shard_row
 from benchmarks.gpu_tables import markdown
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 from parallel3d.metrics.peak import datasheet_peak
 from parallel3d.metrics.provenance import git_commit
 

@@ -30,7 +30,7 @@ from benchmarks.gpu import machine
 from benchmarks.gpu_first_kernels import DIFFERS, Answer, Given
 from benchmarks.gpu_results import NotOurs, ResultFiles
 from benchmarks.gpu_rows import SIZES, device_of
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 
 FAILED = "FAILED"
 MACHINE = "machine"

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile, supported_activities
 
 from benchmarks.gpu_rows import SIZES, Size, gemm_row, seconds_of
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 from parallel3d.metrics.peak import datasheet_peak
 
 PASS, DIFFERS, NOTED, SKIPPED = "PASS", "DIFFERS", "NOTED", "SKIPPED"

@@ -21,7 +21,7 @@ from torch.profiler import profile, supported_activities
 from benchmarks.gpu_first_kernels import NOTED, PASS, SKIPPED, Answer, Given, judged
 from benchmarks.gpu_process import ROOT, Ended, reason
 from benchmarks.gpu_rows import model_of, trainer_of
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 
 # MFU of the datasheet that a 1B model should reach: the lower ends of estimates from bytes and
 # FLOPs for one H200, not measured.

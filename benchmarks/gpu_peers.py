@@ -23,8 +23,8 @@ from benchmarks.gpu_rows import (
     seconds_of,
     speed,
 )
-from parallel3d.accelerator import is_accelerator
-from parallel3d.config import ModelConfig
+from parallel3d.config.schema import ModelConfig
+from parallel3d.device.accelerator import is_accelerator
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

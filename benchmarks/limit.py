@@ -22,11 +22,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.zero import MODEL, Ramp
-from parallel3d.config import Config, ModelConfig
-from parallel3d.host_memory import keep_freed_memory
-from parallel3d.metrics.flops import flops_per_token
-from parallel3d.precision import compute_dtype
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.device.precision import compute_dtype
+from parallel3d.host.host_memory import keep_freed_memory
+from parallel3d.sizes.flops import flops_per_token
 from parallel3d.trainer import Trainer
 
 GEMM_SIZE = 1024

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.command_cases import RUN, Calls, Stage
 from benchmarks.command_checks import given_again, lost, whole_ones
 from benchmarks.command_world import World
-from parallel3d.processes import born, state_letter
+from parallel3d.host.processes import born, state_letter
 from tests.e2e.fork_ranks import NEW_MOUNTS, PRIVATE, RECURSIVE, call
 from tests.tools.failing_files import Fault, Point
 

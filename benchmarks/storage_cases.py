@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.checkpoint.command import checkpoint
 from parallel3d.checkpoint.manifest import CHECKPOINTS, list_checkpoints, step_folder
-from parallel3d.config import CheckpointConfig, Config, ModelConfig
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.run_directory import save_config
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
 
 OLD, NEW, NEXT = 3, 6, 9  # steps saved before, and the one to be saved; two are kept

@@ -10,7 +10,7 @@ import io
 from itertools import pairwise
 from pathlib import Path
 
-from parallel3d import cli
+from parallel3d.cli import command_line
 from parallel3d.pipeline.render import render_svg
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.pipeline.simulate import simulate
@@ -93,7 +93,7 @@ def main() -> None:
     for name, words in MAPS.items():
         path = HERE / f"topology_{name}.svg"
         with contextlib.redirect_stdout(io.StringIO()):
-            code = cli.main(["topology", *words.split(), f"topology.svg={path}"])
+            code = command_line.main(["topology", *words.split(), f"topology.svg={path}"])
         if code:
             raise SystemExit(f"parallel3d topology {words}: exit code {code}")
 

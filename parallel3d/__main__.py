@@ -6,11 +6,11 @@ import sys
 def main() -> int:
     """Run a command line, or one local rank, which needs no command line's modules."""
     if sys.argv[1:2] == ["_worker"]:
-        from parallel3d.worker import local_worker_main
+        from parallel3d.run.worker import local_worker_main
 
         return local_worker_main(*sys.argv[2:])
     try:
-        from parallel3d.cli import main as command
+        from parallel3d.cli.command_line import main as command
 
         return command()
     except KeyboardInterrupt:  # during the imports; later the command itself says so

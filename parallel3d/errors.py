@@ -1,10 +1,14 @@
-"""The two ways in which a run ends badly that are foreseen: by the user's input, or by itself."""
+"""The two ways in which a run ends badly that are foreseen, by the user's input or by itself; and
+how the user hears of it."""
 
 from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable
+
+USER_ERROR = 2  # the exit code of one
 
 
 class UserError(Exception):
@@ -13,6 +17,11 @@ class UserError(Exception):
 
 class TrainingFailure(RuntimeError):
     """All ranks decided that the run cannot go on: started again, it would end so again."""
+
+
+def say(sentence: str) -> None:
+    """One line on stderr, flushed: it may be the last thing that this process does."""
+    print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 
 
 def readable(sentence: str) -> str:

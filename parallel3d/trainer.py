@@ -14,18 +14,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.checkpoint.gather import gather_parameters
-from parallel3d.config import Config
-from parallel3d.config_checks import check_config
+from parallel3d.comm import collectives
+from parallel3d.comm.operation_log import blocking
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.timed import with_clock
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config
 from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.data_parallel.measured_order import in_measured_order
+from parallel3d.device.precision import (
+    LossScale,
+    compute_dtype,
+    set_determinism,
+    set_matmul_precision,
+)
 from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
-from parallel3d.operation_log import blocking
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (
     Optimizer,
@@ -34,15 +41,14 @@ from parallel3d.optim.optimizer import (
     sum_tied_gradients,
 )
 from parallel3d.optim.state import ParameterSlice, parameter_slices
+from parallel3d.parameters.gather import gather_parameters
+from parallel3d.parameters.pieces import Initializer
 from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
-from parallel3d.pipeline.split import layers_of_stages
-from parallel3d.precision import LossScale, compute_dtype, set_determinism, set_matmul_precision
+from parallel3d.sizes.stages import layers_of_stages
 from parallel3d.tensor_parallel.overlap import overlap_of
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.timed import measure_floors, with_clock
-from parallel3d.topology.process_groups import ProcessGroups
 
 log = logging.getLogger(__name__)
 

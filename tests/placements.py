@@ -6,10 +6,10 @@ import itertools
 import random
 from collections import Counter, defaultdict
 
-from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.sizes.traffic import Transfer
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import Placement
-from parallel3d.topology.traffic import Transfer
+from parallel3d.topology.tiling import Placement
 
 NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 

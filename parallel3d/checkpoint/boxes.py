@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
-    from parallel3d.tensor_parallel.parameters import ParameterSpec, Piece
+    from parallel3d.parameters.pieces import ParameterSpec, Piece
 
 # Holders of equal values share a slice by rows if each gets at least so many elements; of smaller
 # ones each is written by one of them, or the file would be all names.

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from parallel3d import collectives
-from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.boxes import logical_tensors
 from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import (
@@ -24,16 +22,18 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     told,
 )
-from parallel3d.checkpoint.reading import plain
 from parallel3d.checkpoint.restoring import facts_of, names_of_all, read_together, refusal_of
 from parallel3d.checkpoint.retention import bring_back, newest_word, remove_leftovers, set_aside
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
-from parallel3d.config import Config
+from parallel3d.comm import collectives
+from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.comm.operation_log import blocking
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config import identity
+from parallel3d.config.schema import Config
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.exchange import all_gather_json, broadcast_json
-from parallel3d.metrics.flops import parameter_count
-from parallel3d.operation_log import blocking
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.files.reading import plain
+from parallel3d.sizes.flops import parameter_count
 from parallel3d.trainer import Trainer
 
 _RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG, _OVERTAKEN = range(5)
@@ -124,7 +124,8 @@ class Checkpoints:
                 Claim(self.run_dir, session) if self.is_first_rank else None,
             )
         if self.saver.claim is not None:
-            self._say_once([*self.saver.claim.take(), *remove_leftovers(self.run_dir)])
+            said = self.saver.claim.take() if self.config.checkpoint.every else []
+            self._say_once([*said, *remove_leftovers(self.run_dir)])
 
     def _say_once(self, sentences: Iterable[str]) -> None:
         """Of what goes wrong at every save alike, the user hears the first time."""

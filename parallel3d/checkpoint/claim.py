@@ -1,6 +1,6 @@
 """Whose a run's checkpoints are: the newest start's, on file systems without locks as well.
 
-A lock keeps a second start of a run out (`run_directory.take_run`), where the file system has
+A lock keeps a second start of a run out (`run.directory.take_run`), where the file system has
 locks. Where it has none, two starts would remove each other's files: so each start leaves its name
 in the folder, and one whose name is there no more writes nothing and ends.
 """
@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS, CLAIM, reason
-from parallel3d.checkpoint.reading import parse_json, plain, read_bounded
-from parallel3d.durable import write_durably
+from parallel3d.files.durable import write_durably
+from parallel3d.files.reading import parse_json, plain, read_bounded
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LARGEST = 1 << 16  # bytes
@@ -40,11 +40,12 @@ class Claim:
         self.tried = self.taken = False
 
     def take(self) -> list[str]:
-        """Claim the folder, if it is there, else a first save does; returns what is to be said."""
-        if self.taken or not os.path.isdir(self.path.parent):  # where Path's would raise
+        """Claim the folder, also before a first save makes it; returns what is to be said."""
+        if self.taken:
             return []
         self.tried, before = True, self._there()
         try:
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
             self._write()
             if before is None or _has_locks(self.path):
                 return []

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.reading import parse_json, plain, read_bounded
-from parallel3d.durable import write_durably
+from parallel3d.files.durable import write_durably
+from parallel3d.files.reading import parse_json, plain, read_bounded
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"

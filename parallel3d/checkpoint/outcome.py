@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import traceback
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.checkpoint.boxes import LogicalTensor
 from parallel3d.checkpoint.manifest import FileDigest
@@ -35,12 +35,12 @@ class Part:
     elements: dict[str, int]
     outcome: Outcome
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+    def to_json(self) -> dict[str, Any]:
+        """What JSON has of it."""
+        return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, text: bytes) -> Part:
-        word = json.loads(text)
+    def from_json(cls, word: dict[str, Any]) -> Part:
         file = FileDigest(**word["file"]) if word["file"] else None
         outcome = Outcome(**word["outcome"] | {"notes": tuple(word["outcome"]["notes"])})
         return cls(file, word["elements"], outcome)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel3d.checkpoint import identity
 from parallel3d.checkpoint.manifest import (
     DamagedCheckpoint,
     IncompleteCheckpoint,
@@ -23,10 +22,11 @@ from parallel3d.checkpoint.manifest import (
     list_damaged,
     told,
 )
-from parallel3d.checkpoint.reading import plain
-from parallel3d.config import Config
+from parallel3d.config import identity
+from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import TrainingFailure, UserError
+from parallel3d.files.reading import plain
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
 _WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)

@@ -20,10 +20,10 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     reason,
 )
-from parallel3d.checkpoint.reading import plain
+from parallel3d.files.reading import plain
 
 if TYPE_CHECKING:
-    from parallel3d.config import CheckpointConfig
+    from parallel3d.config.schema import CheckpointConfig
 
 _LEFTOVERS = (UNFINISHED, REMOVED, REPLACED, f".{LATEST}-", f"{CLAIM}-")
 

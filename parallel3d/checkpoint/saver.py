@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from parallel3d import accelerator
 from parallel3d.checkpoint.boxes import LogicalTensor
 from parallel3d.checkpoint.claim import Claim, Overtaken
 from parallel3d.checkpoint.manifest import (
@@ -40,10 +39,12 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
 from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
-from parallel3d.durable import flush_folder, write_durably
+from parallel3d.device import accelerator
+from parallel3d.files.durable import flush_folder, write_durably
+from parallel3d.run.job_store import get_all, put
 
 if TYPE_CHECKING:
-    from parallel3d.config import CheckpointConfig
+    from parallel3d.config.schema import CheckpointConfig
 
 POLL_S = 0.02
 
@@ -132,7 +133,7 @@ class Saver:
             if self.rank == 0:
                 outcome = self._finish(save, part)
             else:
-                _store().set(self._key(save, self.rank), part.to_json())
+                put(_store(), self._key(save, self.rank), part.to_json())
         except Exception as error:
             outcome = failed(save.step, self.rank, error)
         self.outcome = outcome
@@ -196,7 +197,10 @@ class Saver:
             if time.monotonic() > deadline:
                 raise TimeoutError(None, f"no word of every rank within {self.timeout_s:g} s")
             time.sleep(POLL_S)
-        parts = [Part.from_json(store.get(key)) for key in others]
+        try:
+            parts = [Part.from_json(word) for word in get_all(store, others)]
+        except ValueError as stranger:  # no rank's word: nothing that this save can be made of
+            raise OSError(None, str(stranger)) from None
         for key in others:
             store.delete_key(key)
         return parts

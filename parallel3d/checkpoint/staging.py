@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator
 from parallel3d.checkpoint.boxes import Box, LogicalTensor
+from parallel3d.device import accelerator
 
 _ALIGNED = 64  # bytes: every staged box begins at a multiple
 # Bytes. torch pins a power of two: in one piece 33 GiB would take 64 of the host's memory.

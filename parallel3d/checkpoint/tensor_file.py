@@ -26,8 +26,8 @@ from torch import Tensor
 
 from parallel3d.checkpoint.boxes import Box
 from parallel3d.checkpoint.manifest import DamagedCheckpoint, FileDigest, told
-from parallel3d.checkpoint.reading import open_regular, parse_json, read_into
-from parallel3d.durable import new_file, write_all
+from parallel3d.files.durable import new_file, write_all
+from parallel3d.files.reading import open_regular, parse_json, read_into
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 64 << 20  # bytes: of a quarter of a million boxes

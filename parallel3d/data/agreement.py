@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel3d.comm.exchange import all_gather_json
 from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
-from parallel3d.exchange import all_gather_json
 
 if TYPE_CHECKING:
-    from parallel3d.topology.process_groups import Group
+    from parallel3d.comm.process_groups import Group
 
 
 def check_same_text(corpus: Corpus, world: Group, device: torch.device) -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from parallel3d import accelerator
 from parallel3d.data.sampler import Sample
+from parallel3d.device import accelerator
 
 
 class SampleSource(Protocol):

@@ -27,8 +27,8 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.data.tokens import Tokens
-from parallel3d.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.errors import UserError
+from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
 
 _MAGIC = b"P3DTOKEN"
 _VERSION = 1
@@ -78,12 +78,15 @@ def check_folder(folder: Path, documents: Sequence[Document], tokenizer: ByteTok
     existing = folder
     while not os.path.lexists(existing):
         existing = existing.parent
-    if not existing.is_dir():
-        raise _unusable(folder, f"{existing} is not a folder")
-    _check_owner(folder)
     path = _token_file(folder, documents, tokenizer)
-    if os.path.isfile(path) and _is_trusted(path.lstat(), folder):
-        return
+    try:
+        if not existing.is_dir():
+            raise _unusable(folder, f"{existing} is not a folder")
+        _check_owner(folder)
+        if os.path.isfile(path) and _is_trusted(path.lstat(), folder):
+            return
+    except OSError as error:
+        raise _unusable(folder, error.strerror or str(error)) from error
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _unusable(folder, f"{existing} is not writable")
 

@@ -16,7 +16,7 @@ from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
-    from parallel3d.config import DataConfig
+    from parallel3d.config.schema import DataConfig
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from parallel3d.errors import UserError, nearest
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
-    from parallel3d.config import DataConfig
+    from parallel3d.config.schema import DataConfig
 
 # Tests hold broken text on purpose; the others are not part of every Python of the same version.
 _NOT_STDLIB = frozenset(

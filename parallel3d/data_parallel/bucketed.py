@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from parallel3d import collectives
-from parallel3d.collectives import Work
-from parallel3d.config import DataParallelConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.process_groups import Group
+from parallel3d.config.schema import DataParallelConfig
 from parallel3d.data_parallel.buckets import (
     WHOLE,
     Bucket,
-    Segment,
     Sharding,
     Values,
     build_buckets,
     own_values,
 )
 from parallel3d.data_parallel.reducer import CommHook, Reducer
-from parallel3d.topology.process_groups import Group
+from parallel3d.parameters.segments import Segment
 
 
 class BucketedDataParallel:

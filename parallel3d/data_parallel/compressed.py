@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.accelerator import is_on_accelerator
-from parallel3d.collectives import Work
-from parallel3d.data_parallel.bucket_sizes import padded_numel
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.side_stream import SideStream
-from parallel3d.topology.process_groups import Group
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.sizes.buckets import padded_numel
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from parallel3d import collectives
-from parallel3d.config import Config
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.buckets import Bucket, Segment, own_values
+from parallel3d.data_parallel.buckets import Bucket, own_values
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.hierarchical import TwoLevels
 from parallel3d.data_parallel.powersgd import PowerSGD
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.models.transformer import Stage
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.parameters.pieces import Initializer
+from parallel3d.parameters.segments import Segment
 
 
 class DataParallel(Protocol):

@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from parallel3d import accelerator, collectives
-from parallel3d.data_parallel.buckets import Part, Segment
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.topology.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.parameters.pieces import Initializer
+from parallel3d.parameters.segments import Part, Segment
 
 
 class FullyShardedDataParallel:

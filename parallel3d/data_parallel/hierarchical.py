@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.accelerator import is_on_accelerator
-from parallel3d.collectives import Work
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.side_stream import SideStream
-from parallel3d.topology.process_groups import Group
+from parallel3d.device.accelerator import is_on_accelerator
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TwoLevels:
     """A `CommHook`: reduce-scatter inside, all-reduce of the shard outside, all-gather inside.
 
     Time 2(g − 1)/g · S/B_nvlink + 2(m − 1)/m · S/(g · B_nic) for S bytes, g members a domain and m
-    domains, without latencies (`collective_costs.hierarchical_all_reduce`).
+    domains, without latencies (`costs.hierarchical_all_reduce`).
     """
 
     inner: Group

@@ -13,12 +13,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from parallel3d import collectives
-from parallel3d.config import OptimConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.config.schema import OptimConfig
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.optim.state import ParameterSlice, parameter_slices
-from parallel3d.topology.process_groups import Group, ProcessGroups
 
 Whole = dict[str, dict[str, Tensor]]  # kind of value → name → flat, all of the local parameter
 

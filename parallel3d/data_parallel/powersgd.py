@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.accelerator import is_on_accelerator
-from parallel3d.collectives import Work
-from parallel3d.data_parallel.bucket_sizes import compressed_rank
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.side_stream import SideStream
-from parallel3d.topology.process_groups import Group
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.sizes.buckets import compressed_rank
 
 Shapes = list[tuple[int, ...]]
 SEED = 1  # of the first Q: the same on every rank, so that P = Σ M·Q is one product

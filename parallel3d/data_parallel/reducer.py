@@ -11,15 +11,16 @@ loss, so the reduction is a plain sum and no pass over memory averages anything.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from parallel3d import collectives
-from parallel3d.collectives import Work
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.buckets import Bucket
 from parallel3d.metrics.breakdown import Clock
-from parallel3d.topology.process_groups import Group
 
 CommHook = Callable[[Tensor, Group], Work]
 """Starts the sum of a bucket's flat gradients over the group, in place, and returns its handle.
@@ -66,9 +67,14 @@ class Reducer:
         self.index_of = {name: b.index for b in buckets for name in b.params}
 
     def _watch(self, name: str, parameter: nn.Parameter) -> None:
+        # Weakly: Python's collector does not see the circle parameter → hook → this → parameter,
+        # and an ended trainer would stay, with its model and its groups' threads.
+        reducer = weakref.ref(self)
+
         def gradient_added() -> None:
-            if self.syncing:
-                self._arrived(name)
+            this = reducer()
+            if this is not None and this.syncing:
+                this._arrived(name)
 
         def accumulate(p: nn.Parameter) -> None:
             if p.grad is None:  # the layer added it to the bucket itself and has said so

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel3d import accelerator
-from parallel3d.collectives import Work
+from parallel3d.comm.collectives import Work
+from parallel3d.device import accelerator
 
 
 class SideStream:

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 from parallel3d.metrics.records import WARMUP_STEPS
 from parallel3d.topology.layout import Coordinates
 

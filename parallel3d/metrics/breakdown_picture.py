@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from parallel3d.metrics.breakdown import KINDS, RankTimes, by_stage
 from parallel3d.metrics.text import three_digits
-from parallel3d.topology.canvas import Canvas
-from parallel3d.topology.palette import GREY, GROUP_COLOURS, NVLINK, RAILS
+from parallel3d.topology.map.canvas import Canvas
+from parallel3d.topology.map.palette import GREY, GROUP_COLOURS, NVLINK, RAILS
 
 MAX_BARS = 16  # beyond it a bar is the mean of a pipeline stage
 LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars

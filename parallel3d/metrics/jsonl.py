@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from parallel3d.durable import flush_folder, no_link, replace_durably
+from parallel3d.files.durable import flush_folder, no_link, replace_durably
 
 _PIECE = 1 << 20  # bytes that are copied at a time
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 
 
 class Memory(NamedTuple):

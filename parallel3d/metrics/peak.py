@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 from parallel3d.metrics.text import si
 
 TERA = 1e12

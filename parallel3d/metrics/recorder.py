@@ -12,13 +12,12 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from parallel3d.config import Config
-from parallel3d.durable import replace_durably
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.files.durable import replace_durably
 from parallel3d.metrics import report
 from parallel3d.metrics.breakdown import RankTimes, summary_of
 from parallel3d.metrics.breakdown_picture import breakdown_svg
-from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import MetricsFile, finite, rows_of, value, write_json
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.memory import summary_of as memory_summary_of
@@ -35,6 +34,7 @@ from parallel3d.metrics.records import (
 from parallel3d.metrics.summary import layout_of, mfu, mfu_with_terms, paths_of
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
+from parallel3d.sizes.flops import parameter_count
 
 
 class Recorder:

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config import Config
-from parallel3d.metrics.flops import FLOPS_FORMULA, MFU_FORMULA
+from parallel3d.config.schema import Config
 from parallel3d.metrics.peak import Peak
+from parallel3d.sizes.flops import FLOPS_FORMULA, MFU_FORMULA
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from parallel3d.config import Config, LoggerConfig
+from parallel3d.config.schema import Config, LoggerConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.provenance import Provenance

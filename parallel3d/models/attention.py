@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.accelerator import is_on_accelerator
+from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ops import Rotary, split_heads_rotary
 

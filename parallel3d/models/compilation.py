@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from parallel3d.accelerator import is_on_accelerator
-from parallel3d.fused import equal_on_all_ranks
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.fused import equal_on_all_ranks
 
 
 def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

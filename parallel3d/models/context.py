@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.config import LossConfig, ModelConfig
+from parallel3d.comm.process_groups import Group
+from parallel3d.config.schema import LossConfig, ModelConfig
 from parallel3d.models.dropout import Dropout
+from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.topology.process_groups import Group
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.models.context import BuildContext
 from parallel3d.models.layers import Norm
+from parallel3d.parameters.pieces import WORD_TABLE, ParameterSpec, Piece
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, word_table
 from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
-from parallel3d.tensor_parallel.parameters import WORD_TABLE, ParameterSpec, Piece
 
 
 class Embedding(nn.Module):

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.models.ops import rms_norm
-from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 
 
 class Norm(nn.Module):

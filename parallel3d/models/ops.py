@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.accelerator import is_on_accelerator
-from parallel3d.fused import fused
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.fused import fused
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) each
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config import ModelConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.compilation import shared_inductor
 from parallel3d.models.context import BuildContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from parallel3d.config import OptimConfig
+from parallel3d.config.schema import OptimConfig
 
 
 def warmup_steps(optim: OptimConfig, train_steps: int) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.accelerator import is_accelerator
-from parallel3d.config import OptimConfig
-from parallel3d.data_parallel.buckets import Segment
-from parallel3d.topology.process_groups import Group
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
+from parallel3d.config.schema import OptimConfig
+from parallel3d.device.accelerator import is_accelerator
+from parallel3d.parameters.segments import Segment
 
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 

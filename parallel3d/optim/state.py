@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel3d.data_parallel.buckets import Part
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.tensor_parallel.parameters import ParameterSpec
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.parameters.pieces import ParameterSpec
+from parallel3d.parameters.segments import Part
 
 
 @dataclass(frozen=True)

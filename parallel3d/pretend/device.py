@@ -239,5 +239,5 @@ class PretendedModule:
 
     @property
     def fused_kernel(self) -> Callable[[str], AbstractContextManager[None]]:
-        """What `parallel3d.fused` counts as one kernel; see `Machine.fused_kernel`."""
+        """What `parallel3d.device.fused` counts as one kernel; see `Machine.fused_kernel`."""
         return self.machine.fused_kernel

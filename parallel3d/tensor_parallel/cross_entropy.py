@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d.fused import fused, fuses
+from parallel3d.device.fused import fused, fuses
 
 # Rows that are worked on at a time without fused kernels: on a CPU they stay in the cache from one
 # pass to the next; on other devices large enough to fill them, and still small beside the logits in

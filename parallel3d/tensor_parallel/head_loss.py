@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator, collectives
-from parallel3d.collectives import Done, Work
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.device import accelerator
+from parallel3d.parameters.pieces import add_product
+from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
-from parallel3d.tensor_parallel.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
-from parallel3d.tensor_parallel.parameters import add_product
-from parallel3d.topology.process_groups import SINGLE, Group
 
 
 @dataclass(frozen=True)

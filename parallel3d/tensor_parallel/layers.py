@@ -13,6 +13,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from parallel3d.comm.process_groups import Group
+from parallel3d.parameters.pieces import (
+    Initializer,
+    ParameterSpec,
+    Piece,
+    add_gradient,
+)
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_nodes import (
     ColumnNode,
@@ -23,13 +30,6 @@ from parallel3d.tensor_parallel.linear_nodes import (
     row_node,
 )
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
-from parallel3d.tensor_parallel.parameters import (
-    Initializer,
-    ParameterSpec,
-    Piece,
-    add_gradient,
-)
-from parallel3d.topology.process_groups import Group
 
 
 def _communication(sp: bool, group: Group, overlap: Overlap) -> Overlap | None:

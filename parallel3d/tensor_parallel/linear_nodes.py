@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d import collectives
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
+from parallel3d.parameters.pieces import add_weight_gradient
 from parallel3d.tensor_parallel.mappings import sequence_first
 from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter
-from parallel3d.tensor_parallel.parameters import add_weight_gradient
-from parallel3d.topology.process_groups import Group
 
 
 def column_forward(

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.topology.process_groups import Group
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
 
 
 def sequence_first(x: Tensor) -> Tensor:

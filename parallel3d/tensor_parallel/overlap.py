@@ -23,16 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.collectives import Done, Work
-from parallel3d.config import Config
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.process_groups import Group
+from parallel3d.config.schema import Config
 from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.mappings import (
     all_gather_sequence,
     reduce_scatter_sequence,
     sequence_first,
 )
-from parallel3d.topology.process_groups import Group
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator, collectives
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
+from parallel3d.device import accelerator
 from parallel3d.tensor_parallel.mappings import sequence_first
-from parallel3d.topology.process_groups import Group
 
 MODULE = "torch.distributed._symmetric_memory"  # defines the operators where it is imported
 OPERATORS = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")

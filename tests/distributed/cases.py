@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from parallel3d.config import Config, ModelConfig, conf_dir
+from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 from parallel3d.topology.layout import Layout
 
@@ -66,6 +66,7 @@ class Problem:
     optim: tuple[tuple[str, Any], ...] = ()
     layers: int = 3
     loss: tuple[tuple[str, Any], ...] = ()
+    steps: int = STEPS
 
     def __str__(self) -> str:
         changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
@@ -125,7 +126,7 @@ class Case:
             config.schedule.layers_per_stage = list(self.layers_per_stage)
         config.ddp.bucket_cap_mb = self.bucket_cap_mb
         config.ddp.overlap = self.overlap
-        config.train.steps = STEPS
+        config.train.steps = problem.steps
         config.train.eval_batches = 1
         for name, value in {
             "lr_decay_style": "constant",

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.gather import gather_boxes
-from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.parameters.gather import gather_boxes
+from parallel3d.parameters.pieces import Piece
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,
     GLOBAL_BATCH,
-    STEPS,
     TOKENS,
     Case,
     Problem,
@@ -77,18 +76,18 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
     """On one rank: the full initial weights of a problem, and the learning rate of each step."""
-    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
     trainer = make_trainer(Case(problem), groups)
     # Copies: the trainer may hand out views of what it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
-    lrs = [trainer.train_step().lr for _ in range(STEPS)]
+    lrs = [trainer.train_step().lr for _ in range(problem.steps)]
     groups.close()
     return weights, lrs
 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
     """The groups of `layout` as they are where nothing is known of a cluster."""
-    return ProcessGroups.create(layout, here().type, timeout_s=60)
+    return ProcessGroups.create(layout, here().type, timeout_s=300)
 
 
 def run_cases(
@@ -106,7 +105,7 @@ def run_cases(
             with mutation():
                 trainer = make_trainer(case, groups)
                 initial = digests(trainer.full_parameters())
-                results = [trainer.train_step() for _ in range(STEPS)]
+                results = [trainer.train_step() for _ in range(case.problem.steps)]
                 evaluation = trainer.evaluate()
                 final = trainer.full_parameters()
                 boxes = gather_boxes(trainer.parameters.values(), groups)
@@ -162,13 +161,14 @@ class References:
         initial = {name: torch.from_numpy(w) for name, w in weights.items()}
         config = Case(problem).config(Layout(1, 1, 1))
         source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
-        run = train_reference(config, initial, source, STEPS, DTYPES[problem.precision], lrs)
+        dtype = DTYPES[problem.precision]
+        run = train_reference(config, initial, source, problem.steps, dtype, lrs)
         dead = dead_weights(initial, config.model.position_embedding)
         for name in run.weights.keys() - dead:
             moved = (run.weights[name] - initial[name]).abs().max().item()
             assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
         if config.optim.lr_decay_style == "constant":
-            assert lrs == [config.optim.lr] * STEPS
+            assert lrs == [config.optim.lr] * problem.steps
         clip = config.optim.clip_grad
         assert min(run.grad_norms) > clip, (
             f"{problem}: clipping at {clip} is idle: {run.grad_norms}"

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from tests.pace import PATIENCE
+
 # What the fork server imports once for all workers. A name that cannot be imported is skipped by
 # multiprocessing and then simply costs each worker its own import.
 PRELOAD = [
@@ -34,8 +36,24 @@ PRELOAD = [
     "pytest",
     "omegaconf",
     "parallel3d.trainer",
+    # Imported by torch where a step first needs them: seconds of every new worker's time.
+    "numpy.random",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "sympy",
+    "networkx",
+    "setuptools",
+    "torch.utils.cpp_extension",
+    "torch.distributed.tensor.experimental",
 ]
 START_SECONDS = 120.0
+# DTensor's caches keep meshes and with them groups, whose threads wake 100 times a second each:
+# workers with more groups than this are replaced.
+GROUPS = 16
 
 
 class WorkerFailure(AssertionError):
@@ -89,6 +107,12 @@ def _run(
     return result
 
 
+def gloo_groups(pid: int) -> int:
+    """How many gloo groups a process has: each has a thread that waits for its sockets."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum((task / "comm").read_text() == "gloo_tcp_loop\n" for task in tasks)
+
+
 class Pool:
     """Up to `limit` gloo ranks. Use as a context manager; workers start when first needed."""
 
@@ -117,7 +141,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 60.0,
+        timeout_s: float = 60.0 * PATIENCE,
     ) -> list[Any]:
         """Call `function(*args)` on ranks 0 … world_size - 1 at once; return the results by rank.
 
@@ -141,13 +165,16 @@ class Pool:
             for connection, job in zip(connections, jobs, strict=True):
                 # The path goes first and apart: the function's module is imported while unpickling.
                 connection.send_bytes(pickle.dumps((sys.path, job)))
-            return self._collect(connections, function.__name__, time.monotonic() + timeout_s)
+            results = self._collect(connections, function.__name__, time.monotonic() + timeout_s)
         except BaseException:
             self.end()
             raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(store)
+        if gloo_groups(self.pids[0]) > GROUPS:
+            self.end()
+        return results
 
     def end(self) -> None:
         """End this pool's own workers; the next run starts new ones."""

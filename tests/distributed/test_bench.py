@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.bench import rows as bench_rows
-from parallel3d.bench.comm import bench_comm
-from parallel3d.bench.measure import Measurement
-from parallel3d.bench.operations import Operation, WrongResult
-from parallel3d.bench.preflight import preflight
-from parallel3d.bench.probe import exchange, probe
-from parallel3d.bench.rows import Row
-from parallel3d.bench.where import Where
-from parallel3d.config import BenchConfig, ClusterConfig, Config, LaunchConfig
-from parallel3d.launch import Worker
-from parallel3d.topology.process_groups import Group, ProcessGroups
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.commands.bench import rows as bench_rows
+from parallel3d.commands.bench.comm import bench_comm
+from parallel3d.commands.bench.measure import Measurement
+from parallel3d.commands.bench.operations import Operation, WrongResult
+from parallel3d.commands.bench.preflight import preflight
+from parallel3d.commands.bench.probe import exchange, probe
+from parallel3d.commands.bench.rows import Row
+from parallel3d.commands.bench.where import Where
+from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
+from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Bench:
         self.config = Config(tp=tp, pp=pp, dp=dp, **keys)
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
-        self.groups = ProcessGroups.of_run(self.config, self.worker)
+        self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
         self.where = Where.find(self.config, self.worker, self.groups.layout)
         self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
 
@@ -89,7 +89,7 @@ def test_every_collective_has_its_row_in_every_dimension_size_and_mode(
     pool: Pool, world: int, sizes: tuple[int, ...]
 ) -> None:
     tp, pp, dp = LAYOUTS[world]
-    results = pool.run(world, all_results, tp, pp, dp, sizes, timeout_s=120)
+    results = pool.run(world, all_results, tp, pp, dp, sizes, timeout_s=900)
     assert results[1:] == [[]] * (world - 1)  # rank 0 alone holds them
     rows = results[0]
     by_backend = [row for row in rows if not row["training_path"]]
@@ -305,7 +305,7 @@ def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
 @pytest.mark.parametrize("layout", [(2, 2, 2), (1, 1, 3)])
 def test_a_healthy_run_names_nobody(pool: Pool, layout: tuple[int, int, int]) -> None:
     tp, pp, dp = layout
-    found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 3, timeout_s=120)
+    found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 3, timeout_s=900)
     assert found[0] == [[]] * 3
 
 
@@ -326,7 +326,7 @@ def whole_bench(run_dir: str, slow_rank: int) -> int:
 def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(
     pool: Pool, tmp_path: Path
 ) -> None:
-    assert pool.run(8, whole_bench, str(tmp_path), 6, timeout_s=120) == [0] * 8
+    assert pool.run(8, whole_bench, str(tmp_path), 6, timeout_s=900) == [0] * 8
     report = json.loads((tmp_path / "bench.json").read_text())
     (finding,) = report["findings"]
     (slow,) = finding["ranks"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.metrics.breakdown import KINDS, RankTimes
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import STEPS, Case, Problem
 from tests.distributed.harness import make_trainer
@@ -23,7 +23,7 @@ LATE_S = 0.06  # of every forward or backward of the slow rank
 
 def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], list[RankTimes]]:
     """Share of each step's time, taken from outside, that the breakdown misses; and its means."""
-    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(case, groups)
     missed = []
     for _ in range(STEPS):
@@ -65,7 +65,7 @@ def with_delay(sizes: tuple[int, int, int], where: str, keys: tuple) -> dict[str
 
     The least, as on a busy machine any step may be held up anywhere.
     """
-    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(Case(GPT, microbatches=2, keys=keys), groups)
 
     def late(*_: Any) -> None:

@@ -127,7 +127,7 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
     assert not failures, "\n".join(failures)
     for layout, (sizes, _) in LAYOUTS.items():
         world = sizes[0] * sizes[1] * sizes[2]
-        results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=300)[0]
+        results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=900)[0]
         for (saved, _, problem), (steps, weights) in zip(pairs[layout], results, strict=True):
             assert [s.step for s in steps] == list(range(SAVED + 1, STEPS + 1))
             for difference in differences(steps, weights, problem, references):

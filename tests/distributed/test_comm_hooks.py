@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from parallel3d.config import LaunchConfig
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel import compressed
-from parallel3d.data_parallel.bucket_sizes import compressed_rank
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.powersgd import Factors, PowerSGD, orthonormal
+from parallel3d.sizes.buckets import compressed_rank
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import Group, ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, relative, run_cases
 from tests.distributed.pool import Pool

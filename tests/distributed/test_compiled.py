@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.models import transformer
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, make_trainer, run_cases
 from tests.distributed.pool import Pool
@@ -53,7 +53,7 @@ def graphs_by_step() -> tuple[list[int], int, list[float]]:
 
     torch._dynamo.reset()
     counters.clear()
-    groups = ProcessGroups.create(Layout(1, 1, 2), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(1, 1, 2), "cpu", timeout_s=300)
     case = Case(Problem("llama_tiny", "sgd", False, layers=10), compile=True, bucket_cap_mb=0.02)
     trainer = make_trainer(case, groups)
     seen, early, left_out = [], 0, []

@@ -146,7 +146,7 @@ def test_engines_together_train_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     cases = [case for layout, case in CASES if layout == sizes]
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=600)
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=900)
     failures = []
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)

@@ -166,7 +166,7 @@ def test_layout_trains_as_the_reference_does(
 ) -> None:
     cases = all_cases(*sizes)
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, timeout_s=600)
+    by_rank = pool.run(world, run_cases, sizes, cases, timeout_s=900)
     failures = []
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         expected = references.of(case.problem)

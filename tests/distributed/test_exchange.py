@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import exchange
-from parallel3d.checkpoint import gather
-from parallel3d.tensor_parallel.parameters import Piece
+from parallel3d.comm import exchange
+from parallel3d.parameters import gather
+from parallel3d.parameters.pieces import Piece
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups

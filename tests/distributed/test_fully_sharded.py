@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.data_parallel.fully_sharded import first_row
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups, shards_and_replicas
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
@@ -39,7 +39,7 @@ def zero(stage: int, problem: Problem = GPT, *keys: tuple[str, Any], **way: Any)
 
 def with_copies_of_two(layout: Layout) -> ProcessGroups:
     levels = shards_and_replicas(layout, 2)
-    return ProcessGroups.create(layout, "cpu", timeout_s=60, levels=levels)
+    return ProcessGroups.create(layout, "cpu", timeout_s=300, levels=levels)
 
 
 CASES = {
@@ -91,7 +91,7 @@ def compare(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References, groups: Any
 ) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, cases, nullcontext, groups, timeout_s=300)
+    by_rank = pool.run(world, run_cases, sizes, cases, nullcontext, groups, timeout_s=900)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
         assert not found, f"{case}: {found}"

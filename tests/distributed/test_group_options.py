@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parallel3d import collectives
-from parallel3d.config import LaunchConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.group_options import GLOO_ON, Interfaces
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import post
 from parallel3d.pipeline.schedule import Action, Kind
-from parallel3d.topology.cluster import Cluster, Link
-from parallel3d.topology.group_options import GLOO_ON, Interfaces
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import Placement
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.topology.tiling import Placement
 from tests.distributed.pool import Pool
 
 LAYOUT = Layout(tp=2, pp=2, dp=2)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.data_parallel.hierarchical import TwoLevels
-from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import two_levels
-from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.topology.price.links import two_levels
+from parallel3d.topology.tiling import Placement, Tiling
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
@@ -31,7 +31,7 @@ def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> Placement:
 def in_two_levels(layout: Layout) -> ProcessGroups:
     levels = two_levels(placed(layout), "dp")
     assert levels is not None
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=60, levels=levels)
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=300, levels=levels)
     assert (groups.dp_inner.size, groups.dp_outer.size) == (4 // layout.tp, 2)
     return groups
 

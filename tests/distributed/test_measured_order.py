@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d import collectives
-from parallel3d.config import DataParallelConfig, OptimConfig
-from parallel3d.data_parallel.bucket_sizes import MIB
+from parallel3d.comm import collectives
+from parallel3d.config.schema import DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.data_parallel.measured_order import agreed_order, in_measured_order
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.tensor_parallel.parameters import ParameterSpec
+from parallel3d.parameters.pieces import ParameterSpec
+from parallel3d.sizes.buckets import MIB
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

@@ -94,7 +94,7 @@ CASES = [
 def test_options_train_as_the_reference_does(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
 ) -> None:
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=600)
+    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=900)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
         assert not found, f"{case}: {found}"
@@ -121,7 +121,7 @@ def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
 def test_shared_heads_are_saved_once_and_gathered_ones_change_nothing(pool: Pool) -> None:
     sizes = (4, 1, 1)
     saved: Counter[str] = Counter()
-    for found, equal in pool.run(4, trained_and_saved, sizes, timeout_s=600):
+    for found, equal in pool.run(4, trained_and_saved, sizes, timeout_s=900):
         saved += found
         assert equal
     model = Case(PAIRS).config(Layout(*sizes)).model

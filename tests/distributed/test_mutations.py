@@ -18,14 +18,14 @@ from torch import Tensor
 
 import parallel3d.optim.optimizer
 import parallel3d.trainer
-from parallel3d.collectives import Done
-from parallel3d.data_parallel.buckets import Segment
+from parallel3d.comm.collectives import Done
+from parallel3d.comm.process_groups import Group
 from parallel3d.models.dropout import Dropout
+from parallel3d.parameters.pieces import Initializer, Piece
+from parallel3d.parameters.segments import Segment
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.pipeline.schedule import Action, Kind
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
-from parallel3d.tensor_parallel.parameters import Initializer, Piece
-from parallel3d.topology.process_groups import Group
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from parallel3d import collectives
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.tensor_parallel.parameters import Initializer, Piece
-from parallel3d.topology.process_groups import Group
+from parallel3d.parameters.pieces import Initializer, Piece
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, plain_groups, run_cases

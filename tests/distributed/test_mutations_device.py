@@ -17,20 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import accelerator, collectives, fused
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.data.batches import Batches
 from parallel3d.data_parallel import bucketed, fully_sharded, side_stream
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.data_parallel.side_stream import SideStream
-from parallel3d.health import Health
+from parallel3d.device import accelerator, fused
+from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
+from parallel3d.parameters import pieces
 from parallel3d.pipeline import p2p
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pretend.device import this_machine
 from parallel3d.pretend.records import Kernel, Observer
-from parallel3d.tensor_parallel import embedding, parameters
+from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups, shards_and_replicas
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import TOKENS, Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
@@ -374,7 +376,7 @@ class Kernels(Observer):
 
 @contextmanager
 def products_are_rounded_before_they_are_added() -> Iterator[None]:
-    with patch.object(parameters, "adds_wide_products", lambda *_: False):
+    with patch.object(pieces, "adds_wide_products", lambda *_: False):
         yield
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d import collectives
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.models import transformer
 from parallel3d.tensor_parallel import linear_nodes, overlap
 from parallel3d.tensor_parallel.layers import RowParallelLinear
-from parallel3d.topology.process_groups import Group
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool

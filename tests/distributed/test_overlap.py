@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from parallel3d.config import LaunchConfig
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import LaunchConfig
 from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, gather_linear, linear_scatter
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
@@ -65,7 +65,7 @@ def test_pieces_and_recomputation_train_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pool.run(world, run_cases, sizes, RUNS[sizes], timeout_s=300)
+    by_rank = pool.run(world, run_cases, sizes, RUNS[sizes], timeout_s=900)
     for each, outcomes in zip(RUNS[sizes], zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(each.problem), each.problem)
         assert not found, f"{each}: {found}"
@@ -77,7 +77,7 @@ def ways_agree(size: int, shared_memory: bool) -> None:
     The weight is the unit matrix, so that a GEMM only copies and bits tell the order of sums.
     """
     launch = LaunchConfig(shared_memory=shared_memory)
-    groups = ProcessGroups.create(Layout(tp=size), "cpu", timeout_s=60, launch=launch)
+    groups = ProcessGroups.create(Layout(tp=size), "cpu", timeout_s=300, launch=launch)
     tp, unit = groups.tp, torch.eye(6, dtype=torch.float64)
     assert (tp.shared is not None) == shared_memory
     generator = torch.Generator().manual_seed(tp.index)

@@ -18,10 +18,10 @@ import pytest
 import torch.distributed as dist
 from safetensors.numpy import load_file
 
-from parallel3d import worker
-from parallel3d.config import Config, ModelConfig, OptimConfig
-from parallel3d.config_checks import check_config
-from parallel3d.launch import Worker
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig, OptimConfig
+from parallel3d.run import worker
+from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 
@@ -86,7 +86,7 @@ def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Conf
 def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
     """The ranks by launch rank, and everything that must not depend on them."""
     folder.mkdir()
-    ranks = pool.run(WORLD, train_as_placed, config, str(folder), free_port(), timeout_s=120)
+    ranks = pool.run(WORLD, train_as_placed, config, str(folder), free_port(), timeout_s=900)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [{k: r[k] for k in NUMBERS if k in r} for r in map(json.loads, lines)]
     bits = {

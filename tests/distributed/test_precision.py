@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, make_trainer, run_cases
 from tests.distributed.pool import Pool
@@ -44,7 +44,7 @@ def test_bf16_and_fp16_stay_near_fp32(
 def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, bool]:
     """Skipped, scale and updates after each step of a run that starts with too large a scale and
     grows it with every good step; the final loss; whether skipped steps left the masters alone."""
-    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     keys = (
         ("precision.initial_loss_scale", 2.0**21),
         ("precision.loss_scale_window", 1),
@@ -87,7 +87,7 @@ def test_loss_scale_overflows_and_recovers_alike_on_all_layouts(pool: Pool) -> N
 def one_bad_gradient(sizes: tuple[int, int, int], bad_rank: int) -> list[tuple[bool, bool, int]]:
     """Three steps in fp32, in the second of which one rank's gradients hold a NaN: whether each
     was skipped, whether it left the masters alone, and the samples consumed."""
-    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=60)
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(Case(replace(LLAMA, precision="fp32")), groups)
     finish = trainer.data_parallel.finish_step
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config import Config, DataConfig, LaunchConfig, ModelConfig
+from parallel3d.commands.train import train
+from parallel3d.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.launch import Worker
-from parallel3d.train import train
+from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 
 
@@ -27,7 +27,9 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
     )
     worker = Worker(rank, rank, len(texts), len(texts), folder, "local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel3d.train.Trainer", lambda *_: (_ for _ in ()).throw(EOFError))
+        patch.setattr(
+            "parallel3d.commands.train.Trainer", lambda *_: (_ for _ in ()).throw(EOFError)
+        )
         try:
             train(config, worker)
         except EOFError:

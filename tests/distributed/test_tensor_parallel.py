@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.config import Config, ModelConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.tensor_parallel import mappings
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 

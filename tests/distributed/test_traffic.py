@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import collectives
-from parallel3d.config import Config, ModelConfig
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
-from parallel3d.models.local_shapes import stage_parameters
 from parallel3d.pipeline import executor
+from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.process_groups import ProcessGroups
-from parallel3d.topology.traffic import transfers
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 
@@ -134,7 +134,7 @@ def sent_in_a_step(
     layout: Layout, changes: dict[str, Any]
 ) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
     """This rank's stage, what it sent in its third step, and its parameters."""
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=60)
+    groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     for _ in range(2):  # PowerSGD begins with the third step
@@ -233,7 +233,7 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
     config = config_of(layout, changes)
     seen = set()
     for rank, (stage, found, around, _) in enumerate(
-        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=180)
+        pool.run(layout.world_size, sent_in_a_step, layout, changes, timeout_s=900)
     ):
         assert found == priced(config, layout, stage), f"rank {rank}, stage {stage}"
         assert not around, f"rank {rank} sends what nobody counts: {around}"

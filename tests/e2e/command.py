@@ -13,6 +13,8 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.pace import PATIENCE, pace
+
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -114,7 +116,7 @@ class Shell:
     ) -> Ended:
         """Wait for a started command; fail if it hangs or leaves a process behind."""
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=timeout_s * PATIENCE)
         except subprocess.TimeoutExpired:
             self.end_all()
             out, err = process.communicate()
@@ -143,7 +145,7 @@ class Shell:
         return min(pids)
 
     def wait_until_none_is_left(self, seconds: float) -> dict[int, dict[str, str]]:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * pace()
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
@@ -172,7 +174,7 @@ class Shell:
 
 def wait_for(condition, seconds: float, what: str) -> None:
     """Poll until `condition()` holds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)

@@ -23,8 +23,8 @@ NEW_NET, NEW_MOUNTS, NEW_HOSTNAME = 0x40000000, 0x00020000, 0x04000000
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 OF_THE_HOST = ("hosts", "nsswitch.conf")
 NEEDED = (
-    "parallel3d.cli",
-    "parallel3d.train",
+    "parallel3d.cli.command_line",
+    "parallel3d.commands.train",
     "torch.distributed.distributed_c10d",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
 )
@@ -58,7 +58,7 @@ def live(rank: dict[str, Any]) -> int:
         enter(rank["slot"])
     os.environ.clear()
     os.environ.update(rank["environ"])
-    from parallel3d.cli import main
+    from parallel3d.cli.command_line import main
 
     return main(rank["words"])
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from parallel3d import cli
+from parallel3d.cli import command_line
 from tests.e2e.command import FOREIGN, FOREIGN_PREFIXES, Ended, Shell
 
 
@@ -19,8 +19,8 @@ def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **envir
         raise AssertionError(f"not refused: {words}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "make_run_directory", accepted)
-        patch.setattr(cli, "run_joined", accepted)
+        patch.setattr(command_line, "make_run_directory", accepted)
+        patch.setattr(command_line, "run_joined", accepted)
         patch.setattr(sys, "argv", list(sys.argv))  # main sets it for Hydra
         patch.chdir(shell.cwd)
         for name in list(os.environ):
@@ -30,7 +30,7 @@ def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **envir
             patch.setenv(name, value)
         capfd.readouterr()
         started, cpu = time.monotonic(), time.process_time()
-        code = cli.main(words)
+        code = command_line.main(words)
         cpu = time.process_time() - cpu
         out, err = capfd.readouterr()
     return Ended(code, out, err, time.monotonic() - started, cpu)

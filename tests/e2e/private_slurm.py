@@ -75,6 +75,10 @@ class Slurm:
         """Tells Slurm that a node is dead, as it would find out by itself in the end."""
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
 
+    def boot(self, node: str) -> None:
+        """Starts a crashed node again; returns when it waits for jobs."""
+        self._minislurm("boot", node)
+
     def call(self, *words: str, **environ: str) -> str:
         """One of Slurm's commands; what it printed."""
         done = subprocess.run(

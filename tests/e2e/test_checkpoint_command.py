@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d.checkpoint.command import checkpoint
 from parallel3d.checkpoint.storage import read_whole
+from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 

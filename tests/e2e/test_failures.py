@@ -15,6 +15,7 @@ import pytest
 from parallel3d.metrics.jsonl import read_metrics
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Shell, wait_for
 from tests.e2e.test_runs import free_port, slurm_environment
+from tests.pace import pace
 
 SECONDS = 10
 HOST = re.escape(socket.gethostname())
@@ -44,12 +45,12 @@ def start_training(shell: Shell, *more: str) -> subprocess.Popen[str]:
 def test_rank_that_raises_takes_all_down_and_is_named(shell: Shell, layout: str) -> None:
     rank = 0 if layout == "tp=1" else 1
     ended = shell.run(*PARALLEL3D, *words(shell, layout, LONG), **shell.failing(f"raise:{rank}:3"))
-    assert shell.seconds_since_failure() < SECONDS
+    assert shell.seconds_since_failure() < SECONDS * pace()
     assert ended.code == 1
     stage = 0 if rank == 0 else 1
     assert re.fullmatch(
         rf"parallel3d: rank {rank} \(pp {stage}, dp 0, tp 0\) on {HOST} failed in train step 3 "
-        rf"at parallel3d/train\.py:\d+: ValueError: planted "
+        rf"at parallel3d/commands/train\.py:\d+: ValueError: planted "
         rf"\(traceback: runs/mine/rank-{rank}\.traceback\.txt\)",
         ended.errors[-1],
     )
@@ -70,7 +71,7 @@ def test_first_failure_is_named_and_not_its_echo(shell: Shell) -> None:
 def test_stopped_rank_does_not_keep_the_others(shell: Shell) -> None:
     fault = "stop:0:2,raise:1:2"
     ended = shell.run(*PARALLEL3D, *words(shell, "tp=2", LONG), **shell.failing(fault))
-    assert shell.seconds_since_failure() < SECONDS
+    assert shell.seconds_since_failure() < SECONDS * pace()
     assert ended.code == 1
     assert ended.errors[-1].startswith("parallel3d: rank 1 ")
 
@@ -80,7 +81,7 @@ def test_killed_rank_takes_all_down_and_is_named(shell: Shell) -> None:
     started = time.monotonic()
     os.kill(shell.rank_pid(1), signal.SIGKILL)
     ended = shell.finish(process, started, 30)
-    assert ended.wall_s < SECONDS
+    assert ended.wall_s < SECONDS * pace()
     assert ended.code == 1
     assert ended.errors[-1].startswith(
         f"parallel3d: rank 1 (pp 1, dp 0, tp 0) on {socket.gethostname()} was killed by SIGKILL"
@@ -93,7 +94,7 @@ def test_signal_to_the_launcher_stops_all_at_a_step(shell: Shell, number: signal
     started = time.monotonic()
     process.send_signal(number)
     ended = shell.finish(process, started, 30)
-    assert ended.wall_s < SECONDS
+    assert ended.wall_s < SECONDS * pace()
     assert ended.code == (0 if number == signal.SIGTERM else 130)
     last = (
         rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
@@ -117,7 +118,7 @@ def test_second_interrupt_ends_all_at_once(shell: Shell) -> None:
     assert process.poll() is None  # no step will end, and launch.grace_s is a minute
     process.send_signal(signal.SIGINT)
     ended = shell.finish(process, started, 30)
-    assert ended.wall_s < SECONDS
+    assert ended.wall_s < SECONDS * pace()
     assert ended.code == 130
     assert ended.errors[-1] == "parallel3d: stopped by SIGINT; all 2 ranks have ended"
 
@@ -129,7 +130,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended(shell: Shell) -> None:
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     ended = shell.finish(process, started, 30)
-    assert ended.wall_s < SECONDS
+    assert ended.wall_s < SECONDS * pace()
     assert ended.code == 128 + signal.SIGTERM
     assert ended.errors[-1] == (
         "parallel3d: stopped by SIGTERM (launch.grace_s=1 was over); all 2 ranks have ended"
@@ -145,6 +146,7 @@ def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
 
 LINE_LOST = """
 import os, pty, sys
+from tests.pace import pace
 METRICS = "runs/mine/metrics.jsonl"
 pid, terminal = pty.fork()
 if pid == 0:
@@ -231,7 +233,7 @@ def test_failing_rank_says_so_under_torchrun(shell: Shell) -> None:
         *("--nproc-per-node=2", "-m", "parallel3d", *words(shell, "tp=2", LONG)),
         **shell.failing("raise:1:3"),
     )
-    assert shell.seconds_since_failure() < SECONDS
+    assert shell.seconds_since_failure() < SECONDS * pace()
     assert ended.code != 0
     assert failed_ranks(ended.errors)[0] == "1"
     assert failed_ranks(ended.errors) in (["1"], ["1", "0"])  # an echo may come before the end
@@ -243,11 +245,11 @@ def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
     shell.environ = shell.failing("raise:1:3")
     first, second = by_hand(shell, *words(shell, "tp=2", LONG))
     started = time.monotonic()
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=300)
     assert second.returncode == 1
     assert "rank 1 (pp 0, dp 0, tp 1)" in err
     ended = shell.finish(first, started, 30)
-    assert shell.seconds_since_failure() < SECONDS
+    assert shell.seconds_since_failure() < SECONDS * pace()
     assert ended.code == 1
     assert failed_ranks(ended.errors) == ["0"]
 
@@ -256,7 +258,7 @@ def test_taken_run_is_refused_once_under_slurm(shell: Shell) -> None:
     taken = shell.cwd / "runs" / "mine"
     taken.mkdir(parents=True)
     processes = by_hand(shell, *words(shell, "tp=2"))
-    results = [(*process.communicate(timeout=60), process.returncode) for process in processes]
+    results = [(*process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for *_, code in results] == [2, 2]
     said = [line for _, err, _ in results for line in err.splitlines()]
     assert said == ["parallel3d: run=mine: runs/mine exists and is not a run directory."]

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.run_directory import load_config
-from parallel3d.timed import FLOOR_TRIES
-from parallel3d.topology.cluster import LinkClass
-from parallel3d.topology.cluster_config import cluster_from_config
-from parallel3d.topology.placed_ranks import layout_of
-from parallel3d.topology.placement import Placement
-from parallel3d.topology.price import price_step
-from parallel3d.topology.process_groups import DATA_KINDS
-from parallel3d.topology.traffic import transfers
+from parallel3d.comm.process_groups import DATA_KINDS
+from parallel3d.pipeline.floors import FLOOR_TRIES
+from parallel3d.run.directory import load_config
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.cluster.configured import cluster_from_config
+from parallel3d.topology.cluster.parts import LinkClass
+from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.price.step import price_step
+from parallel3d.topology.tiling import Placement
 from tests.e2e.command import Shell
 from tests.e2e.forked import Forked
 from tests.e2e.rails import Rails, Ran, why_not

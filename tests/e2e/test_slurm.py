@@ -24,6 +24,7 @@ import pytest
 from tests.e2e.command import PARALLEL3D, ROOT, TINY, Ended, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.private_slurm import OVER, Job, Slurm, why_not
+from tests.pace import PATIENCE
 from tests.wandb_records import wandb_records
 
 # CI has all of it, and must not pass by skipping.
@@ -107,7 +108,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         disturb_all(story, slurm)
         forked.finish()
         forked.end()
-        out, err = submitted.communicate(timeout=120)  # it looks ever more seldom
+        out, err = submitted.communicate(timeout=600)  # it looks ever more seldom
         story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
     finally:
@@ -150,7 +151,7 @@ def disturb_all(story: Story, slurm: Slurm) -> None:
     """Disturbs each job once it trains and has a checkpoint; returns when all jobs are over."""
     names = {"crash", "preempt", "array_1", "array_2", "cancel", "limit"}
     todo = set(names)
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 400 * PATIENCE
     while True:
         jobs = slurm.jobs()
         if not todo and all(job.state in OVER for job in jobs.values()):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import parallel3d
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 
 PACKAGE = Path(parallel3d.__file__).parent
 # What is NVIDIA's or ROCm's alone: counting GPUs without a driver library of theirs.
-ALLOWED = {"devices.py": {"return torch.cuda.device_count()"}}
+ALLOWED = {"host/devices.py": {"return torch.cuda.device_count()"}}
 LITERAL = re.compile(r"torch\.cuda\.|\.is_cuda|\.type == .cuda|startswith\(.cuda|\.cuda\(")
 
 

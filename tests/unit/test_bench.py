@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parallel3d.bench.fit import FITTED, Sample, fit
-from parallel3d.bench.operations import Operation, pattern, reduced
-from parallel3d.bench.preflight import GroupTime, judge, off_the_price
-from parallel3d.bench.probe import Finding, Judging, pairs_to_probe, turns
-from parallel3d.bench.table import duration, size, table
-from parallel3d.bench.timing import Plan, slowest_rank
-from parallel3d.bench.where import Where
-from parallel3d.config import BenchConfig, Config, ModelConfig
-from parallel3d.config_checks import check_config
+from parallel3d.commands.bench.fit import FITTED, Sample, fit
+from parallel3d.commands.bench.operations import Operation, pattern, reduced
+from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
+from parallel3d.commands.bench.probe import Finding, Judging, pairs_to_probe, turns
+from parallel3d.commands.bench.table import duration, size, table
+from parallel3d.commands.bench.timing import Plan, slowest_rank
+from parallel3d.commands.bench.where import Where
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import Cluster, Link, LinkClass
+from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.tiling import Placement, Tiling
 
 # --- the plan --------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.data_parallel import buckets as buckets_module
-from parallel3d.data_parallel.bucket_sizes import MIB, assign
 from parallel3d.data_parallel.buckets import Sharding, build_buckets
 from parallel3d.data_parallel.reducer import Reducer
-from parallel3d.tensor_parallel.parameters import ParameterSpec
-from parallel3d.topology.process_groups import SINGLE
+from parallel3d.parameters.pieces import ParameterSpec
+from parallel3d.sizes.buckets import MIB, assign
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
-from parallel3d.tensor_parallel.parameters import ParameterSpec, Piece
+from parallel3d.parameters.pieces import ParameterSpec, Piece
 
 
 @dataclass

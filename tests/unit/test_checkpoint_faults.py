@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from parallel3d.checkpoint import restoring
+from parallel3d.checkpoint import restoring, saver
 from parallel3d.checkpoint.claim import Claim, Overtaken
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
@@ -23,11 +24,13 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
+from parallel3d.checkpoint.outcome import Part
 from parallel3d.checkpoint.restoring import names_of_all, read_together
 from parallel3d.checkpoint.retention import bring_back, remove_leftovers
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
-from parallel3d.config import CheckpointConfig
+from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
+from parallel3d.run import job_store
 from tests.unit.test_checkpoint_files import (
     ELEMENTS,
     facts,
@@ -260,6 +263,34 @@ def test_c10_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
     load(tmp_path / CHECKPOINTS / step_folder(6))
     assert save(first, 9).is_overtaken
     assert {step_folder(3), step_folder(6)} == {p.name for p in list_checkpoints(tmp_path)}
+
+
+def test_c10_without_locks_a_second_start_before_a_first_checkpoint_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest start has the run, whoever of the two saves first."""
+    monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
+    first, said = started(tmp_path, "a")
+    second, more = started(tmp_path, "b")
+    assert said == [] and len(more) == 1 and "without locks" in more[0]
+    assert save(first, 3).is_overtaken
+    assert save(second, 3) == Outcome(3)
+
+
+def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(job_store.SECRET, "of this job")
+    store = HashStore()
+    monkeypatch.setattr(saver, "_store", lambda: store)
+    first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
+    part = Part(None, {}, Outcome(3))
+    of_this_save = Save(3, 1, {}, facts(3), 0)
+    job_store.put(store, first._key(of_this_save, 1), part.to_json())
+    assert first._parts_of_others(of_this_save) == [part]
+    store.set(first._key(of_this_save, 1), json.dumps(part.to_json()))
+    with pytest.raises(OSError, match="was not written by a rank of this job"):
+        first._parts_of_others(of_this_save)
 
 
 def test_c10_with_locks_nothing_is_said_and_a_claim_that_fails_stops_nobody(

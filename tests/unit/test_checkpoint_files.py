@@ -33,7 +33,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.retention import remove_leftovers, too_many
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.checkpoint.storage import read_state, read_whole, verify_checkpoint, write_state
-from parallel3d.config import CheckpointConfig
+from parallel3d.config.schema import CheckpointConfig
 
 KINDS = ("parameter", "exp_avg")
 DATA = {"fingerprint": "f", "train_tokens": 9}

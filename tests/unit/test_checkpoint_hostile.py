@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel3d.checkpoint import storage
-from parallel3d.checkpoint.command import checkpoint
-from parallel3d.checkpoint.hf import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     DamagedCheckpoint,
@@ -29,9 +28,11 @@ from parallel3d.checkpoint.manifest import (
     list_checkpoints,
     read_manifest,
 )
-from parallel3d.checkpoint.reading import parse_json, plain
-from parallel3d.config import ModelConfig
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.files.reading import parse_json, plain
+from tests.pace import cpu_pace
 from tests.unit.test_checkpoint_files import load, make
 
 LIMIT_S = 5.0  # of the processor
@@ -44,7 +45,7 @@ NESTED = "[" * DEEP + "]" * DEEP
 def bounds() -> Iterator[None]:
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
-    assert time.process_time() - start < LIMIT_S
+    assert time.process_time() - start < LIMIT_S * cpu_pace()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < LIMIT_MB << 10, f"{grown >> 10} MB"
 
@@ -300,7 +301,7 @@ def test_d4_export_touches_no_folder_of_the_users_and_flushes(
     monkeypatch.setattr(os, "fsync", noted)
 
     def read(names: Any) -> dict[str, torch.Tensor]:
-        from parallel3d.checkpoint.hf_names import logical_shapes
+        from parallel3d.checkpoint.hf.names import logical_shapes
 
         return {n: torch.zeros(logical_shapes(model)[n]) for n in names}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from parallel3d.checkpoint.identity import changes, layout, refusal, refused, said
-from parallel3d.config import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
+from parallel3d.config.identity import changes, layout, refusal, refused, said
+from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 
 
 def there(config: Config) -> dict:

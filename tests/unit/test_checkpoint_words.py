@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from parallel3d.checkpoint.command import checkpoint, parse
-from parallel3d.cli import _without_alias
+from parallel3d.cli.command_line import _without_alias
+from parallel3d.commands.checkpoint.command import checkpoint, parse
 from parallel3d.errors import UserError
 
 
@@ -59,7 +59,7 @@ def test_async_is_another_spelling_of_async_save() -> None:
 
 def test_help_and_ls_do_without_torch() -> None:
     code = (
-        "import sys; from parallel3d.cli import main; "
+        "import sys; from parallel3d.cli.command_line import main; "
         "codes = main(['checkpoint', '--help']), main(['checkpoint', 'ls', 'runs_dir=/nowhere']); "
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )

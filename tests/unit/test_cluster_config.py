@@ -11,13 +11,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from parallel3d.config import conf_dir, register_schema
-from parallel3d.config_cluster import ClusterConfig
-from parallel3d.config_fields import all_keys
-from parallel3d.config_overrides import presets
+from parallel3d.config.cluster import ClusterConfig
+from parallel3d.config.fields import all_keys
+from parallel3d.config.overrides import presets
+from parallel3d.config.schema import conf_dir, register_schema
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import Cluster, Link, LinkClass
-from parallel3d.topology.cluster_config import cluster_from_config, nearest_multiple
+from parallel3d.topology.cluster.configured import cluster_from_config, nearest_multiple
+from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 
 DISCOVERED = ("slurm", "local")
 
@@ -192,8 +192,8 @@ def test_rails_and_domains_by_local_index():
 
 def test_a_cluster_is_made_without_torch():
     code = (
-        "import sys; from parallel3d.config_cluster import ClusterConfig;"
-        "from parallel3d.topology.cluster_config import cluster_from_config as make;"
+        "import sys; from parallel3d.config.cluster import ClusterConfig;"
+        "from parallel3d.topology.cluster.configured import cluster_from_config as make;"
         "assert make(ClusterConfig(nodes=125000)).size == 1_000_000;"
         "assert 'torch' not in sys.modules"
     )

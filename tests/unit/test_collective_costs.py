@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from parallel3d.topology.cluster import Link
-from parallel3d.topology.collective_costs import (
+from parallel3d.topology.cluster.parts import Link
+from parallel3d.topology.price.costs import (
     OPERATIONS,
     all_gather,
     all_reduce,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config import Config
-from parallel3d.config_checks import check_config
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config_docs import configuration_page
-from parallel3d.config_fields import NOT_YET, all_keys
-from parallel3d.config_overrides import groups, presets
+from parallel3d.config.docs import configuration_page
+from parallel3d.config.fields import NOT_YET, all_keys
+from parallel3d.config.overrides import groups, presets
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -44,7 +44,7 @@ CLASSIC_FLAGS = [
 def test_the_committed_page_is_the_generated_one() -> None:
     written = PAGE.read_text(encoding="utf-8")
     assert written == configuration_page(), (
-        "run: python -m parallel3d.config_docs > docs/configuration.md"
+        "run: python -m parallel3d.config.docs > docs/configuration.md"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import fuzz_answers as fuzz
 from benchmarks.fuzz_words import Drawn, by_hand, draw
-from parallel3d.config_fields import all_keys
+from parallel3d.config.fields import all_keys
 from parallel3d.errors import closest, readable
 
 COUNT = 2000

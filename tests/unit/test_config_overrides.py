@@ -6,10 +6,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from parallel3d.config import Config, conf_dir, register_schema
-from parallel3d.config_checks import check_config, explain_override_error
-from parallel3d.config_fields import nearest_key
-from parallel3d.config_overrides import presets
+from parallel3d.config.checks import check_config, explain_override_error
+from parallel3d.config.fields import nearest_key
+from parallel3d.config.overrides import presets
+from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.errors import UserError
 
 

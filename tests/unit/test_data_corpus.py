@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d import durable
-from parallel3d.config import DataConfig
+from parallel3d.config.schema import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
+from parallel3d.files import durable
+from tests.pace import pace
 
 EOT = 256
 SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may hold torch's threads
@@ -138,7 +139,7 @@ def test_stdlib_is_python_source_without_tests_and_quickly_checked(tmp_path: Pat
     assert all(name.endswith(".py") for name in names)
     started = time.perf_counter()
     check_data(data, 256)
-    assert time.perf_counter() - started < 0.3
+    assert time.perf_counter() - started < 0.3 * pace()
     assert not (tmp_path / "cache").exists()
     corpus = open_corpus(data, 256)
     assert len(corpus.train) > 19 * len(corpus.valid) - 20 > 1_000_000
@@ -257,7 +258,7 @@ def test_two_processes_at_the_same_time_make_one_build_and_one_intact_cache(
     processes = [SPAWN.Process(target=build_slowly, args=(data, results, start)) for _ in "ab"]
     for process in processes:
         process.start()
-    answers = [results.get(timeout=60) for _ in processes]
+    answers = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
@@ -568,7 +569,7 @@ def test_unreadable_text_and_unwritable_cache_are_refused(public_path: Path, wha
     results = SPAWN.Queue()
     process = SPAWN.Process(target=refused_as_ordinary_user, args=(data, results))
     process.start()
-    sentences = results.get(timeout=60)
+    sentences = results.get(timeout=300)
     process.join(60)
     locked.chmod(0o755)
     key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={public_path}/t"

@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d import cli, devices, gpu_environment, meeting, worker
-from parallel3d.config import ClusterConfig, Config
-from parallel3d.config_checks import check_config
-from parallel3d.devices import Choice, HostError, choose_device, device_of_rank
+from parallel3d.cli import command_line
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
-from parallel3d.launch import Place, Worker
+from parallel3d.host import devices, gpu_environment
+from parallel3d.host.devices import Choice, HostError, choose_device, device_of_rank
+from parallel3d.run import meeting, worker
+from parallel3d.run.launch import Place, Worker
 
 HOST = socket.gethostname()
 CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
@@ -56,14 +58,14 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
         started.append((app, world_size, kind))
         return 0
 
-    module = types.ModuleType("parallel3d.local_workers")
+    module = types.ModuleType("parallel3d.run.local_workers")
     module.run_local_workers = record
-    monkeypatch.setitem(sys.modules, "parallel3d.local_workers", module)
+    monkeypatch.setitem(sys.modules, "parallel3d.run.local_workers", module)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert cli.main(["train", *words]) == 0
+    assert command_line.main(["train", *words]) == 0
     return started
 
 
@@ -84,7 +86,7 @@ def test_under_torchrun_the_first_rank_of_each_host_says_it(
 ) -> None:
     monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
     config = check_config(Config(), 4)
-    kinds = [cli._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
+    kinds = [command_line._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
     assert kinds == ["cpu"] * 4
     assert capsys.readouterr().err.count("computes on the CPU") == 2
 

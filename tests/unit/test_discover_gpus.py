@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config_cluster import ClusterConfig
+from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import Cluster
-from parallel3d.topology.discover import discover
-from parallel3d.topology.discover_gpus import NodeFacts, cluster_of_nodes, local_cluster
-from parallel3d.topology.gpu_facts import GpuMatrix, parse_fabric, parse_gpu_matrix
+from parallel3d.topology.cluster.discover import discover
+from parallel3d.topology.cluster.gpu_facts import GpuMatrix, parse_fabric, parse_gpu_matrix
+from parallel3d.topology.cluster.gpus import NodeFacts, cluster_of_nodes, local_cluster
+from parallel3d.topology.cluster.parts import Cluster
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "topology"
 TOPO_FILES = sorted(path.name for path in FIXTURES.glob("topo_*.txt"))

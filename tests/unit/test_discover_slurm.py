@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config_cluster import ClusterConfig
+from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import Cluster
-from parallel3d.topology.discover import discover, run_command
-from parallel3d.topology.discover_slurm import job_nodes, slurm_cluster
-from parallel3d.topology.slurm_names import expand_hostlist, expand_tasks_per_node
-from parallel3d.topology.slurm_topology import parse_address, parse_topology, topology_of_addresses
+from parallel3d.topology.cluster.discover import discover, run_command
+from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.cluster.slurm import job_nodes, slurm_cluster
+from parallel3d.topology.cluster.slurm_names import expand_hostlist, expand_tasks_per_node
+from parallel3d.topology.cluster.slurm_topology import (
+    parse_address,
+    parse_topology,
+    topology_of_addresses,
+)
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "topology"
 JOB = json.loads((FIXTURES / "slurm_job.json").read_text(encoding="utf-8"))

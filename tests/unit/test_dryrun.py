@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config import Config, ModelConfig
-from parallel3d.config_checks import check_config
-from parallel3d.metrics.flops import flops_per_token
-from parallel3d.models.local_shapes import stage_parameters
-from parallel3d.pipeline.split import layers_of_stages
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.sizes.flops import flops_per_token
+from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.stages import layers_of_stages
 
 MODEL = {
     "num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
@@ -47,8 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
 SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
-from parallel3d.config import ClusterConfig, Config, DataParallelConfig, ModelConfig, conf_dir
-from parallel3d.dryrun.command import find_facts
+from parallel3d.config.schema import ClusterConfig, Config, DataParallelConfig
+from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.commands.dryrun.command import find_facts
 
 given = json.loads(sys.stdin.read())
 cluster = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
@@ -238,7 +239,7 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "parallel3d", "dryrun", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def test_the_page_and_its_file(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
-from parallel3d.topology.process_groups import SINGLE, Group
 
 PAIR = Group("tp", (0, 1), 0, None)
 ADDS = ("index_add_", "index_put_", "_index_put_impl_")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d import failure, local_workers
-from parallel3d.config import Config, ModelConfig
+from parallel3d.comm.operation_log import Departure, Operation, OperationLog
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
-from parallel3d.failure import Failure, from_exception, from_exit, root_cause
-from parallel3d.launch import Worker
-from parallel3d.operation_log import Departure, Operation, OperationLog
+from parallel3d.run import failure, local_workers
+from parallel3d.run.failure import Failure, from_exception, from_exit, root_cause
+from parallel3d.run.launch import Worker
 
 CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
 

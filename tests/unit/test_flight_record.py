@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from parallel3d import flight_record
-from parallel3d.flight_record import KEPT, Queued, read
-from parallel3d.operation_log import Operation
+from parallel3d.comm.operation_log import Operation
+from parallel3d.faults import flight_record
+from parallel3d.faults.flight_record import KEPT, Queued, read
 
 NAMES = {"0": "default_pg", "7a": "dp", "3c": "pp"}
 RANKS = {"0": "[0, 1, 2, 3]", "7a": "[1, 3]", "3c": "[2, 3]"}

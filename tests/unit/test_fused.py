@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator, fused
+from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.recompute import recomputed
 from parallel3d.tensor_parallel import cross_entropy

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config import Config, GenerateConfig, ModelConfig
-from parallel3d.decoder import Decoder, blank_stage
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.generate.sample import Sampler
+from parallel3d.commands.generate.start import start_generate, take_prompt
+from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.generate import Sampler
-from parallel3d.generate_start import start_generate, take_prompt
+from parallel3d.models.decoder import Decoder, blank_stage
 from parallel3d.models.transformer import Stage
-from parallel3d.topology.process_groups import ProcessGroups
 
 GPT = ModelConfig(
     num_layers=2,

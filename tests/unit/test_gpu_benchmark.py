@@ -20,8 +20,9 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from benchmarks import gpu, gpu_process, gpu_results, gpu_rows, gpu_shards, gpu_tables
-from parallel3d import accelerator, collectives
-from parallel3d.config import conf_dir
+from parallel3d.comm import collectives
+from parallel3d.config.schema import conf_dir
+from parallel3d.device import accelerator
 from parallel3d.topology.layout import Layout
 
 TINY = ["--size", "tiny", "--device", "cpu"]

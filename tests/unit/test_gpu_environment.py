@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel3d import devices, gpu_environment
-from parallel3d.config import ClusterConfig, Config
+from parallel3d.config.schema import ClusterConfig, Config
+from parallel3d.host import devices, gpu_environment
 
 
 @pytest.fixture

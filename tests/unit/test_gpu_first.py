@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_first, gpu_first_kernels, gpu_first_runs
 from benchmarks.gpu_first_kernels import Answer, Given
 from benchmarks.gpu_process import ROOT
-from parallel3d import accelerator
+from parallel3d.device import accelerator
 
 TINY = ["--size", "tiny", "--device", "cpu"]
 HERE = ["versions", "gemm", "addmm", "attention", "rms_norm", "adamw", "communicators", "losses"]

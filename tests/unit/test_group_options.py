@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from parallel3d.config import ClusterConfig, Config, LaunchConfig
-from parallel3d.config_checks import check_config
-from parallel3d.config_groups import parse_nccl_env, parse_nccl_settings
-from parallel3d.errors import UserError
-from parallel3d.topology import process_groups
-from parallel3d.topology.cluster import Cluster, Link
-from parallel3d.topology.group_options import (
+from parallel3d.comm import process_groups
+from parallel3d.comm.group_options import (
     NOTHING,
     Interfaces,
     nccl_options,
     nccl_settings,
     set_nccl_options,
 )
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.checks import check_config
+from parallel3d.config.checks_groups import parse_nccl_env, parse_nccl_settings
+from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import Placement
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.topology.tiling import Placement
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 NAMES = ("lo", "eth0", "nvl0", "rail10", "rail2", "rail1", "rail0")

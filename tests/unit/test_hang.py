@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from parallel3d.hang import diagnose
-from parallel3d.hang_state import RankState, from_json, to_json
-from parallel3d.operation_log import Operation, OperationLog, Watched, blocking, logged
+from parallel3d.comm.operation_log import Operation, OperationLog, Watched, blocking, logged
+from parallel3d.faults.hang import diagnose
+from parallel3d.faults.hang_state import RankState, from_json, to_json
 
 DP = {"dp": (0, 1, 2, 3)}
 

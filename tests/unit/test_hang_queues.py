@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from parallel3d.flight_record import Queued
-from parallel3d.hang import diagnose
-from parallel3d.hang_state import RankState, from_json, to_json
-from parallel3d.operation_log import Operation
+from parallel3d.comm.operation_log import Operation
+from parallel3d.faults.flight_record import Queued
+from parallel3d.faults.hang import diagnose
+from parallel3d.faults.hang_state import RankState, from_json, to_json
 from tests.unit.test_hang import operation, state
 
 

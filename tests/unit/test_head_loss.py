@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.loss_memory import peak_bytes
+from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.head_loss import HeadLoss
-from parallel3d.tensor_parallel.loss_chunks import loss_chunks
 
 ONE = torch.ones((), dtype=torch.float64)
 

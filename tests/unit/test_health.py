@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel3d.config import Config, ModelConfig
-from parallel3d.health import Health, bit_sum
-from parallel3d.precision import LossScale
-from parallel3d.topology.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.device.precision import LossScale
+from parallel3d.faults.health import Health, bit_sum
 from parallel3d.trainer import StepResult
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
 import transformers
 
-from parallel3d.checkpoint.hf import export_hf, read_hf_config, tensors_of
-from parallel3d.checkpoint.hf_names import logical_shapes
-from parallel3d.config import ModelConfig
+from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.names import logical_shapes
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import BuildContext, Stage
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.topology.process_groups import SINGLE
+from parallel3d.parameters.pieces import Initializer
 
 GPT = ModelConfig(
     num_layers=3,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from parallel3d.checkpoint.hf_config import from_hf, hf_kind, to_hf
-from parallel3d.checkpoint.hf_names import hf_tensors, logical_shapes
-from parallel3d.config import ModelConfig
+from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
+from parallel3d.checkpoint.hf.names import hf_tensors, logical_shapes
+from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=61)

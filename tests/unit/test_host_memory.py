@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import ctypes, resource, sys
 import numpy as np
-from parallel3d.host_memory import keep_freed_memory
+from parallel3d.host.host_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def touch():

@@ -14,20 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel3d import cli, run_directory, unmade
 from parallel3d.checkpoint import manifest
-from parallel3d.checkpoint.listing import list_runs
-from parallel3d.config import Config, GenerateConfig
+from parallel3d.cli import command_line
+from parallel3d.commands.checkpoint.listing import list_runs
+from parallel3d.commands.generate.start import checkpoints_of
+from parallel3d.commands.train import write_safetensors
+from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
 from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
-from parallel3d.failure import place_in
-from parallel3d.generate_start import checkpoints_of
 from parallel3d.metrics.jsonl import MetricsFile, read_metrics
-from parallel3d.restarts import Restarts
-from parallel3d.run_directory import check_run, discard_unused, make_run_directory
-from parallel3d.time_limits import or_end
-from parallel3d.train import write_safetensors
+from parallel3d.run import directory, unmade
+from parallel3d.run.directory import check_run, discard_unused, make_run_directory
+from parallel3d.run.failure import place_in
+from parallel3d.run.restarts import Restarts
+from parallel3d.run.time_limits import or_end
 from tests.tools.failing_files import LOST, FailingFiles, Fault
 from tests.unit.test_restarts import KILLED
 
@@ -49,7 +50,7 @@ def run(tmp_path: Path) -> Config:
 def test_run_whose_checkpoints_cannot_be_listed_is_refused_in_a_sentence(
     run: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_directory, "list_checkpoints", refuse)
+    monkeypatch.setattr(directory, "list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE: Stale file handle"):
         check_run(run, may_go_on=True)
 
@@ -60,7 +61,7 @@ def test_generate_says_that_checkpoints_cannot_be_listed(
 ) -> None:
     wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
     assert [p.name for p in checkpoints_of(wanted)] == ["step-00000005"]
-    monkeypatch.setattr("parallel3d.generate_start.list_checkpoints", refuse)
+    monkeypatch.setattr("parallel3d.commands.generate.start.list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
         checkpoints_of(wanted)
 
@@ -71,7 +72,7 @@ def test_no_restart_on_a_disk_that_cannot_be_used(
 ) -> None:
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
     said: list[str] = []
-    monkeypatch.setattr(f"parallel3d.restarts.{call}", refuse)
+    monkeypatch.setattr(f"parallel3d.run.restarts.{call}", refuse)
     assert not Restarts(tmp_path, 2, said.append).decide(KILLED)
     assert said == [f"no restart, as {tmp_path} cannot be used (ESTALE: Stale file handle)"]
 
@@ -90,8 +91,8 @@ def test_what_the_launcher_meets_is_a_sentence_and_no_traceback(
     def ill(words: list[str]) -> int:
         raise OSError(errno.EIO, "Input/output error", "/data/runs")
 
-    monkeypatch.setattr(cli, "checkpoint", ill)
-    assert cli.main(["checkpoint", "ls"]) == 1
+    monkeypatch.setattr(command_line, "checkpoint", ill)
+    assert command_line.main(["checkpoint", "ls"]) == 1
     said = capsys.readouterr().err
     assert said == "parallel3d: /data/runs cannot be used: EIO: Input/output error.\n"
 
@@ -161,14 +162,16 @@ def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -
     """Frames without a file would be looked for in the working directory, which may not answer."""
     for call in ("stat", "lstat", "readlink"):
         monkeypatch.setattr(os, call, refuse)
-    stack = [("<frozen runpy>", 1, "f"), (cli.__file__, 7, "main"), ("<string>", 2, "g")]
-    assert place_in(stack) == " at parallel3d/cli.py:7"
+    stack = [("<frozen runpy>", 1, "f"), (command_line.__file__, 7, "main"), ("<string>", 2, "g")]
+    assert place_in(stack) == " at parallel3d/cli/command_line.py:7"
 
 
 def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
     with or_end(30, "no answer"):
         pass
-    code = "import time; from parallel3d.time_limits import or_end\nwith or_end(0.2, 'no answer'):"
+    code = (
+        "import time; from parallel3d.run.time_limits import or_end\nwith or_end(0.2, 'no answer'):"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", f"{code} time.sleep(60)"], capture_output=True, timeout=30
     )

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel3d import job_store, meeting
-from parallel3d.config import Config
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.job_store import SECRET, behind_secret, get, listen_at, put
-from parallel3d.launch import Place, Worker
-from parallel3d.one_host import NoLogs, OneHost
-from parallel3d.rank_exchange import take_rank
+from parallel3d.run import job_store, meeting
+from parallel3d.run.job_store import SECRET, behind_secret, get, listen_at, put
+from parallel3d.run.launch import Place, Worker
+from parallel3d.run.one_host import NoLogs, OneHost
+from parallel3d.run.rank_exchange import take_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.launch import Place, detect, first_host, port_is_free, tasks_on_node
+from parallel3d.run.launch import Place, detect, first_host, port_is_free, tasks_on_node
 
 TORCHRUN = {
     "RANK": "5",

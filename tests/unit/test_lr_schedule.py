@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from parallel3d.config import OptimConfig
+from parallel3d.config.schema import OptimConfig
 from parallel3d.optim.lr_schedule import learning_rate
 
 

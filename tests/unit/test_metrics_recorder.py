@@ -16,19 +16,20 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d import train
-from parallel3d.config import Config, ModelConfig, TrainConfig
+from parallel3d.commands import train
+from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import KINDS, RankTimes
-from parallel3d.metrics.flops import parameter_count
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.records import StepRecord
+from parallel3d.sizes.flops import parameter_count
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult
+from tests.pace import pace
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")
@@ -265,7 +266,7 @@ def test_a_step_costs_less_than_a_millisecond(tmp_path: Path, terminal: bool) ->
             recorder.step(step, 5.0 / step, 0.5, 1e-3, 4096, 0.5)
             times.append(time.perf_counter() - begin)
     print(f"median {statistics.median(times) * 1e6:.0f} µs")
-    assert statistics.median(times) < 1e-3
+    assert statistics.median(times) < 1e-3 * pace()
 
 
 def rank_times(count: int) -> list[RankTimes]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import wandb
 
-from parallel3d.config import Config, LoggerConfig, ModelConfig
+from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.memory import Memory
@@ -236,7 +236,7 @@ SESSIONS = """
 import os, sys
 from pathlib import Path
 import torch, wandb
-from parallel3d.config import Config, LoggerConfig, ModelConfig
+from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from parallel3d.topology.collective_costs import bus_factor
-from parallel3d.topology.nccl_model import (
+from parallel3d.topology.price.costs import bus_factor
+from parallel3d.topology.price.nccl_model import (
     fitted_all_reduce,
     nccl_choice,
     nccl_table,

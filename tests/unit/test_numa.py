@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d import numa
-from parallel3d.numa import bind_near, cpus_near
+from parallel3d.host import numa
+from parallel3d.host.numa import bind_near, cpus_near
 
 
 def played_sys(root: Path, nodes: list[str], gpu_nodes: dict[str, int], online: str) -> Path:

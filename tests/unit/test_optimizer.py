@@ -9,15 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.config import ModelConfig, OptimConfig
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import buckets
-from parallel3d.data_parallel.buckets import Part, Segment, build_buckets
+from parallel3d.data_parallel.buckets import build_buckets
 from parallel3d.models.context import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import optimizer as optimizer_module
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.tensor_parallel.parameters import Initializer, ParameterSpec
-from parallel3d.topology.process_groups import SINGLE
+from parallel3d.parameters.pieces import Initializer, ParameterSpec
+from parallel3d.parameters.segments import Part, Segment
 from tests.distributed.cases import preset
 
 
@@ -53,8 +54,8 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
 def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
-        "from parallel3d.config import OptimConfig;"
-        "from parallel3d.topology.process_groups import SINGLE;"
+        "from parallel3d.config.schema import OptimConfig;"
+        "from parallel3d.comm.process_groups import SINGLE;"
         "Optimizer(OptimConfig(), [], SINGLE);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d import collectives
-from parallel3d.config import Config, ModelConfig
-from parallel3d.config_checks import check_config
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel import linear_nodes, overlap, symmetric
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
-from parallel3d.tensor_parallel.parameters import Initializer
 from parallel3d.tensor_parallel.symmetric import Member, may_share
-from parallel3d.topology.process_groups import SINGLE, Group
 
 PAIR = Group("tp", (0, 1), 0, None)
 CPU = torch.device("cpu")

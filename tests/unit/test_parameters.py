@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator
-from parallel3d.tensor_parallel import parameters
-from parallel3d.tensor_parallel.parameters import (
+from parallel3d.device import accelerator
+from parallel3d.parameters import pieces
+from parallel3d.parameters.pieces import (
     TILE,
     Initializer,
     ParameterSpec,
@@ -105,7 +105,7 @@ def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> No
         expected = draw(4, "w", full, start, shape)
     with (
         patch.object(torch, "get_num_threads", lambda: threads),
-        patch.object(parameters, "BAND", band),
+        patch.object(pieces, "BAND", band),
     ):
         assert torch.equal(draw(4, "w", full, start, shape), expected)
 
@@ -125,7 +125,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
     shape = (5 * TILE, 4 * TILE)
     out = torch.empty(shape).as_subclass(Counted)
     piece = Piece("w", shape, (0, 0), shape, std=0.02)
-    with patch.object(parameters, "BAND", 2 * 4 * TILE * TILE):
+    with patch.object(pieces, "BAND", 2 * 4 * TILE * TILE):
         Initializer(0, torch.float32, CPU).fill(piece, out)
     assert [tuple(copied) for copied in copies] == [(512, 1024), (512, 1024), (256, 1024)]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.pipeline.balance import balance, layers_per_stage_given
+from parallel3d.sizes.balance import balance, layers_per_stage_given
 
 
 def all_splits(layers: int, stages: int) -> Iterator[list[int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from parallel3d.pipeline.check import ScheduleError, check
 from parallel3d.pipeline.schedule import SCHEDULES, Action, Kind, Plan, Step, schedule
+from tests.pace import cpu_pace
 
 
 def plan_of(*ranks: str) -> Plan:
@@ -203,5 +204,5 @@ def test_64_stages_512_microbatches_in_under_2_s(name: str) -> None:
     plan = schedule(name, 64, 512)
     start = time.process_time()
     report = check(plan, 512)
-    assert time.process_time() - start < 2.0
+    assert time.process_time() - start < 2.0 * cpu_pace()
     assert report.messages == 2 * 63 * 512

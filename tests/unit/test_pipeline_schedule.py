@@ -127,7 +127,8 @@ def test_chunks_are_refused_by_the_lowering() -> None:
 def test_pipeline_plans_need_no_torch() -> None:
     code = (
         "import sys\n"
-        "from parallel3d.pipeline import balance, check, render, schedule, simulate\n"
+        "from parallel3d.sizes import balance\n"
+        "from parallel3d.pipeline import check, render, schedule, simulate\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parallel3d.config import Config
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.launch import Worker
-from parallel3d.rank_exchange import RANKS_SEEN_KEY, take_rank
-from parallel3d.topology import placed_ranks
-from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.run.launch import Worker
+from parallel3d.run.rank_exchange import RANKS_SEEN_KEY, take_rank
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placed_ranks import (
+from parallel3d.topology.placement import placed_ranks
+from parallel3d.topology.placement.placed_ranks import (
     from_word,
     hosts_in_order,
     natural,
@@ -28,8 +28,8 @@ from parallel3d.topology.placed_ranks import (
     to_word,
     with_rank_0_at,
 )
-from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.rank_file import Process, launch_ranks_by_file, parse_rank_file
+from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file, parse_rank_file
+from parallel3d.topology.tiling import Placement, Tiling
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 

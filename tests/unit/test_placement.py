@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import members, neighbours
-from parallel3d.topology.placement import Placement, Tiling
+from parallel3d.topology.price.links import members, neighbours
+from parallel3d.topology.tiling import Placement, Tiling
 from tests.placements import a_cluster, random_cluster, random_layout, slow_groups, slow_pairs
 
 DIMS = ("tp", "cp", "dp", "pp")

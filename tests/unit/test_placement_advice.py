@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.topology.advice import warnings_for
-from parallel3d.topology.cluster import Cluster
+from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import classify
-from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.search import place
+from parallel3d.topology.placement.advice import warnings_for
+from parallel3d.topology.placement.search import place
+from parallel3d.topology.price.links import classify
+from parallel3d.topology.tiling import Placement, Tiling
 from tests.placements import a_cluster, some_traffic
 
 

@@ -8,15 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.topology.candidates import merged
-from parallel3d.topology.cluster import LinkClass
-from parallel3d.topology.estimate import Sample
-from parallel3d.topology.flows import Fabric
+from parallel3d.sizes.traffic import Transfer
+from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.price import price_step
-from parallel3d.topology.routes import routes
-from parallel3d.topology.traffic import Transfer
+from parallel3d.topology.placement.candidates import merged
+from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.price.flows import Fabric
+from parallel3d.topology.price.routes import routes
+from parallel3d.topology.price.step import price_step
+from parallel3d.topology.tiling import Placement, Tiling
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster, random_layout, some_traffic
 
 GB = 10**9

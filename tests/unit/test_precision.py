@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parallel3d import accelerator
-from parallel3d.config import PrecisionConfig
-from parallel3d.precision import LossScale, compute_dtype, set_determinism
+from parallel3d.config.schema import PrecisionConfig
+from parallel3d.device import accelerator
+from parallel3d.device.precision import LossScale, compute_dtype, set_determinism
 
 
 def fp16(**changes: float) -> LossScale:

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d import processes
-from parallel3d.processes import born, kill, of_this_job
+from parallel3d.host import processes
+from parallel3d.host.processes import born, kill, of_this_job
 
 JOB = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711", "WORLD_SIZE": "2"}
 ASKS = """
 import json, sys
-from parallel3d.processes import of_this_job
+from parallel3d.host.processes import of_this_job
 print(of_this_job(json.loads(sys.argv[1])))
 """
 
@@ -43,7 +43,7 @@ def answer(records: list[dict[str, object]], **environ: str) -> str:
     """What a rank with this environment makes of the records."""
     command = [sys.executable, "-c", ASKS, json.dumps(records)]
     environ = {**os.environ, **environ}
-    asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert asked.returncode == 0, asked.stderr
     return asked.stdout.strip()
 

@@ -10,12 +10,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from parallel3d.config import ModelConfig, conf_dir
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.models import transformer
 from parallel3d.models.transformer import BuildContext, Stage
+from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel import linear_nodes
-from parallel3d.tensor_parallel.parameters import Initializer
-from parallel3d.topology.process_groups import SINGLE
 
 LAYERS, BATCH, SEQUENCE, HIDDEN = 3, 2, 16, 32
 MODEL = ModelConfig(

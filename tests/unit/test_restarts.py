@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.failure import Failure
-from parallel3d.restarts import Restarts
+from parallel3d.run.failure import Failure
+from parallel3d.run.restarts import Restarts
 
 
 def failed(error: str, kind: str = "error", phase: str = "train step 7") -> Failure:

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from parallel3d import durable, run_directory
-from parallel3d.checkpoint.listing import run_names
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
-from parallel3d.config import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
-from parallel3d.config_checks_run import check_plain, check_run_name
-from parallel3d.durable import replace_durably
+from parallel3d.commands.checkpoint.listing import run_names
+from parallel3d.config.checks_run import check_plain, check_run_name
+from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.launch import Place, Worker
-from parallel3d.meeting import agree_on_run
-from parallel3d.run_directory import (
+from parallel3d.files import durable
+from parallel3d.files.durable import replace_durably
+from parallel3d.run import directory as run_directory
+from parallel3d.run.directory import (
     check_run,
     differences,
     discard_unused,
@@ -31,6 +30,8 @@ from parallel3d.run_directory import (
     status,
     take_run,
 )
+from parallel3d.run.launch import Place, Worker
+from parallel3d.run.meeting import agree_on_run
 
 # Of a trainer after four steps, as a manifest has it.
 PROGRESS = {

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d import accelerator
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.hierarchical import TwoLevels
 from parallel3d.data_parallel.powersgd import PowerSGD
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.data_parallel.side_stream import SideStream
-from parallel3d.topology.process_groups import SINGLE
+from parallel3d.device import accelerator
 
 SHAPE = (40, 30)
 

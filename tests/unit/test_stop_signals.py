@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d import local_workers, stop_signals
-from parallel3d.local_workers import Agent
-from parallel3d.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
+from parallel3d.run import local_workers, stop_signals
+from parallel3d.run.local_workers import Agent
+from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -20,6 +20,7 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     with kept_handlers():
+        signal.signal(HUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         yield
 
 
@@ -84,7 +85,7 @@ def test_d8_launcher_counts_interrupts_alone(agent: Agent) -> None:
 
 LOST = """
 import os, pty, sys
-from parallel3d.stop_signals import outlive_terminal
+from parallel3d.run.stop_signals import outlive_terminal
 master, terminal = pty.openpty()
 os.dup2(terminal, 1)
 sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -103,7 +104,7 @@ def test_c7_words_to_a_lost_terminal_end_no_run() -> None:
     ends = {}
     for outlive in ("", "outlive_terminal()"):
         command = [sys.executable, "-c", LOST.format(outlive=outlive)]
-        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=60).stderr
+        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
         assert "seen" in ends[outlive]
     assert ends["outlive_terminal()"].endswith("went on\n")
     assert "Input/output error" in ends[""]  # what it is about

@@ -10,17 +10,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from parallel3d.topology.canvas import Canvas
-from parallel3d.topology.cluster import Cluster, Link
+from parallel3d.sizes.traffic import Transfer
+from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.links import Wiring
-from parallel3d.topology.loads import loads_of
-from parallel3d.topology.placement import Placement, Tiling
-from parallel3d.topology.price import StepPrice, price_step
-from parallel3d.topology.scene import CHOSEN, GROUPS, Loads, byte_text, marks, shown_nodes, tiles
-from parallel3d.topology.svg import MAX_EXPANDED, cluster_svg
-from parallel3d.topology.terminal import MARKS, plain, style_of, terminal_map
-from parallel3d.topology.traffic import Transfer
+from parallel3d.topology.map.canvas import Canvas
+from parallel3d.topology.map.scene import CHOSEN, GROUPS, byte_text, marks, shown_nodes, tiles
+from parallel3d.topology.map.svg import MAX_EXPANDED, cluster_svg
+from parallel3d.topology.map.terminal import MARKS, plain, style_of, terminal_map
+from parallel3d.topology.price.links import Wiring
+from parallel3d.topology.price.loads import Loads, loads_of
+from parallel3d.topology.price.step import StepPrice, price_step
+from parallel3d.topology.tiling import Placement, Tiling
 
 SVG = "{http://www.w3.org/2000/svg}"
 SENT = [

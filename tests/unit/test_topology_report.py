@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from parallel3d.config import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
-from parallel3d.config_checks import check_config
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.topology.assumptions import assume_batch, assume_model, chosen_keys
-from parallel3d.topology.cluster import LinkClass
-from parallel3d.topology.collective_costs import send_recv
-from parallel3d.topology.report import Report, make_report, topology
-from parallel3d.topology.report_facts import facts_of
-from parallel3d.topology.report_text import group_table, search_table, write_report
-from parallel3d.topology.scene import byte_text
+from parallel3d.topology.cluster.parts import LinkClass
+from parallel3d.topology.map.assumptions import assume_batch, assume_model, chosen_keys
+from parallel3d.topology.map.report import Report, make_report, topology
+from parallel3d.topology.map.report_facts import facts_of
+from parallel3d.topology.map.report_text import group_table, search_table, write_report
+from parallel3d.topology.map.scene import byte_text
+from parallel3d.topology.price.costs import send_recv
 
 TYPED = ("tp=8",)  # a command line that chose neither model nor batch
 
@@ -334,7 +334,7 @@ def test_a_stream_without_unicode_gets_plain_letters() -> None:
 def test_the_whole_way_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "from parallel3d.cli import main\n"
+        "from parallel3d.cli.command_line import main\n"
         "code = main(['topology', 'cluster=dgx_h100', 'cluster.nodes=2', 'tp=8', "
         "'placement=auto', 'topology.json=/dev/stdout'])\n"
         "assert code == 2, code\n"

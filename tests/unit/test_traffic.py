@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from parallel3d.config import Config, ModelConfig
-from parallel3d.metrics.flops import parameter_count
-from parallel3d.models.local_shapes import stage_parameters
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.traffic import Transfer, group_size, transfers, wire_bytes
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.traffic import Transfer, group_size, transfers, wire_bytes
 
 
 def llama_70b(layout: Layout, sp: bool = False) -> Config:
@@ -120,7 +120,8 @@ def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
 
 def test_the_price_is_found_without_torch() -> None:
     code = (
-        "import sys; from parallel3d.topology import traffic, collective_costs, nccl_model; "
+        "import sys; from parallel3d.sizes import traffic; "
+        "from parallel3d.topology.price import costs, nccl_model; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,19 +14,22 @@ from unittest.mock import Mock
 
 import pytest
 
-from parallel3d import stacks, train, worker
-from parallel3d.config import Config, LaunchConfig
-from parallel3d.launch import Worker
-from parallel3d.stacks import in_torch_distributed, of_the_work
-from parallel3d.time_limits import within
-from parallel3d.watchdog import Watchdog
+from parallel3d.commands import train
+from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.faults import stacks
+from parallel3d.faults.stacks import in_torch_distributed, of_the_work
+from parallel3d.faults.watchdog import Watchdog
+from parallel3d.run import worker
+from parallel3d.run.launch import Worker
+from parallel3d.run.time_limits import within
 
 WATCHED = """
 import errno, sys, time
 from pathlib import Path
-from parallel3d import failure, flight_record, hang, watchdog
-from parallel3d.config import Config, LaunchConfig
-from parallel3d.launch import Worker
+from parallel3d.run import failure
+from parallel3d.faults import flight_record, hang, watchdog
+from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.run.launch import Worker
 
 def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -157,7 +160,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
 
     monkeypatch.setattr(Watchdog, "_report", report)
     watchdog = Watchdog(Config(dp=1), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
-    monkeypatch.setattr("parallel3d.watchdog.RESTS", 1000.0)
+    monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 1000.0)
     watchdog.rest()
     watchdog.start()
     time.sleep(0.6)
@@ -167,7 +170,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     watchdog.stop()
     # A disk that never answers is felt in the end: nothing is computed, and that for long.
     reported.clear()
-    monkeypatch.setattr("parallel3d.watchdog.RESTS", 3.0)
+    monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 3.0)
     short = Config(dp=1, launch=LaunchConfig(timeout_s=0.5))
     resting = Watchdog(short, Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2)
     resting.rest()

@@ -1,0 +1,13 @@
+"""Put on PYTHONPATH by benchmarks/faults.py: this process's disk may fail, at random."""
+
+from __future__ import annotations
+
+import os
+
+if "FAILING_FILES" in os.environ:
+    # Before the calls are wrapped: at its import it looks which of them take descriptors.
+    import shutil  # noqa: F401
+
+    from benchmarks.random_files import enter
+
+    enter(os.environ)

@@ -1,0 +1,157 @@
+"""Kills drawn at random, a run that meets them, and what it must be in the end."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from benchmarks.killed_runs import Command
+from parallel3d.metrics.jsonl import read_metrics
+
+TIMEOUT_S = 300.0
+MOMENTS = ("anywhere", "during a save")
+FIGURES = ("step", "loss", "grad_norm", "tokens")
+
+
+@dataclass
+class Kill:
+    """One kill as it was planned, and as it came about."""
+
+    target: str
+    moment: str
+    step: int  # not before this step has been written to metrics.jsonl
+    delay_s: float
+    chosen: float  # in [0, 1): which of several
+    at_step: int | None = None  # None: the run had ended before
+
+
+@dataclass
+class Result:
+    """What became of one run."""
+
+    launcher: str
+    layout: str
+    kills: list[Kill]
+    faults: list[dict[str, Any]]  # that its processes met
+    starts: int
+    restarts: int
+    seconds: float
+    weights_equal: bool
+    steps_once: bool
+    losses_equal: bool
+    tracebacks: int  # in what was said
+    set_aside: list[str]  # checkpoints called damaged
+    log: str = field(repr=False, default="")
+
+    @property
+    def is_good(self) -> bool:
+        equal = self.weights_equal and self.steps_once and self.losses_equal
+        return equal and not self.tracebacks and not self.set_aside
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON: all but the log of a good run."""
+        return asdict(self) | {"log": "" if self.is_good else self.log}
+
+
+def plan(chance: random.Random, targets: tuple[str, ...], steps: int, most: int) -> list[Kill]:
+    """1 to `most` kills of one run, in the order of their steps."""
+    at = sorted(chance.randrange(steps) for _ in range(chance.randint(1, most)))
+    return [
+        Kill(
+            chance.choice(targets),
+            chance.choice(MOMENTS),
+            step,
+            chance.uniform(0, 0.1),
+            chance.random(),
+        )
+        for step in at
+    ]
+
+
+def one_run(command: Command, reference: Command, kills: list[Kill], steps: int) -> Result:
+    """Start it, kill it as planned, give it again until it is done, and compare."""
+    begin = time.monotonic()
+    command.start()
+    for kill in kills:
+        disturb(command, kill)
+    finish(command)
+    seconds = time.monotonic() - begin
+    command.close()
+    finish(reference)
+    return compare(command, reference, kills, seconds, steps)
+
+
+def disturb(command: Command, kill: Kill) -> None:
+    """Wait for the moment and kill; a run that has ended before its last step is given again."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while is_going_on(command) and (command.last_step() < kill.step or not command.ranks()):
+        check(command, deadline)
+    if kill.moment == "during a save":
+        while is_going_on(command) and not command.is_saving():
+            check(command, deadline, pause_s=0.0005)
+    else:
+        time.sleep(kill.delay_s)
+    if command.code() is not None or not command.ranks():
+        return
+    kill.at_step = command.last_step()
+    command.kill(kill.target, kill.chosen)
+
+
+def is_going_on(command: Command) -> bool:
+    """Whether there are steps to come; gives a run again that has ended before them."""
+    code = command.code()
+    if code is not None and code != 0:
+        command.start()
+    return code != 0
+
+
+def finish(command: Command) -> None:
+    """Run to the end, however many starts it takes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while is_going_on(command):
+        check(command, deadline)
+
+
+def check(command: Command, deadline: float, pause_s: float = 0.02) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"{command.name} hangs: {command.log()[-2000:]}")
+    time.sleep(pause_s)
+
+
+def compare(
+    command: Command, reference: Command, kills: list[Kill], seconds: float, steps: int
+) -> Result:
+    """The disturbed run beside the undisturbed one."""
+    name = "weights-final.safetensors"
+    mine, theirs = load_file(command.run_dir / name), load_file(reference.run_dir / name)
+    equal = mine.keys() == theirs.keys() and all(
+        mine[k].tobytes() == theirs[k].tobytes() for k in theirs
+    )
+    rows, right = (
+        [r for r in read_metrics(c.run_dir / "metrics.jsonl") if "loss" in r]
+        for c in (command, reference)
+    )
+    log = command.log()
+    faults = command.faults.read_text().splitlines() if command.faults.exists() else []
+    return Result(
+        launcher=command.launcher,
+        layout=" ".join(command.layout),
+        kills=kills,
+        faults=[json.loads(line) for line in faults],
+        starts=command.starts,
+        restarts=command.restarts(),
+        seconds=round(seconds, 1),
+        weights_equal=equal,
+        steps_once=[r["step"] for r in rows] == list(range(1, steps + 1)),
+        losses_equal=[[r[f] for f in FIGURES] for r in rows]
+        == [[r[f] for f in FIGURES] for r in right],
+        tracebacks=len(re.findall(r"^Traceback \(most", log, re.MULTILINE)),
+        set_aside=[p.name for p in command.run_dir.glob("checkpoints/damaged-*")],
+        log=log,
+    )

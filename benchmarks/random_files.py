@@ -1,0 +1,80 @@
+"""A file system that fails at random in processes of a run: at most one fault in each.
+
+A process draws from the seed, the number of its start and what its launcher calls it, so the same
+campaign draws the same faults; which call one meets depends on the run's timing. What is reached
+says tests/tools/failing_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.tools.failing_files import LOST, SHORT, SLOW, FailingFiles, Fault
+
+VARIABLE = "FAILING_FILES"
+HOOK = Path(__file__).with_name("failing_processes")
+WHAT = ("EIO", "ESTALE", "ENOSPC", "EACCES", "EMFILE", SHORT, SLOW, LOST)
+CALLS = (1, 1, 3, 30)  # that a fault lasts
+LAST_BEGIN = 600  # a rank of these runs makes about as many calls
+# What tells the processes of a start apart, and a rank from itself when it is started again.
+NAMES = ("RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_STEP_ID")
+NAMES += ("SLURM_RESTART_COUNT",)
+
+
+@dataclass(frozen=True)
+class Failing:
+    """What a run's processes are told: which of them fail, below which folder.
+
+    `rate`: the share of processes that a fault waits for; `record`: where those it met say so.
+    """
+
+    folder: str
+    seed: str
+    rate: float
+    record: str
+
+    def environment(self) -> dict[str, str]:
+        """Variables for all processes of a start; with PYTHONPATH, to which HOOK is added."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+class RandomFiles(FailingFiles):
+    """While entered, `fault` meets every call from number `begin` on, whatever its kind, and
+    `calls` of them."""
+
+    def __init__(self, failing: Failing, fault: Fault, begin: int, calls: int) -> None:
+        super().__init__(Path(failing.folder), fault)
+        self.begin, self.end = begin, begin + calls
+        self.seen = 0
+        self.record = os.open(failing.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def meets(self, kind: str) -> Fault | None:
+        with self._lock:
+            number = self.seen
+            self.seen += 1
+            if not self.begin <= number < self.end:
+                return None
+            self.failed += 1
+            if self.failed == 1:
+                lasts = self.end - self.begin
+                facts = {"what": self.fault.what, "kind": kind, "call": number, "lasts": lasts}
+                os.write(self.record, f"{json.dumps(facts)}\n".encode())
+            return self.fault
+
+
+def enter(environ: Mapping[str, str]) -> None:
+    """Draw this process's fault, if it has one, and wait for its moment in the background."""
+    failing = Failing(**json.loads(environ[VARIABLE]))
+    name = "/".join(environ.get(variable, "-") for variable in NAMES)
+    chance = random.Random(f"{failing.seed}/{name}")
+    if chance.random() >= failing.rate:
+        return
+    fault, calls = Fault(chance.choice(WHAT)), chance.choice(CALLS)
+    # Small numbers are as likely as large ones: a start makes few calls, and each differs.
+    begin = int(LAST_BEGIN ** chance.random()) - 1
+    RandomFiles(failing, fault, begin, calls).__enter__()

@@ -1,0 +1,1 @@
+"""Hugging Face folders: their files, their config.json, their tensors' names."""

@@ -1,0 +1,345 @@
+"""The command line: the first word picks what to run, the rest goes to Hydra untouched.
+
+Nothing here imports torch: configuration and data are proved right first, so that a mistake is
+answered at once and with nothing written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import parallel3d
+from parallel3d.checkpoint.manifest import reason
+from parallel3d.cli import help_text
+from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
+from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
+from parallel3d.config.checks import check_config
+from parallel3d.config.overrides import check_length, explain_override_error
+from parallel3d.config.schema import Config, conf_dir, register_schema
+from parallel3d.data.corpus import check_data
+from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
+from parallel3d.host.devices import HostError, check_precision_of, choose_device
+from parallel3d.host.gpu_environment import gpu_environment
+from parallel3d.run.directory import check_run, make_run_directory, take_run
+from parallel3d.run.failure import full_stop
+from parallel3d.run.launch import Place, detect, port_is_free
+from parallel3d.run.meeting import CAN_GO_ON
+from parallel3d.run.time_limits import or_end
+from parallel3d.run.worker import APPS, run_here, run_joined
+
+FAILED = 1
+INTERRUPTED = 130
+READER_GONE = 141
+# Answered by this process alone: topology without torch, dryrun on a device that is not there.
+TOPOLOGY = "topology"
+DRYRUN = "dryrun"
+SUBCOMMANDS = (*APPS, TOPOLOGY, DRYRUN, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
+NEED_DATA = ("train", "verify")
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+# Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
+SUBMITIT = "SUBMITIT_EXECUTOR"
+# Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
+ALIASES = {"checkpoint.async": "checkpoint.async_save"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (`sys.argv` by default). Returns the exit code.
+
+    0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
+    stopped by signal n.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(help_text.overview())
+        elif words[0] in ("-V", "--version"):
+            print(f"parallel3d {parallel3d.__version__}")
+        elif words[0] in COMPLETION_FLAGS:
+            _complete(words)
+        elif words[0] == CHECKPOINT:
+            return checkpoint(words[1:])
+        elif " ".join(words[:2]) in SUBCOMMANDS:
+            _run_hydra(" ".join(words[:2]), words[2:])
+        elif words[0] in SUBCOMMANDS:
+            _run_hydra(words[0], words[1:])
+        else:
+            raise UserError(_unknown_subcommand(words[0]))
+    except UserError as error:
+        return _refuse(error)
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    except OSError as error:  # of this process's own start; what fails on ranks, they say
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
+        say(readable(full_stop(f"{what}{reason(error)}")))
+        return FAILED
+    except SystemExit as stop:
+        return _exit_code(stop)
+    return 0
+
+
+def _run_hydra(app: str, words: list[str]) -> None:
+    """Compose the configuration and run `app` on it, as `@hydra.main` would.
+
+    Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
+    Hydra, which would otherwise go on with a sweep's next job.
+    """
+    prompt = None
+    if app == GENERATE:
+        words, prompt = take_prompt(words)
+    words = _order_words([_without_alias(word) for word in words])
+    if {"-h", "--help"} & set(words):
+        words = [help_text.register(app), *words]
+    register_schema()
+    # Hydra prints errors itself, in many lines, unless this asks it to let them pass.
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    sys.argv = ["parallel3d", *words]
+
+    begun = False
+
+    def job(composed: DictConfig) -> None:
+        nonlocal begun
+        begun = True
+        code = _run_job(app, composed, prompt)
+        if code and SUBMITIT in os.environ:
+            raise UserError(_failed_elsewhere(code))
+        if code:
+            raise SystemExit(code)
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+    except Exception as error:
+        # Hydra passes on what Python's own conversions raise of a value, such as OverflowError.
+        if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise
+        if wants_traceback:
+            traceback.print_exc()
+        raise explain_override_error(error, words) from None
+    finally:
+        if not wants_traceback:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def _without_alias(word: str) -> str:
+    """The override with its key's own name."""
+    key, equals, value = word.partition("=")
+    bare = key.lstrip("+~")
+    return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
+
+
+def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
+    """Check one composed configuration and run it. Returns the exit code; errors were said.
+
+    `prompt` of generate, as it was typed; None: the configuration's.
+    """
+    place: Place | None = None
+    try:
+        config = OmegaConf.to_object(composed)
+        place = detect(os.environ)
+        if app == TOPOLOGY:
+            from parallel3d.topology.map.report import topology
+
+            # Under srun every task gets here, and all know the same.
+            first = place is None or place.rank == 0
+            return topology(config, HydraConfig.get().overrides.task) if first else 0
+        if app == DRYRUN:
+            from parallel3d.commands.dryrun.command import dryrun
+
+            first = place is None or place.rank == 0
+            return dryrun(config, HydraConfig.get().overrides.task) if first else 0
+        if app == GENERATE:
+            _refuse_launched(place)
+            return start_generate(config, HydraConfig.get().overrides.task, prompt)
+        world_size = place.world_size if place else None
+        config = check_config(config, world_size, communication_only=app not in NEED_DATA)
+        if place is None:
+            return _start(app, config)
+        config = _numbered(config)
+        return run_joined(app, config, place, _checked_here(app, config, place))
+    except UserError as error:
+        return _refuse(error, place)
+    except OmegaConfBaseException as error:
+        # Unresolved: an interpolation that fails would fail in what was typed as well.
+        words = OmegaConf.to_container(HydraConfig.get().overrides.task)
+        return _refuse(explain_override_error(error, words), place)
+
+
+def _numbered(config: Config) -> Config:
+    """The configuration with a run name of its own in a sweep, whose jobs would share one."""
+    if config.run is None or not _is_sweep():
+        return config
+    return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
+
+
+def _failed_elsewhere(code: int) -> str:
+    """What the one who typed a sweep is told of a job that said its error into a log."""
+    sweep = HydraConfig.get()
+    log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
+    return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
+
+
+def _refuse_launched(place: Place | None) -> None:
+    """Generating starts its own ranks; started by torchrun or srun, each would be a launcher."""
+    if place is not None:
+        raise UserError(
+            f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
+        )
+
+
+def _start(app: str, config: Config) -> int:
+    """Run `app` with this process as the launcher of as many ranks as the layout has."""
+    number = HydraConfig.get().job.get("num") if _is_sweep() else None
+    world_size = config.tp * config.pp * config.cp * (config.dp or 1)
+    may_go_on = app in CAN_GO_ON
+    with _answered(config):
+        check_run(config, number, may_go_on=may_go_on)
+        _check_data(app, config)
+    device = choose_device(config.device, world_size)
+    check_precision_of(device.kind, config.precision.name)
+    port = config.launch.master_port
+    if world_size > 1 and not port_is_free(port):
+        raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
+    job_id = os.environ.get("SLURM_JOB_ID")
+    with _answered(config):
+        config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
+        take_run(config, run_dir)
+    return run_here(app, config, run_dir, world_size, device)
+
+
+def _answered(config: Config) -> AbstractContextManager[None]:
+    """What is asked of file systems at a start: one that is dead may not hold it up for ever."""
+    seconds = config.launch.timeout_s
+    where = f"runs_dir={config.runs_dir} or the data's folders"
+    return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
+
+
+def _checked_here(app: str, config: Config, place: Place) -> str:
+    """The type of device of this host's ranks, after what only the host can tell: that, its data.
+
+    Sets the variables that ranks on GPUs want: counting the GPUs starts CUDA, which reads them.
+    """
+    try:
+        os.environ.update(gpu_environment(config, config.device, os.environ))
+        slurm = place.launcher == "slurm"
+        device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
+        check_precision_of(device.kind, config.precision.name)
+        _check_data(app, config)
+    except UserError as error:
+        if place.rank == 0:
+            raise
+        raise HostError(f"on host {socket.gethostname()}: {error}") from None
+    if device.note and place.local_rank == 0:
+        say(device.note)
+    return device.kind
+
+
+def _check_data(app: str, config: Config) -> None:
+    if app in NEED_DATA:
+        check_data(config.data, config.model.seq_length)
+
+
+def _refuse(error: UserError, place: Place | None = None) -> int:
+    """Say a user error once: every rank composes for itself, and all find the same mistake.
+
+    What only one host can know, each host says. Returns the exit code.
+    """
+    first_of_host = place is not None and place.local_rank == 0
+    if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
+        say(readable(full_stop(str(error))))
+    return USER_ERROR
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode is not None and HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def _unknown_subcommand(word: str) -> str:
+    names = list(dict.fromkeys(CHECKPOINT if CHECKPOINT in s else s for s in SUBCOMMANDS))
+    close = nearest(word.lstrip("-"), names)
+    hint = f"; the nearest is {close}" if close else ""
+    if "=" in word:
+        hint = f"; overrides come after it, as in: parallel3d train {word}"
+    return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."
+
+
+def _order_words(words: list[str]) -> list[str]:
+    """The same words, flags first: argparse wants all overrides side by side.
+
+    Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
+    """
+    parser = get_args_parser()
+    parser.error = _raise_argument_error  # type: ignore[method-assign]
+    known, rest = parser.parse_known_args(words)
+    for word in rest:
+        if word.startswith("-"):
+            raise explain_override_error(f"unrecognized arguments: {word}")
+    commands = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if known.resolve and not (known.cfg or known.help):
+        raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
+    overrides = [*known.overrides, *rest]
+    flags = list(words)
+    for word in overrides:
+        check_length(word)
+        flags.remove(word)
+    return [*flags, *overrides]
+
+
+def _raise_argument_error(message: str) -> NoReturn:
+    raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if isinstance(stop.code, int):
+        return stop.code
+    return 0 if stop.code is None else 1
+
+
+def _complete(words: list[str]) -> None:
+    """Hydra's tab completion, which knows nothing of our first word."""
+    query = any(word.startswith("query=") for word in words)
+    if not query:
+        _run_hydra("train", words)
+        return
+    line = os.environ.get("COMP_LINE", "")
+    if os.environ.get("COMP_POINT", "").isdigit():
+        line = line[: int(os.environ["COMP_POINT"])]
+    typed = line.split()
+    subcommand = typed[1] if len(typed) > 1 else ""
+    if len(typed) < 2 or (len(typed) == 2 and not line.endswith(" ")):
+        first = dict.fromkeys(app.split()[0] for app in SUBCOMMANDS)
+        print(" ".join(word for word in first if word.startswith(subcommand)))
+        return
+    app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in SUBCOMMANDS), None)
+    if app is not None and app.startswith(CHECKPOINT):
+        begun = "" if line.endswith(" ") else typed[-1]
+        keys = [f"{key}=" for key in VERBS[app.split()[1]].keys]
+        print(" ".join(key for key in keys if key.startswith(begun)))
+    elif app is not None:
+        os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
+        _run_hydra(app, words)
+    elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
+        begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
+        print(" ".join(app.split()[1] for app in SUBCOMMANDS if app.startswith(begun)))

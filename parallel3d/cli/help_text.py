@@ -1,0 +1,124 @@
+"""What `parallel3d` and `parallel3d train --help` print."""
+
+from __future__ import annotations
+
+import sys
+from textwrap import dedent
+
+from hydra.core.config_store import ConfigStore
+
+from parallel3d.config.fields import all_keys, spell
+from parallel3d.metrics.text import encodable
+
+OVERVIEW = """\
+parallel3d: transformer training with tensor, pipeline and data parallelism, from one command.
+
+  parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
+  parallel3d verify [key=value …]   prove that the layout gives what one process gives
+  parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
+  parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
+  parallel3d bench comm [key=value …]  time every collective in every group
+  parallel3d generate run=… prompt=…   write text with what a run has learned
+  parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
+                                    and exchange them with Hugging Face
+
+  parallel3d train --help           the most used keys and the presets
+  parallel3d train --cfg job        the whole configuration, as it would run
+  parallel3d --version
+  eval "$(parallel3d -sc install=bash)"   tab completion
+
+Try: parallel3d train tp=2 pp=2
+"""
+
+ABOUT = {
+    "train": "train a model",
+    "verify": "run this configuration as given and as one process, and compare",
+    "topology": "map the layout onto a cluster, price its traffic and draw it",
+    "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
+    "allocates, launches, computes and sends, and whether it fits",
+    "bench comm": "time every collective in every group, beside the model's price, "
+    "and name what is slow (which is no failure: exit code 0)",
+    "generate": "write text with the newest good checkpoint of a run, whose model it takes",
+}
+
+GENERATE_KEYS = (
+    *("run", "runs_dir", "prompt", "generate.max_tokens", "generate.temperature"),
+    *("generate.top_k", "generate.step", "seed", "tp", "pp", "device"),
+)
+DRYRUN_KEYS = (
+    *("tp", "pp", "dp", "sp", "zero", "recompute", "compile"),
+    *("micro_batch_size", "global_batch_size", "model.num_layers", "model.seq_length"),
+    *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
+    *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
+)
+MOST_USED = (
+    *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
+    *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad"),
+    *("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length"),
+    *("data.path", "device", "seed", "run", "runs_dir"),
+)
+
+EXAMPLES = {
+    "train": """\
+        parallel3d train tp=2 pp=2
+        parallel3d train tp=2 dp=2 model=llama_tiny train.steps=500
+        parallel3d train data=text data.path=book.txt logger=wandb
+        parallel3d train --multirun tp=1,2 pp=1,2
+        torchrun --nproc-per-node 8 -m parallel3d train tp=2 pp=2
+        srun -n 8 parallel3d train tp=2 pp=2""",
+    "verify": """\
+        parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
+        parallel3d verify tp=2 sp=true verify.steps=10""",
+    "topology": """\
+        parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
+        parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
+        parallel3d topology cluster=slurm""",
+    "dryrun": """\
+        parallel3d dryrun model=llama_1b precision=bf16 micro_batch_size=8 cluster=dgx_h200
+        parallel3d dryrun model=llama3_70b tp=8 pp=4 dp=16 sp=true zero=1 precision=bf16 \\
+          micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
+    "bench comm": """\
+        parallel3d bench comm tp=2 pp=2 dp=2
+        parallel3d bench comm dp=8 bench.sizes=[1048576]""",
+    "generate": """\
+        parallel3d generate run=my_run prompt="def "
+        parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
+}
+
+
+def overview() -> str:
+    """What `parallel3d` alone prints."""
+    return _printable(OVERVIEW.rstrip())
+
+
+def register(app: str) -> str:
+    """Put the help text of `app` where Hydra's --help finds it; returns the override that asks."""
+    name = f"parallel3d_{app.replace(' ', '_')}"
+    node = {"app_name": "parallel3d", "header": "", "footer": "", "template": _template(app)}
+    ConfigStore.instance().store(group="hydra/help", name=name, node=node)
+    return f"hydra/help={name}"
+
+
+def _template(app: str) -> str:
+    """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
+    keys = all_keys()
+    most_used = {"generate": GENERATE_KEYS, "dryrun": DRYRUN_KEYS}.get(app, MOST_USED)
+    rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
+    width = max(len(row[0]) for row in rows)
+    listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
+    examples = "\n".join(f"  {line}" for line in dedent(EXAMPLES[app]).splitlines())
+    presets = "Presets (group=option)\n\n$APP_CONFIG_GROUPS\n"
+    if app == "generate":
+        presets = ""
+    return _printable(
+        f"parallel3d {app} [key=value …] [Hydra's flags]: {ABOUT[app]}.\n\n"
+        f"Examples\n{examples}\n\n"
+        f"{presets}"
+        f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
+        "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them.\n"
+    )
+
+
+def _printable(text: str) -> str:
+    """The text in characters that stdout has: a log's encoding may be ASCII."""
+    return encodable(text, sys.stdout.encoding or "ascii")

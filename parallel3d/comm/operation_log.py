@@ -1,0 +1,263 @@
+"""What a rank communicates, noted as it happens, so that a hang can be told afterwards.
+
+A note is a tuple appended to a list (under a microsecond a collective): nothing is written, sent or
+formatted before something is wrong. `watchdog.py` reads the log of a rank that no longer gets on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from parallel3d.comm.process_groups import ProcessGroups
+
+
+class _Group(Protocol):
+    """What this module needs of a `process_groups.Group`, which knows this module."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    log: OperationLog | None
+
+
+class Operation(NamedTuple):
+    """One collective or message: `number` counts the operations of its group on this rank.
+
+    `peer` is the other rank of a message between stages, None for a collective.
+    """
+
+    group: str
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int | None = None
+
+    def alike(self, other: Operation) -> bool:
+        """Whether both are the same call, wherever they stand in the group's count."""
+        return self._replace(number=0) == other._replace(number=0)
+
+    @property
+    def tensor(self) -> str:
+        """ "float32[2,32]"."""
+        return f"{self.dtype.removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+    def __str__(self) -> str:
+        if self.peer is not None:
+            way = "to" if self.name == "send" else "from"
+            return f"{self.name} {way} rank {self.peer} of {self.group} ({self.tensor})"
+        return f"{self.name} {self.number} of {self.group} ({self.tensor})"
+
+
+class Departure(NamedTuple):
+    """An operation that was not done as the time before, and how it was done then.
+
+    `now` is None where the piece of work ended without it. `after` is what followed it then.
+    """
+
+    now: Operation | None
+    was: Operation
+    after: Operation | None
+
+    @property
+    def is_other_tensor(self) -> bool:
+        """The same call with another tensor (unless it is the next call, one left out)."""
+        now, was = self.now, self.was
+        if now is None or (self.after is not None and now.alike(self.after)):
+            return False
+        return (now.group, now.name, now.peer) == (was.group, was.name, was.peer)
+
+    def __str__(self) -> str:
+        if self.is_other_tensor:
+            return f"called {self.now}, where a step before it was {self.was.tensor}"
+        if self.now is None or (self.after is not None and self.now.alike(self.after)):
+            return f"left out {self.was.name} of {self.was.group} ({self.was.tensor})"
+        return f"went to {self.now}, where a step before it was {self.was}"
+
+
+Note = tuple[str, int, str, "torch.Size", "torch.dtype", int | None]
+
+
+def _operation(note: Note) -> Operation:
+    group, number, name, shape, dtype, peer = note
+    return Operation(group, number, name, tuple(shape), str(dtype), peer)
+
+
+class OperationLog:
+    """The operations of one rank in all of its groups, since the last boundary and before it.
+
+    Attributes:
+        progress: grows whenever an operation starts or ends, or somebody calls `beat`.
+        waiting: the note of the operation that the host waits for, None while it computes.
+        newest: of each group the note of its newest operation.
+        starting: an operation is being started; what it calls is not noted apart.
+        ranks: name of each group that communicated → its ranks.
+    """
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.waiting: Note | None = None
+        self.starting = False
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.counts: dict[str, int] = {}
+        self.newest: dict[str, Note] = {}
+        self._notes: list[Note] = []
+        self._kind = ""
+        self._habits: dict[str, list[Note]] = {}
+        # The pieces before this one, newest first, each with its habit: a step, and what may lie
+        # between two steps (an evaluation, a look at the run's health).
+        self._closed: deque[tuple[list[Note], list[Note]]] = deque(maxlen=3)
+
+    def boundary(self, kind: str) -> None:
+        """A piece of work begins ("train step", "evaluation") that is alike every time."""
+        self._closed.appendleft((self._notes, self._habits.get(self._kind, [])))
+        self._habits[self._kind] = self._notes
+        self._notes, self._kind = [], kind
+        self.progress += 1
+
+    def beat(self) -> None:
+        """Something other than a collective has got on: a file written, a part of a save."""
+        self.progress += 1
+
+    def start(
+        self, group: _Group, name: str, tensor: torch.Tensor, peer: int | None = None
+    ) -> Note:
+        """An operation begins."""
+        key = group.name
+        number = self.counts.get(key, 0) + 1
+        if number == 1:
+            self.ranks[key] = group.ranks
+        self.counts[key] = number
+        note = (key, number, name, tensor.shape, tensor.dtype, peer)
+        self.newest[key] = note
+        self._notes.append(note)
+        self.progress += 1
+        return note
+
+    def recent(self, count: int = 200) -> list[Operation]:
+        """The newest operations since the last boundary, oldest first."""
+        return [_operation(note) for note in self._notes[-count:]]
+
+    def awaited(self) -> Operation | None:
+        """The operation that the rank waits for."""
+        note = self.waiting
+        return None if note is None else _operation(note)
+
+    def departure(self) -> Departure | None:
+        """Where this piece of work left the way of the last one of its kind; None if it did not.
+
+        Or where one of the pieces before did: its operations may not have been missed at once.
+        """
+        habit = self._habits.get(self._kind, [])
+        found = _first_difference(list(self._notes), habit, is_over=False)
+        for notes, before in tuple(self._closed):
+            found = found or _first_difference(notes, before, is_over=True)
+        return found
+
+
+def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Departure | None:
+    for i, was in enumerate(before):
+        after = _operation(before[i + 1]) if i + 1 < len(before) else None
+        if i >= len(now):
+            return Departure(None, _operation(was), after) if is_over else None
+        if _call(now[i]) != _call(was):
+            return Departure(_operation(now[i]), _operation(was), after)
+    return None
+
+
+def _call(note: Note) -> tuple:
+    return note[0], note[2:]
+
+
+class Watched:
+    """The handle of an operation whose wait is noted."""
+
+    __slots__ = ("log", "note", "work")
+
+    def __init__(self, log: OperationLog, note: Note, work: Any) -> None:
+        self.log, self.note, self.work = log, note, work
+
+    def wait(self) -> None:
+        """Waits; if that raises, the log still says in what."""
+        log = self.log
+        outer, log.waiting = log.waiting, self.note
+        self.work.wait()
+        log.waiting = outer
+        log.progress += 1
+
+
+@contextmanager
+def blocking(group: _Group) -> Iterator[None]:
+    """Around what reads a number off the device: the host waits for `group`'s newest operation.
+
+    The wait for a handle of NCCL only orders streams, so that this is where a host finds that a
+    rank is missing. An error leaves no note behind: on a device it may be of anything before.
+    """
+    log = group.log
+    note = None if log is None else log.newest.get(group.name)
+    if log is None or note is None:
+        yield
+        return
+    outer, log.waiting = log.waiting, note
+    try:
+        yield
+    finally:
+        log.waiting = outer
+    log.progress += 1
+
+
+def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
+    """Notes a collective and the wait for its handle, in the log that its group carries, if any.
+
+    `start` returns a handle, or a tensor and a handle. One that another calls is part of that.
+    """
+    name = start.__name__.removesuffix("_async").removesuffix("_bucket")
+
+    @functools.wraps(start)
+    def noted(tensor: torch.Tensor, group: _Group) -> Any:
+        log = group.log
+        if log is None or log.starting or len(group.ranks) == 1:
+            return start(tensor, group)
+        note = log.start(group, name, tensor)
+        outer, log.waiting, log.starting = log.waiting, note, True  # some block as they start
+        result = start(tensor, group)
+        log.waiting, log.starting = outer, False
+        if isinstance(result, tuple):
+            return result[0], Watched(log, note, result[1])
+        return Watched(log, note, result)
+
+    return noted
+
+
+def noted_message(
+    group: _Group, name: str, tensor: torch.Tensor, peer: int, start: Callable
+) -> Any:
+    """Starts a message between stages by `start()`, noted like a collective.
+
+    Args:
+        name: send or receive. peer: the rank at its other end.
+    """
+    log = group.log
+    if log is None:
+        return start()
+    note = log.start(group, name, tensor, peer)
+    outer, log.waiting = log.waiting, note  # a mailbox that is full blocks here
+    work = start()
+    log.waiting = outer
+    return Watched(log, note, work)
+
+
+def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
+    """The same groups, whose operations are noted in `log`."""
+    found = {f.name: getattr(groups, f.name) for f in dataclasses.fields(groups)}
+    kinds = {name: group for name, group in found.items() if hasattr(group, "log")}
+    noted = {name: dataclasses.replace(group, log=log) for name, group in kinds.items()}
+    return dataclasses.replace(groups, **noted)

@@ -1,0 +1,292 @@
+"""This rank's communication groups, made from a `Layout` and held by a `DeviceMesh`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallel3d.comm.group_options import (
+    GLOO_ON,
+    NOTHING,
+    Interfaces,
+    gloo_on,
+    nccl_options,
+    nccl_settings,
+)
+from parallel3d.comm.operation_log import OperationLog
+from parallel3d.comm.shared_collectives import SharedCollectives
+from parallel3d.config.schema import LaunchConfig
+from parallel3d.device import accelerator
+from parallel3d.topology.layout import Coordinates, Layout
+from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.price.links import two_levels
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import Config
+    from parallel3d.metrics.breakdown import Clock
+    from parallel3d.topology.tiling import Placement
+
+# Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
+# rails by their nature, so they stay where the processes met.
+DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", "embedding")
+
+Ranks = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate along one dimension.
+
+    `handle` is None for a group of one: nothing may be sent there, so nothing is.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int  # this rank's place in `ranks`
+    handle: dist.ProcessGroup | None
+    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
+    log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
+    clock: Clock | None = field(default=None, compare=False)  # told how long collectives take
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster are unsharded
+
+
+@dataclass
+class ProcessGroups:
+    """The groups of one rank: five kinds, seven with two levels of dp, whatever the world size.
+
+    tp, dp, pp   along one dimension
+    embedding    first and last stage of a pipeline (tied embeddings)
+    world        all ranks (loss and gradient norm)
+    dp_inner     members of dp in one NVLink domain, and
+    dp_outer     one of each domain: where gradients are reduced in two levels, else of one.
+                 With ddp.shard_size: members that share one copy of the model, and its replicas
+    """
+
+    layout: Layout
+    rank: int
+    mesh: DeviceMesh | None
+    tp: Group
+    dp: Group
+    pp: Group
+    embedding: Group
+    world: Group
+    dp_inner: Group = SINGLE
+    dp_outer: Group = SINGLE
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinates.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinates.pp == self.layout.pp - 1
+
+    @classmethod
+    def of_run(cls, config: Config, device: str, placement: Placement | None) -> ProcessGroups:
+        """The groups of a run's layout on this rank, made as its configuration says; collective.
+
+        Args:
+            device: this rank's, "cpu" or "<type>:<index>".
+            placement: where all ranks sit; None where the run did not need to know.
+        """
+        device_type = device.split(":")[0]
+        interfaces = None
+        if device_type == "cpu":
+            interfaces = Interfaces.of_run(config.cluster, placement)
+        levels = None
+        if config.ddp.hierarchical and placement is not None:
+            levels = two_levels(placement, "dp")
+        if config.zero > 1 and config.ddp.shard_size is not None:
+            levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
+        layout, timeout_s = layout_of(config), config.launch.timeout_s
+        return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
+
+    @classmethod
+    def create(
+        cls,
+        layout: Layout,
+        device_type: str,
+        timeout_s: float = 600.0,
+        launch: LaunchConfig | None = None,
+        interfaces: Interfaces | None = None,
+        levels: tuple[Ranks, Ranks] | None = None,
+    ) -> ProcessGroups:
+        """Makes the groups; collective over the world, which must be initialised.
+
+        Every rank makes every kind of group in the same order (creation is a collective of the
+        world); the mesh is assembled from the finished groups with explicit ranks, so that FSDP2,
+        DTensor and distributed checkpoints see the same placement.
+
+        Args:
+            launch: shared memory or not, NCCL's settings; its defaults if None.
+            interfaces: where gloo's groups connect; the system's choice if None.
+            levels: inner and outer groups of dp (`links.two_levels`); None: one level.
+
+        Raises:
+            ValueError: the world size is not the layout's.
+            UserError: an interface or a setting of NCCL that is not there.
+        """
+        world = dist.get_world_size()
+        if world != layout.world_size:
+            raise ValueError(f"world size {world} is not the layout's {layout.world_size}")
+        launch = launch or LaunchConfig()
+        maker = _Maker(
+            torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
+        )
+        tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
+        if device_type == "cpu" and launch.shared_memory:
+            tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
+        inner, outer = levels or ([], [])
+        ends = [[g[0], g[-1]] if len(g) > 1 else g for g in layout.groups("pp")]
+        return cls(
+            layout=layout,
+            rank=dist.get_rank(),
+            mesh=_mesh(layout, device_type, {"pp": pp, "dp": dp, "tp": tp}),
+            tp=tp,
+            dp=dp,
+            pp=pp,
+            embedding=maker.group("embedding", ends),
+            world=maker.group("world", [list(range(world))]),
+            dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
+            dp_outer=maker.group("dp_outer", outer) if outer else SINGLE,
+        )
+
+    @classmethod
+    def single(cls) -> ProcessGroups:
+        """Groups of one: the whole model on this process, whatever world is initialised."""
+        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+
+    def close(self) -> None:
+        """Destroys the groups that `create` made; the world stays with whoever initialised it."""
+        for group in (self.tp, self.dp):
+            if group.shared is not None:
+                group.shared.memory.close()
+        # As they were made, alike on all ranks: NCCL's members destroy a communicator together, and
+        # ranks that take two of them in different orders wait for each other for ever.
+        kinds = (self.tp, self.dp, self.pp, self.embedding, self.dp_inner, self.dp_outer)
+        for handle in dict.fromkeys(group.handle for group in kinds):
+            if handle not in (None, dist.group.WORLD):
+                dist.destroy_process_group(handle)
+
+
+def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
+    """Inner and outer groups of dp where a copy of the model is sharded over `shard_size` members
+    and repeated over the rest (HSDP; Zhao et al. 2023 §3.2.2); None where one copy takes all.
+
+    Members that follow each other share a copy: in the default order they are the closest.
+    """
+    if shard_size == layout.dp:
+        return None
+    inner = [
+        ranks[i : i + shard_size]
+        for ranks in layout.groups("dp")
+        for i in range(0, layout.dp, shard_size)
+    ]
+    outer = [ranks[i::shard_size] for ranks in layout.groups("dp") for i in range(shard_size)]
+    return inner, outer
+
+
+def _with_shared_memory(group: Group, timeout_s: float) -> Group:
+    """The same group, with shared memory where its ranks can have it; collective."""
+    if group.handle is None:
+        return group
+    shared = SharedCollectives.open(group.handle, group.index, group.size, timeout_s)
+    return replace(group, shared=shared)
+
+
+@dataclass
+class _Maker:
+    """Makes the groups of each kind. Equal ranks share one, where they want nothing different:
+    with dp=1, `model` is the world.
+
+    Attributes:
+        splits: the world's backend where it splits (NCCL), else None (gloo).
+        made: what sets the groups apart from others of their ranks, and the ranks → this rank's.
+    """
+
+    device: torch.device
+    timeout: datetime.timedelta
+    launch: LaunchConfig
+    interfaces: Interfaces | None
+    splits: dist.Backend | None = field(init=False, default=None)
+    made: dict[tuple[Hashable, Hashable], dist.ProcessGroup | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if accelerator.is_accelerator(self.device):
+            backend = dist.group.WORLD._get_backend(self.device)
+            self.splits = backend if backend.supports_splitting else None
+
+    def group(self, kind: str, all_ranks: Ranks) -> Group:
+        """This rank's group among `all_ranks`, which every rank of the world lists alike."""
+        rank = dist.get_rank()
+        mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
+        handle = self._shared(kind, all_ranks) if len(all_ranks[0]) > 1 else None
+        return Group(kind, tuple(mine), mine.index(rank), handle if len(mine) > 1 else None)
+
+    def _shared(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+        """The groups of these ranks that `kind` can have in common with others, or new ones."""
+        wants, ranks = self._wants(kind), tuple(map(tuple, all_ranks))
+        if (wants, ranks) in self.made:
+            return self.made[wants, ranks]
+        if wants is None and len(all_ranks[0]) == dist.get_world_size():
+            return dist.group.WORLD  # the same ranks in the same order need no second group
+        others = [key for key in self.made if key[1] == ranks]
+        if wants is None and others:  # it can do with what another kind asked for
+            return self.made[others[0]]
+        self.made[wants, ranks] = made = self._make(kind, all_ranks)
+        return made
+
+    def _wants(self, kind: str) -> Hashable:
+        """What sets groups of a kind apart from others of the same ranks; None for nothing."""
+        if self.splits is not None:
+            settings = nccl_settings(kind, self.launch)
+            return None if settings == NOTHING else settings
+        # The kinds that have interfaces of their own are made apart from the world's group.
+        return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
+
+    def _make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+        more = {"timeout": self.timeout, "group_desc": kind}
+        if self.splits is not None:
+            # One communicator split for all groups of a kind; made one by one, each group would
+            # cost every rank of the world a collective call.
+            options = nccl_options(kind, self.launch, self.timeout, self.splits)
+            return dist.split_group(split_ranks=all_ranks, pg_options=options, **more)
+        rank = dist.get_rank()
+        mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
+        interface = None
+        if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
+            interface = self.interfaces.of_group(mine, rank)
+        if interface is not None:
+            more |= {"backend": GLOO_ON, "pg_options": gloo_on(interface, self.timeout)}
+        made, _ = dist.new_subgroups_by_enumeration(all_ranks, **more)
+        return made
+
+
+def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceMesh | None:
+    """A (pp, dp, tp) mesh over the groups that exist; None for a single rank or with cp."""
+    if layout.world_size == 1 or layout.cp > 1:
+        return None
+    dims = {name: g for name, g in by_dim.items() if g.handle is not None}
+    handles = [g.handle for g in dims.values()]
+    if len(handles) == 1:
+        return DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=tuple(dims))
+    sizes = tuple(layout.size(d) for d in dims)
+    strides = tuple(layout.stride(d) for d in dims)
+    grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
+    return DeviceMesh.from_group(handles, device_type, grid, mesh_dim_names=tuple(dims))

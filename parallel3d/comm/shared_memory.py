@@ -1,0 +1,219 @@
+"""Memory that CPU ranks of one host share, with semaphores to take turns by.
+
+gloo moves tensors between processes of one machine through TCP: at 512 KiB between two ranks that
+costs a millisecond or more, most of it waking threads. Ranks on one host can as well write into
+memory that the others read. `shared_collectives.py` and `pipeline/mailbox.py` build on this.
+
+POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can
+time out. Each rank holds a lock on its byte of the file, which the kernel drops with the process:
+whoever waits looks at it once a second, so a dead peer is noticed and named. The file has no name
+in any folder, its peers open it in /proc: nothing is left behind, however a rank ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.comm.exchange import all_gather_json
+
+CPU = torch.device("cpu")
+SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
+LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
+SPIN_S = 100e-6  # peers that compute the same arrive together: look for a while before sleeping
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in ("sem_init", "sem_post", "sem_trywait", "sem_timedwait"):
+        getattr(libc, name).restype = ctypes.c_int
+    return libc
+
+
+def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
+    """A clock, and the function that waits for a semaphore until a moment of that clock.
+
+    The monotonic one, which no setting of the time moves; glibc before 2.30 and musl lack that.
+    """
+    monotonic = time.CLOCK_MONOTONIC
+    if hasattr(libc, "sem_clockwait"):
+        return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
+    return time.CLOCK_REALTIME, libc.sem_timedwait
+
+
+@dataclass
+class SharedMemory:
+    """Semaphores and bytes that all ranks of a group see; made by `open_shared_memory`.
+
+    Attributes:
+        index, size: this rank's place in the group, and the group's size.
+        data: (bytes,) uint8, the same memory in every rank.
+    """
+
+    index: int
+    size: int
+    descriptor: int
+    semaphores: int
+    length: int
+    timeout_s: float
+    libc: ctypes.CDLL = field(default_factory=_libc)
+
+    def __post_init__(self) -> None:
+        memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = everything.data_ptr()
+        self.data = everything[_semaphore_area(self.semaphores) :]
+        self.clock, self.wait_until = _wait_until(self.libc)
+
+    def close(self) -> None:
+        """Lets go of the file, and with it of the lock by which peers see this rank alive."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()  # an open file keeps its memory
+
+    def _semaphore(self, number: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.address + number * SEMAPHORE_BYTES)
+
+    def post(self, number: int) -> None:
+        """Adds one to a semaphore."""
+        self.libc.sem_post(self._semaphore(number))
+
+    def wait(self, number: int, peer: int) -> None:
+        """Takes one from a semaphore that member `peer` posts; sleeps until it can.
+
+        Raises:
+            ConnectionError: the peer has ended.
+            TimeoutError: the peer did not post within the group's timeout.
+        """
+        semaphore = self._semaphore(number)
+        start = time.perf_counter()
+        while self.libc.sem_trywait(semaphore) != 0:
+            if time.perf_counter() - start > SPIN_S:
+                break
+            os.sched_yield()
+        else:
+            return
+        while not self._sleep(semaphore, min(LOOK_S, self.timeout_s)):
+            if not self._lives(peer) and self.libc.sem_trywait(semaphore) != 0:
+                raise ConnectionError(f"member {peer} of the group has ended")
+            if time.perf_counter() - start > self.timeout_s:
+                raise TimeoutError(
+                    f"member {peer} of the group was not heard of for {self.timeout_s:g} s"
+                )
+
+    def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
+        """Whether the semaphore came within `seconds`."""
+        deadline = time.clock_gettime(self.clock) + seconds
+        limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
+        if self.wait_until(semaphore, ctypes.byref(limit)) == 0:
+            return True
+        reason = ctypes.get_errno()
+        if reason not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(reason, os.strerror(reason))
+        return False
+
+    def _lives(self, peer: int) -> bool:
+        """Whether the peer still holds the lock on its byte."""
+        try:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, peer)
+        except OSError:
+            return True
+        fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, peer)
+        return False
+
+
+def _semaphore_area(semaphores: int) -> int:
+    """Bytes before the data, whole pages."""
+    page = mmap.PAGESIZE
+    return (semaphores * SEMAPHORE_BYTES + page - 1) // page * page
+
+
+def open_shared_memory(
+    handle: dist.ProcessGroup,
+    index: int,
+    size: int,
+    semaphores: Sequence[int],
+    data_bytes: int,
+    timeout_s: float,
+) -> SharedMemory | None:
+    """Memory shared by the group's ranks, or None if they cannot share any; collective.
+
+    The first rank makes a file, the others try to open it where /proc has that rank's: in a
+    container with processes of its own they cannot, and the group does without, as it does where
+    host names differ. (Nodes made of namespaces on one machine may see one /proc.)
+
+    Args:
+        semaphores: their initial values.
+        data_bytes: bytes beside them, the same on every rank.
+    """
+    length = _semaphore_area(len(semaphores)) + data_bytes
+    descriptor = _create(length, semaphores) if index == 0 else -1
+    host = socket.gethostname()
+    mine = (host, os.getpid(), descriptor, _identity(descriptor))
+    host_of_first, pid, number, identity = all_gather_json(mine, handle, CPU)[0]
+    if index > 0 and host_of_first == host and number >= 0:
+        descriptor = _attach(f"/proc/{pid}/fd/{number}", identity)
+    if descriptor >= 0:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
+    attached = all_gather_json(descriptor >= 0, handle, CPU)
+    if all(attached):
+        return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return None
+
+
+def _create(length: int, semaphores: Sequence[int]) -> int:
+    """A file of `length` bytes with its semaphores set; -1 where there is no room, or no Linux."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    descriptor = os.memfd_create("parallel3d")
+    try:
+        os.posix_fallocate(descriptor, 0, length)  # a full memory must show here, not as a SIGBUS
+    except OSError:
+        os.close(descriptor)
+        return -1
+    libc = _libc()
+    with mmap.mmap(descriptor, _semaphore_area(len(semaphores))) as memory:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for i, initial in enumerate(semaphores):
+            libc.sem_init(ctypes.c_void_p(start + i * SEMAPHORE_BYTES), 1, initial)
+    return descriptor
+
+
+def _identity(descriptor: int) -> list[int]:
+    """By which a file is known again: device, inode, size."""
+    if descriptor < 0:
+        return []
+    found = os.fstat(descriptor)
+    return [found.st_dev, found.st_ino, found.st_size]
+
+
+def _attach(path: str, identity: list[int]) -> int:
+    """The first rank's file, or -1 if this rank cannot see it, or another in its place."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    if _identity(descriptor) == identity:
+        return descriptor
+    os.close(descriptor)
+    return -1

@@ -1,0 +1,71 @@
+"""Collectives that tell their group's clock when they begin and when they are waited for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from parallel3d.metrics.breakdown import OF_GROUP, Clock
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import Group, ProcessGroups
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+def kind_of(group: Group) -> str:
+    """The kind under which a group's communication counts."""
+    return OF_GROUP.get(group.name, "model")
+
+
+@dataclass
+class Timed:
+    """A handle whose wait counts as communication."""
+
+    work: _Work
+    clock: Clock
+    kind: str
+
+    def wait(self) -> None:
+        self.clock.push(self.kind)
+        self.work.wait()
+        self.clock.pop()
+
+
+def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any]:
+    """Counts a collective's wait, and on the CPU its start, as its group's communication.
+
+    `call` returns a handle, or a tensor and a handle. A group without a clock, or of one rank, is
+    handed through.
+    """
+
+    @functools.wraps(call)
+    def run(tensor: Tensor, group: Group) -> Any:
+        clock = group.clock
+        if clock is None or group.size == 1:
+            return call(tensor, group)
+        kind = kind_of(group)
+        starts = clock.times.marks_starts
+        if starts:
+            clock.push(kind)
+        result = call(tensor, group)
+        if starts:
+            clock.pop()
+        if isinstance(result, tuple):
+            return result[0], Timed(result[1], clock, kind)
+        return Timed(result, clock, kind)
+
+    return run
+
+
+def with_clock(groups: ProcessGroups, clock: Clock) -> ProcessGroups:
+    """The same groups, whose collectives tell `clock` how long they take."""
+    of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
+    kinds = {name: group for name, group in of_rank.items() if hasattr(group, "clock")}
+    return replace(groups, **{n: replace(group, clock=clock) for n, group in kinds.items()})

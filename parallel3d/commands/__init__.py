@@ -1,0 +1,1 @@
+"""One file or folder a subcommand: what it needs, composed."""

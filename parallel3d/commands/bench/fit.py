@@ -1,0 +1,105 @@
+"""Which latency and bandwidth would have priced the measured times right."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel3d.topology.cluster.parts import Link, LinkClass
+from parallel3d.topology.price import costs
+
+LIMIT = 30.0  # natural logarithm of what no link is beyond, in microseconds or ns a byte
+
+# Of these the cost is a·α + b/B with a and b that do not depend on the link, and training sends
+# nearly all of its bytes by them.
+FITTED = {
+    "all_reduce": costs.ring_all_reduce,
+    "all_gather": costs.all_gather,
+    "reduce_scatter": costs.reduce_scatter,
+    "send_recv": lambda n, nbytes, link: costs.send_recv(nbytes, link),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured operation: n ranks, `nbytes` as nccl-tests counts them."""
+
+    op: str
+    n: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`link` prices half of the samples within a factor of `typical_factor` of the measured."""
+
+    link: Link
+    samples: int
+    typical_factor: float
+
+    def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
+        """The keys of `cluster` that say so; the spine's speed is told by its oversubscription."""
+        speed, latency = _round(self.link.gb_per_s), _round(self.link.latency_us)
+        if kind is not LinkClass.SPINE:
+            return {
+                f"cluster.{kind.label}_gb_per_s": speed,
+                f"cluster.{kind.label}_latency_us": latency,
+            }
+        return {
+            "cluster.oversubscription": max(1.0, _round(rail_gb_per_s / self.link.gb_per_s)),
+            "cluster.spine_latency_us": latency,
+        }
+
+
+def fit(samples: Sequence[Sample]) -> Fit | None:
+    """The link whose prices are off by the least factors; None without two sizes.
+
+    Factors, not seconds: twice too much and half as much are equally wrong, for small messages as
+    for large ones. (Relative differences would favour prices that are too low: one that is too low
+    is at most 100 % off.) Where larger messages take no longer, the bandwidth cannot be told and
+    comes out as very high.
+    """
+    samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
+    if len({s.nbytes for s in samples}) < 2:
+        return None
+    # Seconds for each microsecond of latency, and for each nanosecond a byte (1 / (GB/s)).
+    each = np.array([[_cost(s, Link(1e30, 1.0)), _cost(s, Link(1.0, 0.0))] for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+
+    def off(logarithms: np.ndarray) -> float:
+        return float((np.log(each @ np.exp(logarithms) / seconds) ** 2).sum())
+
+    latency, slowness = np.exp(_least(off, np.log((seconds[:, None] / each).min(axis=0))))
+    link = Link(1 / float(slowness), float(latency))
+    factors = [max(p := _cost(s, link) / s.seconds, 1 / p) for s in samples]
+    return Fit(link, len(samples), statistics.median(factors))
+
+
+def _least(off: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
+    """Where `off` is least: a pattern search, which takes ever smaller steps along both axes.
+
+    It also steps along the diagonal on which one rises as the other falls, as latency and
+    bandwidth do for messages of middling size.
+    """
+    best, least, step = start, off(start), 2.0
+    directions = np.array([[1, 0], [-1, 0], [0, 1], [0, -1], [1, -1], [-1, 1]])
+    while step > 1e-7:
+        trial = min((best + step * d for d in directions), key=off)
+        if off(trial) < least and np.abs(trial).max() < LIMIT:
+            best, least = trial, off(trial)
+        else:
+            step /= 2
+    return best
+
+
+def _cost(sample: Sample, link: Link) -> float:
+    return FITTED[sample.op](sample.n, sample.nbytes, link)
+
+
+def _round(value: float) -> float:
+    """To three digits."""
+    return float(f"{value:.3g}")

@@ -1,0 +1,198 @@
+"""`preflight=true`: a short look at every wire of a run before its first step.
+
+Pairs are probed as in `bench comm`. Then all groups of a dimension, at the same time, do what they
+do in training: sums for tp and dp, messages between stages for pp. What is slow is said in one
+line each and written to preflight.json; the run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.bench.operations import Operation, Site, prepare
+from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe, shown
+from parallel3d.commands.bench.rows import WORLD, groups_of, sites
+from parallel3d.commands.bench.timing import finisher, timed_calls
+from parallel3d.commands.bench.where import Where
+from parallel3d.config.schema import Config
+from parallel3d.device import accelerator
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.run.launch import Worker
+from parallel3d.topology.price.costs import collective_time
+
+NBYTES = 1 << 20
+CALLS = 5
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """The fastest of some calls in one group, at its slowest rank, and what the model says."""
+
+    dim: str
+    ranks: tuple[int, ...]
+    operation: Operation
+    nbytes: int
+    seconds: float
+    priced_s: float | None  # None: no wire leads through the group
+
+    @property
+    def times_the_price(self) -> float | None:
+        return self.seconds / self.priced_s if self.priced_s else None
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "dim": self.dim,
+            "ranks": list(self.ranks),
+            "op": self.operation.name,
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
+            "priced_s": self.priced_s,
+            "times_the_price": self.times_the_price,
+        }
+
+
+@dataclass(frozen=True)
+class SlowGroup:
+    """A group that is slow beside the others of its dimension, each held against its price."""
+
+    group: GroupTime
+    times: float
+
+    def sentence(self, where: Where) -> str:
+        """Names the group and where its ranks sit."""
+        group = self.group
+        ranks = group.ranks if len(group.ranks) <= 8 else (group.ranks[0], group.ranks[-1])
+        return (
+            f"slow group: {group.dim} group {shown(list(group.ranks))}: {group.operation.label} of "
+            f"{group.nbytes:,} bytes takes {group.seconds * 1e3:.3g} ms, {self.times:.1f} times "
+            f"what its price and the other {group.dim} groups let expect; "
+            + "; ".join(where.name(rank) for rank in ranks)
+        )
+
+
+def preflight(
+    config: Config,
+    groups: ProcessGroups,
+    worker: Worker,
+    say: Callable[[str], None],
+    send: Exchange = exchange,
+) -> None:
+    """Probes, says what is slow on rank 0 and writes preflight.json; collective over the world.
+
+    A world of one rank has no wires. `send` is how the pair probe exchanges a message.
+    """
+    if groups.layout.world_size == 1:
+        return
+    worker.phase = "preflight"
+    start = time.perf_counter()
+    device = torch.device(worker.device)
+    where = Where.find(config, worker, groups.layout)
+    outlier = config.bench.outlier
+    findings, pairs = probe(where, groups, device, outlier, send)
+    times, slow = _probe_groups(groups, where, device, config)
+    if worker.rank > 0:
+        return
+    known = {rank for finding in findings for rank in finding.ranks}
+    unexplained = [found for found in slow if not known & set(found.group.ranks)]
+    lines = [finding.sentence(where) for finding in findings]
+    lines += [group.sentence(where) for group in unexplained]
+    if accelerator.is_accelerator(device):  # the cluster's speeds are those of GPUs
+        lines += [line for of_dim in times for line in off_the_price(of_dim, outlier)]
+    for line in lines:
+        say(f"preflight: {line}")
+    write_json(
+        worker.run_dir / "preflight.json",
+        {
+            "seconds": time.perf_counter() - start,
+            "outlier": outlier,
+            "warnings": lines,
+            "findings": [finding.facts(where) for finding in findings],
+            "groups": [group.facts() for of_dim in times for group in of_dim],
+            "pairs": [{"ranks": list(pair), "seconds": t} for pair, t in pairs.items()],
+        },
+    )
+
+
+def _probe_groups(
+    groups: ProcessGroups, where: Where, device: torch.device, config: Config
+) -> tuple[list[list[GroupTime]], list[SlowGroup]]:
+    """(times of every group by dimension, what is slow among them), on every rank."""
+    outlier, floor_s = config.bench.outlier, floor_of(device)
+    mine = {dim: site for dim, site in sites(groups, device, config.launch).items() if dim != WORLD}
+    times = [_fastest(site, dim, where) for dim, site in mine.items()]
+    slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
+    for pause in PAUSES_S:
+        if not slow:  # the same on every rank, as the times are
+            break
+        time.sleep(pause)
+        again = [_fastest(site, dim, where) for dim, site in mine.items()]
+        times = [
+            [min(both, key=lambda group: group.seconds) for both in zip(*of_dim, strict=True)]
+            for of_dim in zip(times, again, strict=True)
+        ]
+        slow = [found for of_dim in times for found in judge(of_dim, outlier, floor_s)]
+    for site in mine.values():
+        if site.boxes is not None:
+            site.boxes.memory.close()
+    return times, slow
+
+
+def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
+    """Of all groups of the dimension, working at the same time; the same list on every rank."""
+    layout = where.placement.layout
+    groups = groups_of(layout, dim)
+    name = "send_recv" if dim == "pp" else "all_reduce"
+    operation = Operation(name, None if dim == "pp" else "sum", own=True)
+    call = prepare(operation, site, NBYTES)
+    finish = finisher(site.device)
+    seconds = timed_calls(call.run, dist.barrier, finish, 1, CALLS)
+    by_call = torch.zeros(len(groups), CALLS, dtype=torch.float64)
+    by_call[groups.index(list(site.group.ranks))] = torch.tensor(seconds, dtype=torch.float64)
+    by_call = by_call.to(site.device)
+    dist.all_reduce(by_call, dist.ReduceOp.MAX)
+    fastest = by_call.min(dim=1).values.tolist()
+    nbytes, found = site.whole_bytes(NBYTES), []
+    for ranks, own in zip(groups, fastest, strict=True):
+        _, link = where.slowest_link(ranks, chain=dim == "pp")
+        priced = link and collective_time(name, len(ranks), nbytes, link)
+        found.append(GroupTime(dim, tuple(ranks), operation, nbytes, own, priced))
+    return found
+
+
+def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[SlowGroup]:
+    """Groups that take more than `outlier` times the median multiple of the price.
+
+    Two groups have no median to speak of: nothing is found.
+    """
+    priced = [group for group in groups if group.times_the_price is not None]
+    if len(priced) < 3:
+        return []
+    multiples = [group.times_the_price for group in priced]
+    usual = float(np.median(multiples))
+    return [
+        SlowGroup(group, multiple / usual)
+        for group, multiple in zip(priced, multiples, strict=True)
+        if multiple > outlier * usual and group.seconds > usual * group.priced_s + floor_s
+    ]
+
+
+def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
+    """A line if even the median group of a dimension is much slower than the model says."""
+    multiples = [group.times_the_price for group in groups if group.times_the_price is not None]
+    if not multiples or np.median(multiples) <= outlier:
+        return []
+    group = groups[0]
+    return [
+        f"{group.dim} groups: {group.operation.label} of {group.nbytes:,} bytes takes "
+        f"{np.median(multiples):.1f} times its price in the median group: the cluster's speeds or "
+        "the network's settings are not what the model says; parallel3d bench comm shows more"
+    ]

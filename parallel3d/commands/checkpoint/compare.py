@@ -1,0 +1,192 @@
+"""`parallel3d checkpoint verify` and `diff`: every byte proved, two checkpoints side by side."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from parallel3d.checkpoint.manifest import (
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    list_checkpoints,
+    read_manifest,
+)
+from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
+from parallel3d.commands.checkpoint.listing import (
+    condition,
+    find_checkpoint,
+    find_run,
+    said_of,
+    step_number,
+    table,
+)
+from parallel3d.config.identity import flat
+from parallel3d.errors import UserError
+from parallel3d.files.reading import plain
+
+KINDS = ("parameter", "exp_avg", "exp_avg_sq", "momentum")
+SHOWN = 20  # rows of differing tensors
+
+
+def verify(runs_dir: Path, run: str, step: int | None) -> int:
+    """Prove a run's checkpoints, or one. Returns 0 if all are whole, 1 if one is not, or cannot be
+    read."""
+    if step is None:
+        folders = list_checkpoints(find_run(runs_dir, run))
+        if not folders:
+            raise UserError(f"run={run} has no checkpoint in {runs_dir / run}")
+    else:
+        folders = [find_checkpoint(runs_dir, run, step)]
+    code = 0
+    for folder in folders:
+        started = time.perf_counter()
+        try:
+            manifest = verify_checkpoint(folder)
+        except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
+            print(f"{folder.name}  {condition(problem)}")
+            code = 1
+            continue
+        seconds = time.perf_counter() - started
+        print(f"{folder.name}  whole: {manifest.size:,} bytes proved in {seconds:.2f} s")
+    return code
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that two checkpoints have alike in shape: how far apart its values are.
+
+    `relative` is the largest difference over the largest magnitude of the tensor in either.
+    """
+
+    name: str
+    absolute: float
+    relative: float
+    elements: int  # that differ
+    of: int
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+
+def diff(runs_dir: Path, a: str, b: str) -> int:
+    """Compare two checkpoints (`run` or `run@step`). Returns 0 if they are equal, else 1.
+
+    Equal: the same tensors with the same values, and the same progress. What differs in the
+    configuration is said, and makes no difference by itself.
+    """
+    folders = [_named(runs_dir, a), _named(runs_dir, b)]
+    print(f"a: {_title(folders[0])}\nb: {_title(folders[1])}")
+    same = True
+    compared: list[Difference] = []
+    for kind in KINDS:
+        left, right = (_read(folder, kind) for folder in folders)
+        same &= _say_unmatched(left, right)
+        compared += [_difference(n, left[n], right[n]) for n in left if _alike(left, right, n)]
+    differing = [d for d in compared if d.elements]
+    same &= not differing
+    print(_summary(compared))
+    if differing:
+        print(_differences(differing))
+    with said_of(f"{_title(folders[0])} or {_title(folders[1])}"):
+        manifests = [read_manifest(folder) for folder in folders]
+    same &= _say_facts("progress", manifests[0].progress, manifests[1].progress)
+    _say_facts("configuration", flat(manifests[0].config), flat(manifests[1].config))
+    print("equal" if same else "different")
+    return 0 if same else 1
+
+
+def _named(runs_dir: Path, word: str) -> Path:
+    run, at, step = word.rpartition("@")
+    if not at:
+        return find_checkpoint(runs_dir, word, None)
+    if not step.isascii() or not step.isdigit():
+        raise UserError(f"{word}: behind the @ must stand a step, as in {run}@100")
+    return find_checkpoint(runs_dir, run, int(step))
+
+
+def _title(folder: Path) -> str:
+    return f"run={folder.parents[1].name} step={step_number(folder)}"
+
+
+def _read(folder: Path, kind: str) -> dict[str, Tensor]:
+    """One kind of tensors at a time: two checkpoints need not fit the memory whole."""
+    with said_of(_title(folder)):
+        return read_whole(folder, (kind,))
+
+
+def _alike(left: dict[str, Tensor], right: dict[str, Tensor], name: str) -> bool:
+    return name in right and left[name].shape == right[name].shape
+
+
+def _say_unmatched(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Say which tensors are in one alone, or of two shapes. Returns whether there is none."""
+    found = []
+    for name in sorted(left.keys() | right.keys()):
+        if name not in right:
+            found.append(f"only in a: {name}")
+        elif name not in left:
+            found.append(f"only in b: {name}")
+        elif left[name].shape != right[name].shape:
+            shapes = f"{tuple(left[name].shape)} and {tuple(right[name].shape)}"
+            found.append(f"of two shapes: {name}, {shapes}")
+    for line in found[:SHOWN]:
+        print(plain(line))
+    if len(found) > SHOWN:
+        print(f"… and {len(found) - SHOWN} more")
+    return not found
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
+    a, b = a.double(), b.double()
+    # Not a number equals itself here: the question is whether the same was saved.
+    unequal = (a != b) & ~(a.isnan() & b.isnan())
+    gap = (a - b).abs()[unequal]
+    largest = float(gap.max()) if gap.numel() else 0.0
+    scale = max(float(t.abs().max()) if t.numel() else 0.0 for t in (a, b))
+    return Difference(
+        name, largest, largest / scale if scale else 0.0, int(unequal.sum()), a.numel()
+    )
+
+
+def _summary(compared: list[Difference]) -> str:
+    """How many tensors of each kind both have, and how many of them are equal."""
+    lines = []
+    for kind in KINDS:
+        some = [d for d in compared if d.kind == kind]
+        if some:
+            equal = sum(not d.elements for d in some)
+            lines.append(f"{kind}: {len(some)} tensors in both, {equal} of them equal")
+    return "\n".join(lines)
+
+
+def _differences(differing: list[Difference]) -> str:
+    """Parameters first, and of each kind those that differ most in parts of their own size."""
+    order = sorted(differing, key=lambda d: (KINDS.index(d.kind), -d.relative, d.name))
+    rows = [
+        {
+            "tensor": d.name,
+            "max abs": f"{d.absolute:.3g}",
+            "max rel": f"{d.relative:.3g}",
+            "elements": f"{d.elements:,} of {d.of:,}",
+        }
+        for d in order[:SHOWN]
+    ]
+    numbers = ("max abs", "max rel", "elements")
+    text = table(("tensor", *numbers), rows, numbers)
+    more = f"\n… and {len(order) - SHOWN} more" if len(order) > SHOWN else ""
+    return f"{text}{more}\n(max rel: the largest difference over the tensor's largest magnitude)"
+
+
+def _say_facts(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Say the keys that differ. Returns whether there is none."""
+    keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    for key in keys:
+        print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))
+    sys.stdout.flush()
+    return not keys

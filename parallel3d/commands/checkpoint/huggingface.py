@@ -1,0 +1,223 @@
+"""From a run to a Hugging Face folder and back: `parallel3d checkpoint export` and `import`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from parallel3d.checkpoint.boxes import Box, LogicalTensor, whole_tensors
+from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.names import logical_shapes
+from parallel3d.checkpoint.manifest import Manifest, read_manifest
+from parallel3d.checkpoint.saver import Save, Saver
+from parallel3d.checkpoint.storage import read_state, stored_shapes
+from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import check_fields, spell
+from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema
+from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.device.precision import LossScale
+from parallel3d.errors import UserError, say
+from parallel3d.files.reading import plain
+from parallel3d.run.directory import make_run_directory
+from parallel3d.sizes.flops import parameter_count
+
+NO_TOKENIZER = "a tokenizer is not part of it: parallel3d's tokens are bytes, and 256 ends a text"
+# Of an imported model these may be chosen; all else is as its config.json says.
+MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
+
+
+def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str | None) -> int:
+    """Write a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
+
+    Args:
+        step: None for the newest. dtype: None for the checkpoint's own, fp32 or fp64.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, a model that neither format can express.
+    """
+    folder = find_checkpoint(runs_dir, run, step)
+    where = f"run={run} step={step_number(folder)}"
+    with said_of(where, "; parallel3d checkpoint ls shows the others"):
+        manifest = read_manifest(folder)
+        model, own = _model_of(manifest, where)
+        check_layers(model, len(stored_shapes(folder)), where)
+        files = export_hf(
+            model,
+            _Reader(folder, model, own),
+            to.absolute(),
+            dtype=dtype or own,
+            end_of_text=ByteTokenizer().eot,
+        )
+    size = sum(path.stat().st_size for path in files)
+    say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {NO_TOKENIZER}")
+    return 0
+
+
+def _model_of(manifest: Manifest, where: str) -> tuple[ModelConfig, str]:
+    """The model of a checkpoint and the type of its weights.
+
+    Raises UserError for a configuration that is not one of ours.
+    """
+    try:
+        model = ModelConfig(**manifest.config["model"])
+        check_fields(dataclasses.replace(Config(), model=model))
+        return model, "fp64" if manifest.config["precision"]["name"] == "fp64" else "fp32"
+    except (KeyError, TypeError, UserError) as error:
+        why = plain(str(error) if isinstance(error, UserError) else repr(error))
+        raise UserError(f"{where} has no model that this parallel3d knows: {why}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads logical parameters of a checkpoint, a few at a time, each proved."""
+
+    folder: Path
+    model: ModelConfig
+    dtype: str
+
+    def __call__(self, names: Iterable[str]) -> dict[str, Tensor]:
+        shapes = logical_shapes(self.model)
+        wanted = {f"parameter/{name}": shapes[name] for name in names}
+        dtype = torch.float64 if self.dtype == "fp64" else torch.float32
+        state = whole_tensors(wanted, dict.fromkeys(wanted, dtype))
+        read_state(self.folder, state)
+        return {n.partition("/")[2]: tensor.boxes[0][1] for n, tensor in state.items()}
+
+
+def import_run(folder: Path, run: str, runs_dir: Path, overrides: list[str]) -> int:
+    """Make a run with a Hugging Face folder's weights as its checkpoint of step 0; returns 0.
+
+    The optimizer's state is zero, as before a first step. Everything is checked before the run's
+    folder is made; what fails later removes it again.
+
+    Raises:
+        UserError: a folder that our model cannot express or that is not whole, an override that
+            contradicts it, a name that is taken.
+    """
+    kind, keys = read_hf_config(folder)
+    config = _configuration(folder, run, runs_dir, keys, overrides)
+    tensors = tensors_of(folder, config.model, kind)
+    first = next(tensors)  # every name, shape and type has been checked
+    config, run_dir = make_run_directory(config)
+    try:
+        state = _state(config, [first, *tensors])
+        outcome = _save(config, run_dir, state)
+    except BaseException:
+        shutil.rmtree(run_dir)
+        raise
+    if outcome is not None:
+        shutil.rmtree(run_dir)
+        raise UserError(f"{run_dir} cannot be written: {outcome}")
+    say(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
+    say(f"its own tokenizer is not taken over: {NO_TOKENIZER}")
+    say("train it on with (data and optimizer as you like):")
+    print(f"parallel3d train run={run} {' '.join(_words(config, overrides))}".rstrip())
+    return 0
+
+
+def _configuration(
+    folder: Path, run: str, runs_dir: Path, keys: dict[str, Any], overrides: list[str]
+) -> Config:
+    """The checked configuration of an imported run."""
+    words = [*overrides, f"run={run}", f"runs_dir={runs_dir}"]
+    config = _composed(words)
+    model = dataclasses.replace(ModelConfig(), **keys)
+    typed = [word.partition("=")[0].lstrip("+") for word in overrides]
+    if "model" in typed:
+        raise UserError(f"model=… is given by {folder}: leave it out")
+    for name in typed:
+        section, _, key = name.partition(".")
+        if section != "model" or not hasattr(model, key):
+            continue
+        wanted = getattr(config.model, key)
+        if key in MAY_DIFFER:
+            model = dataclasses.replace(model, **{key: wanted})
+        elif wanted != getattr(model, key):
+            raise UserError(
+                f"{spell(name, wanted)}: {folder} gives {spell(name, getattr(model, key))}; "
+                f"what may be chosen is {', '.join(f'model.{key}' for key in MAY_DIFFER)}"
+            )
+    longest = keys["seq_length"]
+    if model.seq_length > longest:
+        raise UserError(
+            f"model.seq_length={model.seq_length} is more than the {longest} positions of "
+            f"{folder}; the nearest is model.seq_length={longest}"
+        )
+    return check_config(dataclasses.replace(config, model=model), own_samples=True)
+
+
+def _composed(words: list[str]) -> Config:
+    register_schema()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            return OmegaConf.to_object(compose("config", overrides=words))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain_override_error(error, words) from None
+
+
+def _words(config: Config, overrides: list[str]) -> list[str]:
+    """What to type so that `train` has this model, beside what was typed already."""
+    default, model = _composed([]).model, config.model
+    derived = {"num_query_groups": "kv_heads", "ffn_hidden_size": "ffn_size"}
+    derived["max_position_embeddings"] = "max_positions"
+    model_words = []
+    for f in dataclasses.fields(model):
+        value, usual = getattr(model, f.name), getattr(default, f.name)
+        blank = dataclasses.replace(model, **({f.name: None} if f.name in derived else {}))
+        follows = f.name in derived and value == getattr(blank, derived[f.name])
+        if f.name != "name" and value != usual and not (usual is None and follows):
+            model_words.append(spell(f"model.{f.name}", value))
+    known = {word.partition("=")[0] for word in model_words}
+    where = [] if config.runs_dir == Config().runs_dir else [spell("runs_dir", config.runs_dir)]
+    return [*where, *model_words, *(w for w in overrides if w.partition("=")[0] not in known)]
+
+
+def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, LogicalTensor]:
+    """Every tensor whole, with the optimizer's state before its first step."""
+    optim = config.optim
+    kinds = ("exp_avg", "exp_avg_sq") if optim.name == "adamw" else ("momentum",)
+    if optim.name == "sgd" and optim.momentum == 0:
+        kinds = ()
+    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    state: dict[str, LogicalTensor] = {}
+    for name, tensor in tensors:
+        shape, box = tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape))
+        values = {"parameter": tensor.to(dtype)}
+        # Zeros cost no memory until somebody writes to them.
+        values |= {kind: torch.zeros(shape, dtype=dtype) for kind in kinds}
+        for kind, full in values.items():
+            state[f"{kind}/{name}"] = LogicalTensor(shape, dtype, [(box, full)])
+    return state
+
+
+def _save(config: Config, run_dir: Path, state: dict[str, LogicalTensor]) -> str | None:
+    """Write the checkpoint of step 0. Returns what kept it from being written, if something did."""
+    scale = LossScale(config.precision)
+    progress = {"steps": 0, "consumed_samples": 0, "updates": 0}
+    progress |= {"loss_scale": scale.scale, "good_steps": 0, "overflows": 0}
+    versions = {"torch": torch.__version__}
+    try:
+        versions["parallel3d"] = version("parallel3d")
+    except PackageNotFoundError:
+        versions["parallel3d"] = "source"
+    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions, ())
+    saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
+    elements = parameter_count(config.model)
+    saver.start(Save(0, 1, state, facts, elements), background=False)
+    outcome = saver.join()
+    if outcome.is_bug:
+        raise RuntimeError(outcome.problem)
+    return outcome.problem

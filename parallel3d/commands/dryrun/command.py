@@ -1,0 +1,142 @@
+"""`parallel3d dryrun`: what a step of this configuration takes of one GPU, before there is one.
+
+The trainer itself runs, on tensors that have shapes and no values, as one rank of a world whose
+other ranks are not there. What it allocates, launches and sends is counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import show
+from parallel3d.config.schema import ClusterConfig, Config, conf_dir
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.configured import cluster_from_config
+from parallel3d.topology.map.assumptions import chosen_keys
+from parallel3d.topology.placement.placed_ranks import layout_of
+
+if TYPE_CHECKING:
+    from parallel3d.topology.tiling import Placement
+
+MADE_BY = "parallel3d dryrun"
+ASSUMED_CLUSTER = "dgx_h100"
+
+
+def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
+    """Print what a step takes, and write the file asked for. Returns the exit code, 0.
+
+    `typed`: the overrides of the command line, which tell what the user chose himself; None (a
+    caller with a configuration of its own) for: everything. Raises UserError for what cannot work.
+    """
+    _check_free(config)
+    config, assumed = assume_cluster(config, typed)
+    facts = find_facts(config) | {"assumed": assumed}
+    if config.dryrun.json:
+        _write(config, json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False) + "\n")
+    from parallel3d.commands.dryrun.report import print_report
+
+    print_report(facts, sys.stdout)
+    return 0
+
+
+def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config, list[str]]:
+    """The configuration with a cluster that has GPUs, where the user chose none."""
+    keys = {"cluster"} if typed is None else chosen_keys(typed)
+    chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
+    if chosen or config.cluster.gpu is not None:
+        return config, []
+    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
+    cluster = ClusterConfig(**values)  # type: ignore[arg-type]
+    return dataclasses.replace(config, cluster=cluster), [f"cluster={ASSUMED_CLUSTER}"]
+
+
+def find_facts(config: Config) -> dict[str, Any]:
+    """Everything that the report shows, as plain data; nothing is printed or written.
+
+    This process has the pretended device from here on. Raises UserError for what cannot work.
+    """
+    config = check_config(config, own_samples=True)
+    layout = layout_of(config)
+    ranks = _ranks(config)
+    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
+    from parallel3d.commands.dryrun.roofline import gpu_of
+    from parallel3d.commands.dryrun.world import dry_step
+
+    gpu = gpu_of(config)
+    placement = _placement(config) if config.ddp.hierarchical else None
+    rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
+    return facts_of(config, layout, gpu, rows)
+
+
+def _ranks(config: Config) -> list[int]:
+    """The rank asked for, or the first ones of the first, a middle and the last stage."""
+    world, pp = layout_of(config).world_size, config.pp
+    rank = config.dryrun.rank
+    if rank is None:
+        first_pipeline = layout_of(config).groups("pp")[0]
+        return [first_pipeline[stage] for stage in sorted({0, pp // 2, pp - 1})]
+    if rank >= world:
+        raise UserError(
+            f"dryrun.rank={rank} must be below the {world} ranks of this layout; the nearest is "
+            f"dryrun.rank={world - 1}."
+        )
+    return [rank]
+
+
+def _placement(config: Config) -> Placement:
+    """Where the ranks sit on the configured cluster, which decides the two levels of dp."""
+    from parallel3d.sizes.traffic import transfers
+    from parallel3d.topology.placement.search import place
+
+    layout = layout_of(config)
+    cluster = cluster_from_config(config.cluster, layout.world_size)
+    return place(config, cluster, layout, transfers(config, layout))
+
+
+# --- the file --------------------------------------------------------------------------------
+
+
+def _check_free(config: Config) -> None:
+    """Refuse to overwrite what this command did not write, before any work is done."""
+    if config.dryrun.json is None:
+        return
+    path, key = Path(config.dryrun.json), f"dryrun.json={show(config.dryrun.json)}"
+    if path.is_dir():
+        raise UserError(f"{key} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{key} is no regular file; name one, or a new one.")
+    if not path.exists():
+        return
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            ours = f'"made_by": "{MADE_BY}"' in file.read(1000)
+    except OSError as error:
+        raise UserError(f"{key} cannot be read: {error.strerror}.") from None
+    if not ours:
+        raise UserError(
+            f"{key} exists and was not written by {MADE_BY}; it stays as it is: name another "
+            f"file, or remove it."
+        )
+
+
+def _write(config: Config, text: str) -> None:
+    path = Path(config.dryrun.json or "")
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        key = f"dryrun.json={show(config.dryrun.json)}"
+        raise UserError(f"{key} cannot be written: {error.strerror}.") from None

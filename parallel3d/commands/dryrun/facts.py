@@ -1,0 +1,115 @@
+"""What was counted, as plain data: the report and the JSON show this and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from parallel3d.commands.dryrun.counting import COMMUNICATION, PARTS, Sums
+from parallel3d.commands.dryrun.memory import KINDS
+from parallel3d.commands.dryrun.roofline import Gpu
+from parallel3d.commands.dryrun.world import Dry
+from parallel3d.config.schema import Config
+from parallel3d.sizes.flops import flops_per_token, parameter_count
+from parallel3d.topology.layout import Layout
+
+Facts = dict[str, Any]
+
+
+def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> Facts:
+    """Of the rank whose memory peaks highest in full, of the others a row each."""
+    worst = max(rows, key=lambda row: row.peak)
+    usable = gpu.memory - 1e9 * config.dryrun.reserve_gb
+    busy = max(row.counts.sum("seconds") for row in rows)
+    step = max(step_seconds(row, config) for row in rows)
+    tokens = config.global_batch_size * config.model.seq_length
+    model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
+    return {
+        "model": config.model.name,
+        "parameters": parameter_count(config.model),
+        "layout": {"tp": config.tp, "pp": config.pp, "cp": config.cp, "dp": config.dp},
+        "world_size": layout.world_size,
+        "settings": _settings(config),
+        "compiled": config.compile,
+        "gpu": gpu.name,
+        "gpu_memory_bytes": gpu.memory,
+        "reserve_bytes": 1e9 * config.dryrun.reserve_gb,
+        "peak_flops": gpu.peak.flops,
+        "peak_source": gpu.peak.source,
+        **_of_rank(worst),
+        "fits": max(row.peak for row in rows) <= usable,
+        "step_seconds": step,
+        "busy_share": busy / step if step else 0.0,
+        "tokens": tokens,
+        "tokens_per_second": tokens / step if step else 0.0,
+        "mfu": model_flops / (layout.world_size * step * gpu.peak.flops) if step else 0.0,
+        "rows": [_row(row, usable) for row in rows],
+    }
+
+
+def step_seconds(row: Dry, config: Config) -> float:
+    """A step of a pipeline of stages like this rank's, with nothing to wait for but its bubble.
+
+    The bubble is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); what a step does once, its
+    optimizer and zeroing, does not repeat in it.
+    """
+    once = row.counts.parts.get("optimizer", Sums()).seconds
+    count = config.num_microbatches
+    return once + (row.counts.sum("seconds") - once) * (count + config.pp - 1) / count
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {
+        "precision": config.precision.name,
+        "zero": config.zero,
+        "sp": config.sp,
+        "recompute": config.recompute,
+        "micro_batch_size": config.micro_batch_size,
+        "global_batch_size": config.global_batch_size,
+        "num_microbatches": config.num_microbatches,
+        "seq_length": config.model.seq_length,
+        "schedule": config.schedule.name,
+        "optimizer": config.optim.name,
+    }
+
+
+def _of_rank(row: Dry) -> Facts:
+    counts = row.counts
+    parts = {name: asdict(counts.parts.get(name, Sums())) for name in (*PARTS, COMMUNICATION)}
+    return {
+        "rank": row.rank,
+        "stage": row.stage,
+        **{f"{kind}_bytes": row.at_peak[kind] for kind in KINDS},
+        "peak_bytes": row.peak,
+        "peak_in": row.peak_phase,
+        "live_bytes": {kind: row.live[kind] for kind in KINDS},
+        "between_steps_bytes": sum(row.live.values()),
+        "start_peak_bytes": row.start_peak,
+        "launches": counts.sum("launches"),
+        "bytes": counts.sum("bytes") - parts[COMMUNICATION]["bytes"],
+        "flops": counts.sum("flops"),
+        "seconds": counts.sum("seconds"),
+        "host_syncs": sum(counts.waits.values()),
+        "host_waits": dict(counts.waits),
+        "groups": {
+            kind: {"bytes_sent": counts.sent[kind], "calls": counts.calls[kind]}
+            for kind in counts.calls
+        },
+        "parts": parts,
+    }
+
+
+def _row(row: Dry, usable: float) -> Facts:
+    return {
+        "rank": row.rank,
+        "stage": row.stage,
+        "peak_bytes": row.peak,
+        "peak_in": row.peak_phase,
+        "between_steps_bytes": sum(row.live.values()),
+        "start_peak_bytes": row.start_peak,
+        "launches": row.counts.sum("launches"),
+        "flops": row.counts.sum("flops"),
+        "seconds": row.counts.sum("seconds"),
+        "fits": row.peak <= usable,
+    }

@@ -1,0 +1,168 @@
+"""One rank of a world in which nobody else is, on a device whose tensors have no values."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
+from parallel3d.commands.dryrun.counting import Counts, Sums, Watch
+from parallel3d.commands.dryrun.roofline import Gpu
+from parallel3d.config.schema import Config
+from parallel3d.data.sampler import Sample
+from parallel3d.device import accelerator
+from parallel3d.pipeline.schedule import schedule
+from parallel3d.pretend import enable
+from parallel3d.pretend.device import TYPE
+from parallel3d.pretend.machine import Machine
+from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.price.links import two_levels
+from parallel3d.topology.tiling import Placement
+from parallel3d.trainer import Trainer
+
+MORE = 1  # micro-batches beyond those that fill the pipeline: still more change no peak
+
+
+class Zeros:
+    """Samples of one token, all unmasked."""
+
+    masks = False
+
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+        tokens = np.zeros(seq_length + 1, dtype=np.int64)
+        self._sample = Sample(tokens, np.ones(seq_length, dtype=bool))
+
+    def sample(self, i: int) -> Sample:
+        return self._sample
+
+
+@dataclass
+class Dry:
+    """What one rank was seen to do.
+
+    Attributes:
+        peak: bytes at the fullest moment of a step, which is in `peak_phase`; `at_peak` by kind.
+        live: bytes between two steps, by kind. start_peak: the most while the trainer is built.
+    """
+
+    rank: int
+    stage: int
+    counts: Counts
+    peak: int
+    at_peak: dict[str, int]
+    peak_phase: str
+    live: dict[str, int]
+    start_peak: int
+
+
+def dry_step(config: Config, rank: int, gpu: Gpu, placement: Placement | None = None) -> Dry:
+    """Builds the trainer of `rank` and takes steps with it: one that makes what is made once, and
+    one that is counted. Of many micro-batches as many run as fill the pipeline; what the rest of
+    them take is the difference of steps with one and with two.
+
+    Args:
+        config: checked. gpu: whose seconds count.
+        placement: where ranks sit, for two levels of dp.
+    """
+    machine = enable(data="meta", checks_races=False)
+    if machine.data != "meta":
+        raise RuntimeError("this process has the pretended device with values already")
+    precision = config.precision.name
+    watch = Watch(machine, gpu, config.compile, precision == "tf32")
+    machine.observers.append(watch)
+    try:
+        with _groups(config, rank, placement) as groups:
+            return _steps(dataclasses.replace(config, compile=False), groups, watch, machine)
+    finally:
+        machine.observers.remove(watch)
+        gc.collect()
+        machine.collect()
+
+
+def _device() -> torch.device:
+    """Known to torch by this name once the device is enabled."""
+    return torch.device(TYPE, 0)
+
+
+@contextmanager
+def _groups(config: Config, rank: int, placement: Placement | None) -> Iterator[ProcessGroups]:
+    device = _device()
+    accelerator.make_current(device)
+    layout, levels = layout_of(config), None
+    if layout.world_size == 1:
+        yield ProcessGroups.single()
+        return
+    if config.ddp.hierarchical and placement is not None:
+        levels = two_levels(placement, "dp")
+    if config.zero > 1 and config.ddp.shard_size is not None:
+        levels = shards_and_replicas(layout, config.ddp.shard_size)
+    dist.init_process_group(
+        "pretended_nccl",
+        store=dist.HashStore(),
+        rank=rank,
+        world_size=layout.world_size,
+        device_id=device,
+    )
+    try:
+        timeout_s, launch = config.launch.timeout_s, config.launch
+        yield ProcessGroups.create(layout, device.type, timeout_s, launch, levels=levels)
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine) -> Dry:
+    memory = watch.memory
+    trainer = Trainer(config, groups, _device(), train_source=Zeros(config.model.seq_length))
+    trainer.measures_order = False  # buckets of another order, told by numbers that nobody has
+    machine.collect()
+    start_peak = memory.peak
+    kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
+    watch.names = {getattr(groups, kind).handle: kind for kind in kinds}
+    memory.phase = None
+    microbatches = config.num_microbatches
+    few = microbatches
+    if config.schedule.name != "gpipe":  # whose memory grows with every micro-batch
+        few = min(microbatches, config.pp + MORE)
+
+    def counted(count: int) -> Counts:
+        trainer.plan = schedule(config.schedule.name, config.pp, count)[groups.pp.index]
+        memory.label_state(trainer)
+        watch.start()
+        trainer.train_step()
+        return watch.end()
+
+    counted(1)
+    differences = (counted(1), counted(2)) if microbatches > few else None
+    counts = counted(few)
+    if differences is not None:
+        counts = grown(counts, *differences, microbatches - few)
+    machine.collect()
+    stage = groups.coordinates.pp
+    return Dry(
+        groups.rank, stage, counts, memory.peak, memory.at_peak, memory.peak_phase,
+        dict(memory.live), start_peak,
+    )  # fmt: skip
+
+
+def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:
+    """`counts` with `times` more micro-batches, of which each adds what `two` have over `one`."""
+    found = Counts()
+    names = [f.name for f in dataclasses.fields(Sums)]
+    for part in counts.parts:
+        base, less, more = (c.parts.get(part, Sums()) for c in (counts, one, two))
+        sums = [getattr(base, n) + times * (getattr(more, n) - getattr(less, n)) for n in names]
+        found.parts[part] = Sums(*sums)
+    for name in ("sent", "calls", "waits"):
+        base, less, more = (getattr(c, name) for c in (counts, one, two))
+        sums_of = {key: base[key] + times * (more[key] - less[key]) for key in base}
+        setattr(found, name, Counter(sums_of))
+    return found

@@ -1,0 +1,1 @@
+"""`parallel3d generate`: text from a run's newest good checkpoint."""

@@ -1,0 +1,238 @@
+"""`parallel3d train`: the loop around the training step, on one rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.operation_log import with_log
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.bench.preflight import preflight
+from parallel3d.config.schema import Config
+from parallel3d.data.agreement import check_same_text
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.device import accelerator
+from parallel3d.errors import TrainingFailure, say
+from parallel3d.faults.health import Health
+from parallel3d.faults.watchdog import HANG_FILE, start_watchdog
+from parallel3d.files.durable import flush, flush_folder
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.metrics.memory import Memory, peak_memory
+from parallel3d.metrics.peak import device_peak_flops
+from parallel3d.metrics.recorder import Recorder
+from parallel3d.run.directory import status
+from parallel3d.run.launch import Worker
+from parallel3d.sizes.flops import flops_per_token
+from parallel3d.trainer import StepResult, Trainer
+
+# The file in the run directory that asks a batch script to queue the job again.
+REQUEUE = "requeue"
+
+
+def train(config: Config, worker: Worker) -> None:
+    """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
+
+    A run that has checkpoints goes on from its newest good one. Rank 0 writes `metrics.jsonl`,
+    `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
+    `weights-final.safetensors` into the run directory. Raises TrainingFailure if the last
+    checkpoint could not be written.
+    """
+    worker.phase = "making process groups"
+    worker.watchdog = start_watchdog(config, worker)
+    device = torch.device(worker.device)
+    groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
+    if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
+        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if config.preflight:
+        preflight(config, groups, worker, say)
+    worker.phase = "opening the data"
+    corpus = open_corpus(config.data, config.model.seq_length)
+    check_same_text(corpus, groups.world, device)
+    worker.phase = "building the model"
+    trainer = Trainer(config, groups, device, corpus)
+    worker.phase = "looking for a checkpoint"
+    checkpoints = Checkpoints(config, worker.run_dir, groups, say)
+    first_step = checkpoints.restore(trainer)
+    if first_step > config.train.steps and status(worker.run_dir) == "finished":
+        if worker.rank == 0:
+            done = f"run={config.run} is finished: {first_step - 1} steps are done"
+            say(f"{done}; a larger train.steps goes on")
+        groups.close()
+        worker.watchdog.stop()
+        return
+    if worker.rank == 0:
+        for name in (REQUEUE, HANG_FILE):  # of an earlier start
+            (worker.run_dir / name).unlink(missing_ok=True)
+    if first_step == 1:
+        save_weights(trainer, worker, "weights-initial.safetensors")
+    worker.phase = "measuring the peak"
+    with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
+        worker.watchdog.go_on()
+        dist.barrier()  # rank 0 measures a CPU's peak alone
+        if recorder is not None:
+            recorder.start(header_facts(config, corpus, device))
+        run_steps(trainer, worker, recorder, checkpoints)
+        times = trainer.step_times()
+        said = all_gather_json(peak_memory(device), groups.world.handle, device)
+        memory = [Memory(*peak) for peak in said if peak is not None]
+        if recorder is not None:
+            recorder.breakdown(times, memory)
+        worker.watchdog.rest()
+        worker.phase = "waiting for the checkpoint"
+        is_saved = checkpoints.close()
+        if worker.stopped:
+            leave_marker(trainer, worker, recorder, is_saved)
+        else:
+            save_weights(trainer, worker, "weights-final.safetensors")
+            if recorder is not None and not is_saved:
+                recorder.finish("failed")  # a finished run without a checkpoint would not go on
+    worker.phase = "closing the process groups"
+    worker.watchdog.go_on()
+    groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
+    worker.watchdog.stop()
+    if not is_saved and not worker.stopped:
+        raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def run_steps(
+    trainer: Trainer, worker: Worker, recorder: Recorder | None, checkpoints: Checkpoints
+) -> None:
+    """Steps and evaluations to the end, or until a signal stops the run (`worker.stopped`).
+
+    `recorder` is on rank 0 alone.
+    """
+    settings = trainer.config.train
+    health = Health(trainer, checkpoints, say)
+    worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
+    first = trainer.steps_done + 1
+    for step in range(first, settings.steps + 1):
+        worker.phase = f"train step {step}"
+        worker.log.boundary("train step")
+        start = time.perf_counter()
+        # Graphs are compiled in a start's first step, minutes on a GPU, while others wait in a
+        # collective. A hang in it is left to the backend's own time-out.
+        compiles = trainer.config.compile and step == first
+        if compiles:
+            worker.watchdog.rest()
+        result = trainer.train_step()
+        if compiles:
+            worker.watchdog.go_on()
+        if recorder is not None:
+            seconds = time.perf_counter() - start
+            record_step(trainer, recorder, result, seconds)
+        due = settings.eval_every and step % settings.eval_every == 0
+        if settings.eval_batches and (due or step == settings.steps):
+            worker.phase = f"evaluation after step {step}"
+            worker.log.boundary("evaluation")
+            eval_loss = trainer.evaluate()
+            if recorder is not None:
+                recorder.evaluation(step, eval_loss)
+        worker.phase = f"looking after step {step}"
+        worker.log.boundary("looking")
+        health.after_step(result)
+        worker.phase = f"checkpoint after step {step}"
+        checkpoints.after_step(trainer)
+        if recorder is not None:
+            recorder.checkpoint(checkpoints.saved_step)
+        if result.stop and step < settings.steps:
+            worker.stopped = True
+            if trainer.config.checkpoint.every:
+                checkpoints.save(trainer)
+            return
+
+
+def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, seconds: float) -> None:
+    is_fp16 = trainer.config.precision.name == "fp16"
+    recorder.step(
+        *result[:5],
+        step_time_s=seconds,
+        skipped=result.skipped,
+        loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
+        times=trainer.clock.last,
+        memory=peak_memory(trainer.device),
+    )
+
+
+def leave_marker(
+    trainer: Trainer, worker: Worker, recorder: Recorder | None, is_saved: bool
+) -> None:
+    """Says that a signal stopped the run; for a scheduler's, leaves `requeue` behind.
+
+    The batch script looks for that file: exit codes do not come through srun and torchrun. A run
+    that could not save would begin anew, so it does not ask for that.
+    """
+    if recorder is None:
+        return
+    step, steps = trainer.steps_done, trainer.config.train.steps
+    recorder.finish("stopped")
+    where = f"stopped by {worker.stop.name} after step {step} of {steps}"
+    if not trainer.config.checkpoint.every:
+        say(f"{where}; nothing is saved (checkpoint.every=0)")
+    elif not is_saved:
+        say(f"{where}; its checkpoint was not written")
+    else:
+        say(f"{where}; saved: run={trainer.config.run} goes on from there")
+        if worker.stop.requeues:
+            write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
+
+
+def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
+    """The recorder of rank 0, with the peak that MFU is measured against."""
+    config = trainer.config
+    peak = device_peak_flops(
+        trainer.device,
+        config.precision.name,
+        local_ranks=worker.local_world_size,
+        override_tflops=config.launch.peak_tflops,
+    )
+    flops = flops_per_token(config.model, config.model.seq_length)
+    first_step = trainer.steps_done + 1
+    return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
+
+
+def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[str, str]:
+    """The header's lines about data and device."""
+    name = config.data.path or "this Python's standard library"
+    sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
+    if accelerator.is_accelerator(device):
+        where = accelerator.name(device)
+    return {"data": f"{name}: {sizes}", "device": where}
+
+
+def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
+    """Writes the full parameters if `train.save_weights` asks for it; collective."""
+    if not trainer.config.train.save_weights:
+        return
+    worker.phase = f"saving {name}"
+    parameters = trainer.full_parameters()
+    if worker.rank == 0:
+        write_safetensors(worker.run_dir / name, parameters)
+
+
+def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
+    """Puts the parameters in the place of `path` in one step, and flushes them.
+
+    A run that is called finished would not write them again after a power cut.
+    """
+    from safetensors.torch import save_file
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: p.contiguous() for name, p in parameters.items()}, partial)
+        flush(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)

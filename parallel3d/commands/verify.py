@@ -1,0 +1,253 @@
+"""`parallel3d verify`: proves that a layout trains the same model as one process, on this config.
+
+The layout and a single process start from the same weights, read the same samples and are compared
+after every step: loss, gradient norm, and every box of every rank's parameters (replicas and tied
+copies too). In fp64, where only a mistake can make a difference, and in the run's own precision;
+with SGD, because Adam divides a wrong gradient scale away, and with AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, OptimConfig
+from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.metrics.jsonl import write_json
+from parallel3d.parameters.gather import gather_boxes
+from parallel3d.run.launch import Worker
+from parallel3d.topology.layout import Layout
+from parallel3d.trainer import StepResult, Trainer
+
+
+class Tolerance(NamedTuple):
+    """Largest relative differences: of losses, of gradient norms, and of a parameter's values
+    (relative to its scale). `weights` None: shown, not judged."""
+
+    loss: float
+    grad_norm: float
+    weights: float | None
+
+
+EXACT = Tolerance(1e-9, 1e-9, 1e-9)
+ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
+# AdamW divides by the gradient's own size: where a gradient is rounding noise, its sign decides a
+# whole learning rate. Below fp64 that says nothing about the layout.
+ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
+# A layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
+COARSE = Tolerance(1e-2, 1e-1, None)
+
+SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
+
+
+class Off(NamedTuple):
+    """A box whose values are off: max |difference| / the parameter's scale (see `differences`)."""
+
+    difference: float
+    name: str
+    rank: int
+
+
+class Comparison(NamedTuple):
+    """One step of the layout beside the same step of one process."""
+
+    precision: str
+    optimizer: str
+    step: int
+    layout: StepResult
+    single: StepResult
+    worst: Off
+    failure: str | None
+
+
+def verify(config: Config, worker: Worker) -> int:
+    """Runs all comparisons; collective. Returns 0 if the layout is exact, else 1."""
+    console = Console(stderr=False) if worker.rank == 0 else None
+    corpus = open_corpus(config.data, config.model.seq_length)
+    device = torch.device(worker.device)
+    groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    layout = groups.layout
+    failure, everything = None, []
+    if console:
+        console.print(describe(config))
+    for variant, tolerance in variants(config):
+        worker.phase = f"verifying {variant.precision.name} {variant.optim.name}"
+        rows = list(compare(variant, tolerance, groups, device, corpus))
+        failure = next((row.failure for row in rows if row.failure), None)
+        everything += rows
+        if console:
+            console.print(table(rows, layout))
+        if agree(failure is not None, groups, device):
+            break
+    groups.close()
+    if not console:
+        return 0
+    write_json(worker.run_dir / "verify.json", report(config, everything, failure))
+    console.print(verdict(failure), f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
+    return 1 if failure else 0
+
+
+def agree(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
+    """Rank 0's word, on every rank."""
+    return bool(collectives.broadcast(torch.tensor(int(flag), device=device), 0, groups.world))
+
+
+def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
+    """What verify.json holds."""
+    steps = [
+        row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
+        for row in rows
+    ]
+    layout = {name: getattr(config, name) for name in ("tp", "pp", "dp", "cp", "sp")}
+    return {"layout": layout, "exact": failure is None, "failure": failure, "steps": steps}
+
+
+def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
+    """The config in fp64 and in its own precision, with SGD and with AdamW, shrunk in steps."""
+    train = dataclasses.replace(config.train, steps=config.verify.steps)
+    own = dataclasses.replace(  # the learning rates of the real run's first steps
+        config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train.steps
+    )
+    optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
+    for precision in dict.fromkeys(("fp64", config.precision.name)):
+        for name, optim in optimizers.items():
+            tolerance = ROUNDED_ADAM if name == "adamw" else ROUNDED
+            tolerance = COARSE if precision in ("bf16", "fp16") else tolerance
+            yield (
+                dataclasses.replace(
+                    config,
+                    train=train,
+                    optim=optim,
+                    precision=dataclasses.replace(config.precision, name=precision),
+                ),
+                EXACT if precision == "fp64" else tolerance,
+            )
+
+
+def compare(
+    config: Config,
+    tolerance: Tolerance,
+    groups: ProcessGroups,
+    device: torch.device,
+    corpus: Corpus,
+) -> Iterator[Comparison]:
+    """Steps the layout and, on rank 0, one process, side by side; ends at the first difference.
+
+    Yields on rank 0 what was compared, on other ranks nothing; collective.
+    """
+    trainer = Trainer(config, groups, device, corpus)
+    single = None
+    if groups.rank == 0:
+        single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
+    for step in range(config.train.steps + 1):
+        result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
+        boxes = gather_boxes(trainer.parameters.values(), groups)
+        parted = False
+        if single is not None:
+            expected = single.train_step() if step else result
+            boxes_off = differences(boxes, single.full_parameters(), config.model.init_std)
+            worst = max(boxes_off)
+            limits = tolerance if step else EXACT
+            failure = judge(step, result, expected, boxes_off, limits, groups.layout)
+            parted = failure is not None
+            name = (config.precision.name, config.optim.name)
+            if step or failure:
+                yield Comparison(*name, step, result, expected, worst, failure)
+        if agree(parted, groups, device):
+            return
+
+
+def single_process(config: Config) -> Config:
+    """The same training on one rank: more micro-batches in place of replicas."""
+    plain = dataclasses.replace(config.schedule, layers_per_stage=None)
+    changed = dataclasses.replace(config, tp=1, pp=1, dp=1, cp=1, sp=False, schedule=plain)
+    return check_config(changed, 1)
+
+
+def differences(boxes: list, expected: dict[str, Tensor], init_std: float) -> list[Off]:
+    """How far every box of every rank is from the single process's tensor; NaN counts as inf.
+
+    A parameter's scale is its largest value, or the deviation of initial weights where that is
+    more: the bias of the keys has no gradient (softmax cancels it) and holds rounding noise alone.
+    In the order of the model's parameters, then of the ranks.
+    """
+    found = []
+    for rank, piece, box in boxes:
+        full = expected[piece.name]
+        off = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=init_std)
+        found.append(Off(float(off.nan_to_num(torch.inf, torch.inf)), piece.name, rank))
+    order = {name: i for i, name in enumerate(expected)}
+    return sorted(found, key=lambda off: (order[off.name], off.rank))
+
+
+def relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def judge(
+    step: int,
+    layout: StepResult,
+    single: StepResult,
+    boxes: list[Off],
+    tolerance: Tolerance,
+    grid: Layout,
+) -> str | None:
+    """Where the two part, as a sentence: step, figures, first and worst parameter with its rank."""
+    moment = f"after step {step}" if step else "before the first step"
+    said = []
+    for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
+        a, b = getattr(layout, name), getattr(single, name)
+        if not relative(a, b) <= limit:
+            said.append(f"{name} is {a:.12g} under the layout and {b:.12g} in one process")
+    limit = math.inf if tolerance.weights is None else tolerance.weights
+    off = [box for box in boxes if box.difference > limit]
+    for word, box in (("first", off[:1]), ("worst", sorted(off, reverse=True)[:1])):
+        for difference, name, rank in box:
+            where = f"rank {rank} ({grid.coordinates(rank)})"
+            said.append(f"the {word} parameter is {name} on {where}, off by {difference:.1e}")
+    return f"{moment}, {'; '.join(said)}" if said else None
+
+
+def describe(config: Config) -> str:
+    layout = f"tp={config.tp} pp={config.pp} dp={config.dp} sp={str(config.sp).lower()}"
+    return (
+        f"Verifying {config.model.name} under {layout} schedule={config.schedule.name} "
+        f"against one process, {config.verify.steps} steps each"
+    )
+
+
+def table(rows: list[Comparison], layout: Layout) -> Table:
+    """Losses and gradient norms side by side, and how far the worst parameter is off."""
+    first = rows[0]
+    result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
+    one = "one\nprocess"
+    for column in ("step", "loss", one, "Δ", "grad\nnorm", one, "Δ", "weights\nΔ"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        a, b = row.layout, row.single
+        cells = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}")
+        cells += (f"{a.grad_norm:.5f}", f"{b.grad_norm:.5f}")
+        cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}")
+        result.add_row(str(row.step), *cells, style="bold red" if row.failure else None)
+    worst = max((row.worst for row in rows), key=lambda w: w.difference)
+    where = layout.coordinates(worst.rank)
+    result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
+    result.caption_justify = "left"
+    return result
+
+
+def verdict(failure: str | None) -> str:
+    if failure:
+        return f"[bold red]The layout changes the model[/]: {failure}."
+    return "[bold green]The layout does not change the model.[/]"

@@ -1,0 +1,1 @@
+"""The configuration of a run: schema, fields, overrides and every check. No torch."""

@@ -1,0 +1,114 @@
+"""Cross-checks of the data, the learning rate and the run's name (see `checks`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+from parallel3d.config.fields import show
+from parallel3d.config.identity import flat
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end of text
+LONGEST_RUN_NAME = 200  # bytes; file systems take 255, and a sweep adds the job's number
+
+
+def check_samples(config: Config) -> None:
+    """The `data` section against the vocabulary; raises UserError."""
+    data, vocabulary = config.data, config.model.vocab_size
+    if data.tokenizer == "byte" and vocabulary < BYTE_VOCABULARY:
+        raise UserError(
+            f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
+            f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
+        )
+    if data.name == "text" and not data.path:
+        raise UserError(
+            f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "
+            f"glob, as in data.path=book.txt, or leave data=stdlib."
+        )
+    if data.name == "stdlib" and data.path is not None:
+        raise UserError(
+            f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
+            f"which reads it."
+        )
+
+
+def check_learning_rate(config: Config) -> None:
+    """Rate, warm-up and decay against each other; raises UserError."""
+    optim = config.optim
+    if optim.min_lr > optim.lr:
+        raise UserError(
+            f"optim.min_lr={show(optim.min_lr)} must be at most optim.lr={show(optim.lr)}; the "
+            f"nearest is optim.min_lr={show(optim.lr)}."
+        )
+    if optim.lr_warmup_fraction > 0 and optim.lr_warmup_steps > 0:
+        raise UserError(
+            f"optim.lr_warmup_fraction={show(optim.lr_warmup_fraction)} and optim.lr_warmup_steps="
+            f"{optim.lr_warmup_steps} both give the warm-up; keep one of them, the nearest is "
+            f"optim.lr_warmup_fraction=0."
+        )
+    steps = optim.lr_decay_steps or config.train.steps
+    span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
+    if optim.lr_warmup_steps >= steps:
+        raise UserError(
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} must be below {span}={steps}; the "
+            f"nearest is optim.lr_warmup_steps={steps - 1}."
+        )
+    warmup = optim.lr_warmup_fraction or optim.lr_warmup_steps / steps
+    # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
+    if optim.lr_decay_style == "wsd" and warmup + optim.wsd_decay_fraction > 1 + 1e-9:
+        raise UserError(
+            f"optim.wsd_decay_fraction={show(optim.wsd_decay_fraction)} and a warm-up over "
+            f"{warmup:g} of {span}={steps} must add up to at most 1; the nearest is "
+            f"optim.wsd_decay_fraction={show(round(1 - warmup, 9))}."
+        )
+
+
+def check_precision(config: Config) -> None:
+    """The loss scale is fp16's; raises UserError."""
+    precision = config.precision
+    if precision.loss_scale is not None and precision.name != "fp16":
+        raise UserError(
+            f"precision.loss_scale={show(precision.loss_scale)} is read by precision=fp16 alone, "
+            f"but precision={precision.name}; the nearest is precision=fp16."
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise UserError(
+            f"precision.min_loss_scale={show(precision.min_loss_scale)} must be at most "
+            f"precision.initial_loss_scale={show(precision.initial_loss_scale)}; the nearest is "
+            f"precision.min_loss_scale={show(precision.initial_loss_scale)}."
+        )
+
+
+def check_run_name(config: Config) -> None:
+    """`run` as a plain folder name; raises UserError."""
+    run = config.run
+    if run is None:
+        return
+    if run.strip() in ("", ".", "..") or "/" in run or "\\" in run:
+        raise UserError(
+            f"run={show(run)} must be the plain name of a folder inside runs_dir="
+            f"{show(config.runs_dir)}; null makes a name, and runs_dir moves the place."
+        )
+    if not run.isprintable():
+        raise UserError(
+            f"run={run!a} has characters that cannot be printed; the nearest is "
+            f"run={''.join(c for c in run if c.isprintable()) or 'null'}."
+        )
+    if len(os.fsencode(run)) > LONGEST_RUN_NAME:
+        raise UserError(
+            f"run={run[:20]}… has {len(os.fsencode(run))} bytes, and the name of a folder may have "
+            f"{LONGEST_RUN_NAME}; give a shorter run=."
+        )
+
+
+def check_plain(config: Config) -> None:
+    """No text that a stored configuration would take for a reference; raises UserError."""
+    for key, value in flat(dataclasses.asdict(config)).items():
+        if "${" in json.dumps(value):
+            raise UserError(
+                f"{key}={show(value)} holds ${{, which config.yaml would take for a reference to "
+                "another key; give it without."
+            )

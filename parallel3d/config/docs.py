@@ -1,0 +1,174 @@
+"""Writes docs/configuration.md from the dataclasses: `python -m parallel3d.config.docs > FILE`.
+
+A test compares the committed page with this text, so that the page cannot drift.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from parallel3d.config.fields import (
+    NOT_YET,
+    Key,
+    all_keys,
+    allowed,
+    refusal,
+    show,
+    typed_name,
+)
+from parallel3d.config.overrides import groups, presets
+from parallel3d.config.schema import SECTIONS, Config, conf_dir
+
+INTRO = """\
+# Configuration
+
+This page is written by `python -m parallel3d.config.docs > docs/configuration.md`; edit the
+dataclasses in `parallel3d/config/` instead.
+
+Every key has a default, and whatever follows `parallel3d train` overrides some of them:
+
+```
+parallel3d train tp=2 pp=2                              # sizes of the dimensions
+parallel3d train model=llama_tiny model.num_layers=8    # a preset, then a key of it
+parallel3d train --multirun tp=1,2                      # a run for each value
+parallel3d train --cfg job tp=2                         # print the configuration and stop
+```
+
+- `GROUP=PRESET` takes the file `conf/GROUP/PRESET.yaml`; `GROUP.KEY=VALUE` sets one key of it.
+- `null` stands for "left out"; lists are written `[3,5]`; no spaces around `=`.
+- A value with special characters is quoted twice: `'data.path="a=b.txt"'`.
+- A bad key or value ends in one sentence that names the nearest good one, with exit code 2.
+- From Python: `parallel3d.config.checks.check_config(Config(tp=2), world_size=4)`.
+
+`world size = tp × pp × cp × dp`, and
+`global_batch_size = micro_batch_size × micro-batches × dp`, in sequences.
+"""
+
+MEGATRON_INTRO = """\
+## From Megatron-LM's flags
+
+The key that means the same as a flag of a Megatron-LM launch. Flags that are not in this list
+have no counterpart.
+"""
+
+NOT_YET_INTRO = """\
+## Not yet
+
+These values are known and refused, each with its sentence, until their engine is there.
+"""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines) + "\n"
+
+
+def _allowed(key: Key) -> str:
+    """What a key takes, with the choices that are refused for now apart."""
+    choices = key.meta["choices"]
+    if not choices:
+        return allowed(key)
+    later = [choice for choice in choices if refusal(key.name, choice)]
+    text = ", ".join(f"`{choice}`" for choice in choices if choice not in later)
+    return f"{text}; not yet: {', '.join(later)}" if later else text
+
+
+def _keys_table(keys: list[Key]) -> str:
+    rows = [
+        (f"`{key.name}`", f"`{show(key.default)}`", _allowed(key), key.meta["help"]) for key in keys
+    ]
+    return _table(("key", "default", "allowed", "meaning"), rows)
+
+
+def _comment(path: Path) -> str:
+    """What a preset is: the comment at its head up to the full stop, without Hydra's `# @…`."""
+    text = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# @"):
+            continue
+        if not line.startswith("# "):
+            break
+        text = f"{text} {line[2:]}".strip()
+        if text.endswith("."):
+            return text
+        if ". " in text:
+            return text[: text.rindex(". ") + 1]
+    raise ValueError(f"{path.name} does not begin with a sentence that says what it is")
+
+
+def _presets_table(group: str) -> str:
+    rows = [
+        (f"`{group}={name}`", _comment(conf_dir() / group / f"{name}.yaml"))
+        for name in presets(group)
+    ]
+    return _table(("preset", "what it is"), rows)
+
+
+def _sections() -> str:
+    keys = list(all_keys().values())
+    own = [key for key in keys if "." not in key.name]
+    parts = ["## Top level\n", f"{Config.__doc__}\n", _keys_table(own)]
+    hints = {name: type(getattr(Config(), name)) for name in SECTIONS}
+    for name, section in hints.items():
+        inside = [key for key in keys if key.name.startswith(f"{name}.")]
+        parts += [f"## {name}\n", f"{section.__doc__}\n", _keys_table(inside)]
+        if name in groups():
+            parts.append(_presets_table(name))
+    for name in groups():
+        if name not in hints:
+            parts += [f"## {name}\n", f"`{name}=…` sets keys of any section.\n"]
+            parts.append(_presets_table(name))
+    return "\n".join(parts)
+
+
+def _refused_example(key: Key, flag: str = "") -> str | None:
+    """The sentence for the value that `flag` stands for, or for the first value refused."""
+    values = key.meta["choices"] or ((0.1,) if key.type is float else (1, 2))
+    named = [value for value in values if str(value) in flag]
+    sentences = (refusal(key.name, value) for value in named or values)
+    return next((sentence for sentence in sentences if sentence), None)
+
+
+def _megatron_table() -> str:
+    rows = []
+    for key in all_keys().values():
+        flag = key.meta["megatron"]
+        if flag is None:
+            continue
+        notes = [key.meta["differs"], _refused_example(key, flag)]
+        note = "; refused for now: ".join(note for note in notes if note)
+        if notes[1] and not notes[0]:
+            note = f"refused for now: {note}"
+        rows.append((f"`{flag}`", f"`{typed_name(key.name)}`", note))
+    return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)
+
+
+def _not_yet_table() -> str:
+    rows = []
+    for label, row in NOT_YET.items():
+        key = all_keys()[row.key]
+        sentence = _refused_example(key, label if key.meta["choices"] else "")
+        rows.append((f"`{label}`", sentence or ""))
+    return _table(("value", "sentence"), rows)
+
+
+def configuration_page() -> str:
+    """The whole text of docs/configuration.md."""
+    parts = [
+        INTRO,
+        _sections(),
+        MEGATRON_INTRO,
+        _megatron_table(),
+        NOT_YET_INTRO,
+        _not_yet_table(),
+    ]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(configuration_page())

@@ -1,0 +1,157 @@
+"""The sections of the engines: tensor parallelism, the loss, checkpoints, recovery, generation,
+and the dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.sections import key
+
+
+@dataclass
+class TensorParallelConfig:
+    """How the tensor-parallel layers compute and communicate; the results are the same."""
+
+    attention: str = key(
+        "heads",
+        "heads: each rank attends with its own heads; gather_qk: q and k are all-gathered first "
+        "and v stays local (equal results, more bytes: for comparison)",
+        choices=("heads", "gather_qk"),
+    )
+    chunks: int = key(
+        1,
+        "pieces in which sp gathers and scatters the sequence, each while the GEMM of the piece "
+        "beside it runs (asynchronous tensor parallelism); 1: in one",
+        minimum=1,
+        megatron="--tp-comm-overlap",
+        differs="there on or off, here the number of pieces",
+    )
+    symmetric_memory: bool = key(
+        False,
+        "with sp, on GPUs of one host that reach each other's memory: gather and scatter through "
+        "PyTorch's symmetric memory, fused with the GEMM; elsewhere `chunks` counts",
+    )
+
+
+@dataclass
+class LossConfig:
+    """The training loss. Held-out losses are always plain cross-entropies."""
+
+    label_smoothing: float = key(
+        0.0,
+        "share of each target spread evenly over the vocabulary (Szegedy et al. 2016 §7)",
+        minimum=0,
+        below=1,
+        megatron="--label-smoothing",
+    )
+    z_loss: float = key(
+        0.0,
+        "weight of the squared log of the softmax's sum (PaLM, Chowdhery et al. 2022 §5)",
+        minimum=0,
+    )
+    chunk_tokens: int | None = key(
+        None,
+        "tokens whose logits exist at a time; null: as many as take 2 GiB on one GPU, or on a CPU "
+        "64 MiB in fp32, but at least 1024",
+        minimum=1,
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept of a run so that it can go on: `checkpoint.every=500 checkpoint.keep=3`."""
+
+    every: int = key(
+        500,
+        "save every so many steps and at the end; 0: never",
+        minimum=0,
+        megatron="--save-interval",
+    )
+    keep: int = key(3, "newest checkpoints that are kept; older ones are removed", minimum=1)
+    keep_every: int | None = key(
+        None,
+        "checkpoints of steps that are multiples of this are kept for good",
+        minimum=1,
+        megatron="--save-retain-interval",
+    )
+    async_save: bool = key(
+        True,
+        "write in the background while training goes on; may be typed checkpoint.async",
+        megatron="--async-save",
+    )
+    load: bool = key(
+        True, "go on from the run's newest good checkpoint; false refuses a run that exists"
+    )
+
+
+@dataclass
+class RecoveryConfig:
+    """What happens when something goes wrong, and what is looked for."""
+
+    max_restarts: int = key(
+        3,
+        "times that the local ranks are started again after one of them died, from the newest good "
+        "checkpoint (without one the run ends), and times that `after_skipped` rolls back",
+        minimum=0,
+    )
+    max_skipped: int = key(
+        10,
+        "steps in a row whose gradients are not finite and that are skipped, before "
+        "`after_skipped` happens",
+        minimum=0,
+    )
+    after_skipped: str = key(
+        "stop",
+        "after too many skipped steps: stop, naming the first bad parameter, or roll back to the "
+        "newest checkpoint and pass over the samples between",
+        choices=("stop", "rollback"),
+    )
+    watchdog_s: float | None = key(
+        None,
+        "seconds without progress after which a hang is reported and the job ended; null: nine "
+        "tenths of launch.timeout_s, before a collective's own time-out",
+        above=0,
+    )
+    spike_factor: float = key(
+        3.0,
+        "report a loss above so many times the median of the last 50 steps; 0: never",
+        minimum=0,
+    )
+    drift_every: int = key(
+        100,
+        "every so many steps compare the parameters of data-parallel replicas by a hash; 0: never",
+        minimum=0,
+    )
+
+
+@dataclass
+class GenerateConfig:
+    """What `parallel3d generate` writes."""
+
+    max_tokens: int = key(200, "tokens to write", minimum=1)
+    temperature: float = key(
+        0.8, "of the softmax that tokens are drawn from; 0 takes the likeliest", minimum=0
+    )
+    top_k: int | None = key(
+        None, "draw from the likeliest k tokens alone; null: from all", minimum=1
+    )
+    step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
+
+
+@dataclass
+class DryrunConfig:
+    """What `parallel3d dryrun` looks at and writes."""
+
+    rank: int | None = key(
+        None,
+        "the rank that is played; null: the first of the first, a middle and the last pipeline "
+        "stage, with details of the one whose memory peaks highest",
+        minimum=0,
+    )
+    reserve_gb: float = key(
+        4.0,
+        "memory of a GPU, in 1e9 B, that no tensor gets: CUDA's context, NCCL's buffers, cuBLAS's "
+        "workspace and what the allocator loses to fragments",
+        minimum=0,
+    )
+    json: str | None = key(None, "file for everything shown and more, as JSON")

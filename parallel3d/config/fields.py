@@ -1,0 +1,293 @@
+"""One key at a time: the list of all keys, their types and ranges, and the keys that come later.
+
+Everything is read off the dataclasses, so that checks, error messages and docs cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the configuration: its dotted name, default, type and metadata."""
+
+    name: str
+    default: Any
+    type: type  # int, float, bool, str or list
+    item: type | None  # the type of a list's items
+    optional: bool
+    meta: dict[str, Any]
+
+    @property
+    def leaf(self) -> str:
+        """The name without its section."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """A value that the schema knows and whose engine comes with a later version."""
+
+    key: str
+    predicate: Callable[[Any], bool]
+    instead: str
+
+    def sentence(self, value: Any) -> str:
+        """The one sentence that refuses it."""
+        return f"{spell(self.key, value)} comes with a later version of parallel3d; {self.instead}."
+
+
+def _is(value: Any) -> Callable[[Any], bool]:
+    return lambda given: given == value
+
+
+# Deleting a row enables the value. The names of the rows are what the documentation prints.
+NOT_YET: dict[str, NotYet] = {
+    "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
+    "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
+    "schedule=interleaved": NotYet(
+        "schedule.name", _is("interleaved"), "schedule=1f1b works, and schedule=gpipe"
+    ),
+    "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
+    "precision.lm_cross_entropy=fp16": NotYet(
+        "precision.lm_cross_entropy", _is("fp16"), "precision.lm_cross_entropy=fp32 works"
+    ),
+}
+
+
+def refusal(name: str, value: Any) -> str | None:
+    """The sentence that refuses `value` of key `name` for now, or None if it is there."""
+    for row in NOT_YET.values():
+        if row.key == name and row.predicate(value):
+            return row.sentence(value)
+    return None
+
+
+def show(value: Any) -> str:
+    """A value as it is typed on the command line, always on one line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int) and not fits_64_bits(value):
+        return f"{value:#x}"  # Python refuses to spell long ones in decimals
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(show(v) for v in value)}]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[^\s'\"]+", value) and value.isprintable()
+        return value if plain else repr(value)
+    return " ".join(repr(value).split())
+
+
+def fits_64_bits(number: int) -> bool:
+    """Whether torch and files could hold it; beyond that even a float cannot, in the end."""
+    return -(2**63) <= number < 2**63
+
+
+def spell(name: str, value: Any) -> str:
+    """`key=value` as it is typed: the name of a preset goes by its group, `precision=fp16`."""
+    return f"{typed_name(name)}={show(value)}"
+
+
+def typed_name(name: str) -> str:
+    """The group that sets a key, for the keys whose choices are presets, else the key itself."""
+    key = all_keys().get(name)
+    return name.removesuffix(".name") if key and key.meta["choices"] else name
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Every leaf of the configuration by its dotted name, in the order of the dataclasses."""
+    return {key.name: key for key in _walk(Config, "")}
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Key]:
+    hints = _hints(cls)
+    for f in dataclasses.fields(cls):
+        hint = hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _walk(typing.cast(type, hint), f"{prefix}{f.name}.")
+            continue
+        arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        kind = arms[0]
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        yield Key(
+            name=prefix + f.name,
+            default=default,
+            type=typing.get_origin(kind) or kind,
+            item=(typing.get_args(kind) or (None,))[0],
+            optional=type(None) in arms,
+            meta=dict(f.metadata),
+        )
+
+
+def nearest_key(word: str) -> str | None:
+    """The key that `word` was most likely meant to be, or None if nothing is close.
+
+    Tried in turn: the key itself, a flag of Megatron-LM, a key of any section by its last name,
+    and whatever is spelled nearly so. Dashes count as underscores and leading ones not at all.
+    """
+    word = word.lstrip("-+~").replace("-", "_").lower()
+    keys = all_keys()
+    flags = {
+        key.meta["megatron"].lstrip("-").replace("-", "_"): name
+        for name, key in keys.items()
+        if key.meta.get("megatron")
+    }
+    leaves: dict[str, str] = {}
+    for name, key in keys.items():
+        leaves.setdefault(key.leaf, name)
+    if word in keys:
+        return word
+    section, _, leaf = word.rpartition(".")
+    exact = flags.get(word) or leaves.get(leaf)
+    if exact:
+        return exact
+    section = nearest(section, SECTIONS) or ""
+    siblings = {key.leaf: name for name, key in keys.items() if name == f"{section}.{key.leaf}"}
+    anywhere = leaves | {name: name for name in SECTIONS} | flags
+    for spellings in (siblings, anywhere):
+        close = nearest(leaf, spellings)
+        if close:
+            return spellings[close]
+    return None
+
+
+def unknown_key(word: str, value: Any = None) -> str:
+    """The sentence for a key that does not exist, with the nearest one that does."""
+    name = nearest_key(word)
+    if name is None:
+        close = "docs/configuration.md lists all keys"
+    else:
+        key = all_keys().get(name)
+        flag = key.meta["megatron"] if key else None
+        differs = key.meta["differs"] if key else None
+        close = f"the nearest is {typed_name(name)}"
+        if differs and flag and flag.strip("-") == word.strip("-").replace("_", "-"):
+            close += f" ({differs})"
+    typed = word if value is None else f"{word}={show(value)}"
+    return f"{typed}: {word} is not a key of the configuration; {close}."
+
+
+NOUNS = {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}
+
+
+def allowed(key: Key) -> str:
+    """What a key takes, in words: "a whole number of at least 1"."""
+    choices = key.meta.get("choices")
+    if choices:
+        return f"one of {', '.join(choices)}"
+    noun = NOUNS[key.type]
+    if key.type in (int, float):
+        noun = f"a {noun}"
+    if key.item is not None:
+        noun = f"a list of {NOUNS[key.item]}s".replace("texts", "words")
+    limits = [
+        f"{word} {key.meta[bound]:g}"
+        for bound, word in (
+            ("minimum", "at least"),
+            ("above", "above"),
+            ("maximum", "at most"),
+            ("below", "below"),
+        )
+        if key.meta.get(bound) is not None
+    ]
+    text = " ".join([noun, " and ".join(limits)] if limits else [noun])
+    text = text.replace("number at", "number of at")
+    return f"null or {text}" if key.optional else text
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _nearest_in_range(key: Key, value: Any) -> str:
+    """The bound that was passed, if it may be used itself, else the default; begins with "; "."""
+    low, high = key.meta.get("minimum"), key.meta.get("maximum")
+    if low is not None and value < low and not refusal(key.name, low):
+        return f"; the nearest is {spell(key.name, low)}"
+    if high is not None and value > high and not refusal(key.name, high):
+        return f"; the nearest is {spell(key.name, high)}"
+    return f"; the default is {spell(key.name, key.default)}"
+
+
+def _check_value(key: Key, value: Any) -> None:
+    """Type, choice and range of one value; raises UserError."""
+    if value is None and key.optional:
+        return
+    wrong = f"{key.name}={show(value)} must be {allowed(key)}"
+    right_type = _has_type(value, key.type) and (
+        key.item is None or all(_has_type(item, key.item) for item in value)
+    )
+    if not right_type:
+        raise UserError(f"{wrong}; the default is {spell(key.name, key.default)}.")
+    choices = key.meta.get("choices")
+    if choices and value not in choices:
+        close = nearest(value, choices) or key.default
+        raise UserError(f"{wrong}; the nearest is {spell(key.name, close)}.")
+    if key.type not in (int, float):
+        return
+    meta = key.meta
+    if isinstance(value, int) and not fits_64_bits(value):
+        raise UserError(
+            f"{wrong}, and fit into 64 bits; the default is {spell(key.name, key.default)}."
+        )
+    inside = (
+        not (isinstance(value, float) and not math.isfinite(value))
+        and (meta.get("minimum") is None or value >= meta["minimum"])
+        and (meta.get("maximum") is None or value <= meta["maximum"])
+        and (meta.get("above") is None or value > meta["above"])
+        and (meta.get("below") is None or value < meta["below"])
+    )
+    if not inside:
+        raise UserError(f"{wrong}{_nearest_in_range(key, value)}.")
+
+
+def check_fields(config: Config) -> None:
+    """Every key on its own: it exists, has its type and range, and its engine is there.
+
+    Raises UserError for the first that is wrong. Pure.
+    """
+    _check_section(config, "")
+    for key in all_keys().values():
+        value = functools.reduce(getattr, key.name.split("."), config)
+        _check_value(key, value)
+        sentence = refusal(key.name, value)
+        if sentence:
+            raise UserError(sentence)
+
+
+def _check_section(section: Any, prefix: str) -> None:
+    """Refuse attributes that no dataclass declares (`+foo=3`) and sections of another type."""
+    known = [f.name for f in dataclasses.fields(section)]
+    for name in vars(section):
+        if name not in known:
+            raise UserError(unknown_key(prefix + name, getattr(section, name)))
+    hints = _hints(type(section))
+    for f in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[f.name]):
+            value = getattr(section, f.name)
+            if not isinstance(value, hints[f.name]):
+                name = hints[f.name].__name__
+                raise UserError(
+                    f"{prefix}{f.name}={show(value)} must be a {name}; the default is {name}()."
+                )
+            _check_section(value, f"{prefix}{f.name}.")

@@ -1,0 +1,264 @@
+"""What Hydra and OmegaConf say of a bad override, turned into one sentence for the user.
+
+Both are met by what they print, not by their classes: Hydra wraps OmegaConf's errors, and
+`@hydra.main`, `compose` and the argument parser each word the same mistake.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from parallel3d.config.fields import (
+    Key,
+    all_keys,
+    allowed,
+    nearest_key,
+    refusal,
+    spell,
+    unknown_key,
+)
+from parallel3d.config.schema import conf_dir
+from parallel3d.errors import UserError, nearest, readable
+
+MOST_ENTRIES = 1000  # of a list: Hydra reads a thousand in a quarter of a second
+
+
+def check_length(override: str) -> None:
+    """Raises UserError for a list that would be read for long, before it is."""
+    key, _, value = override.partition("=")
+    if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
+        raise UserError(
+            f"{key}={value}: {key} is given {value.count(',') + 1} entries, and must have at most "
+            f"{MOST_ENTRIES}."
+        )
+
+
+def presets(group: str) -> list[str]:
+    """Names of the options of a config group: the files of `conf/<group>/`, sorted."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    """Names of the config groups: the folders of `conf/`, sorted."""
+    return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+
+
+def explain_override_error(error: BaseException | str, overrides: Sequence[str] = ()) -> UserError:
+    """The one sentence for an error of Hydra or OmegaConf; the caller raises it.
+
+    Args:
+        error: the exception, or the text that was printed for it.
+        overrides: what was typed, for the errors that do not quote the override at fault.
+
+    Returns:
+        A UserError that names the key, the value, what is allowed and the nearest known key or
+        preset. An error that is not known here is passed on in its own words, on one line.
+    """
+    if isinstance(error, UserError):
+        return error
+    text = str(error)
+    override = getattr(error, "override", None)
+    if isinstance(error, BaseException) and error.__cause__ is not None:
+        text += f"\n{error.__cause__}"
+    explained = (
+        _unknown_key(text)
+        or _unknown_preset(text)
+        or _ambiguous(text)
+        or _twice(text)
+        or _deleted(text)
+        or _value(text, overrides)
+        or _too_long_a_number(text, overrides)
+        or _syntax(text, override)
+        or _not_a_preset(text, overrides)
+        or _no_key(overrides)
+    )
+    return UserError(readable(explained or f"The configuration cannot be read: {_one_line(text)}."))
+
+
+def _no_key(overrides: Sequence[str]) -> str | None:
+    """The first override of a key that does not exist, where the error says nothing of use."""
+    for override in overrides:
+        name, equals, value = override.lstrip("+~").partition("=")
+        if equals and name not in all_keys() and not re.match("hydra[./]", name):
+            return unknown_key(name, value)
+    return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
+
+
+def _unknown_key(text: str) -> str | None:
+    found = re.search(r"Could not override '([^']*)'", text)
+    if not found:
+        return None
+    name = found[1]
+    typed = re.search(rf"use \+{re.escape(name)}=(.*)", text)
+    return unknown_key(name, typed[1].strip() if typed else None)
+
+
+def _unknown_preset(text: str) -> str | None:
+    found = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", text)
+    if not found:
+        return None
+    return _wrong_preset(found[1], found[2])
+
+
+def _wrong_preset(group: str, option: str) -> str:
+    key = all_keys().get(f"{group}.name")
+    later = refusal(key.name, option) if key else None
+    if later:
+        return later
+    known = presets(group)
+    if not known:
+        close = nearest(group, groups())
+        hint = f"the nearest is {close}" if close else f"there are {', '.join(groups())}"
+        return f"{group}={option}: {group} is not a group of presets; {hint}."
+    close = nearest(option, known)
+    hint = f"; the nearest is {group}={close}" if close else ""
+    return f"{group}={option} must be one of {', '.join(known)}{hint}."
+
+
+def _ambiguous(text: str) -> str | None:
+    found = re.search(r"Ambiguous value for argument '([^=']*)=(.*)'", text) or re.search(
+        r"Sweep parameters '([^=']*)=(.*)' requires --multirun", text
+    )
+    if not found:
+        return None
+    name, value = found[1], found[2]
+    return (
+        f"{name}={value} is several values for one key; add --multirun to run each of them, or "
+        f"give a list as {name}=[{value}]."
+    )
+
+
+def _twice(text: str) -> str | None:
+    there = re.search(r"Could not append to config\. An item is already at '([^']*)'", text)
+    if there:
+        name = there[1]
+        return f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
+    found = re.search(r"(\S+) appears more than once in the final defaults list", text)
+    if not found:
+        return None
+    return f"+{found[1]}=… adds a preset beside the one chosen already; write {found[1]}=… instead."
+
+
+def _deleted(text: str) -> str | None:
+    found = re.search(r"Could not delete (?:from config\. )?'([^\n]+)'(?: does|\. No)", text)
+    return unknown_key(found[1]) if found else None
+
+
+def _value(text: str, overrides: Sequence[str]) -> str | None:
+    """A key that exists with a value that it cannot take."""
+    found = re.search(r"full_key: (\S+)", text)
+    if not found:
+        return None
+    name = re.sub(r"\[\d+\]$", "", found[1])
+    key = all_keys().get(name)
+    if key is None:
+        inside = [known for known in all_keys() if known.startswith(f"{name}.")]
+        if inside:
+            return f"{name} is a group of keys, not one; set one of them, as {inside[0]}=…."
+        return unknown_key(name)
+    default = spell(name, key.default)
+    if "does not support deletion" in text:
+        return f"~{name} cannot be deleted; set it, for example to its default, {default}."
+    if "missing mandatory value" in text:
+        return f"{name} has no value; it must be {allowed(key)}, and the default is {default}."
+    missing = re.search(r"Interpolation key '([^']*)' not found", text)
+    if missing:
+        close = nearest_key(missing[1])
+        hint = f"the nearest is ${{{close}}}" if close else f"the default is {default}"
+        return f"{name}=${{{missing[1]}}}: {missing[1]} is not a key of the configuration; {hint}."
+    if "nterpolation" in text:
+        return _unresolved(key, text, overrides)
+    merged = re.search(rf"Error merging override \+*({re.escape(name)}\S*?)=([^\n]*)", text)
+    bad = re.search(r"Value '([^\n]*)' (?:of type|is not)", text) or re.search(
+        r"value: ([^\n]*)", text
+    )
+    value = merged[2] if merged else bad[1] if bad else _typed(name, overrides)
+    typed = f"{merged[1] if merged else name}={value}" if value is not None else name
+    return _not_allowed(typed, key)
+
+
+def _not_allowed(typed: str, key: Key) -> str:
+    default = spell(key.name, key.default)
+    return f"{typed}: {key.name} must be {allowed(key)}; the default is {default}."
+
+
+def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
+    """What `${…}` came to is not said: it may be of the environment."""
+    typed = f"{key.name}={_typed(key.name, overrides) or '${…}'}"
+    if "While dereferencing" in text:
+        return _not_allowed(f"{typed} comes to what it cannot be", key)
+    reason = _one_line(text.partition("full_key:")[0])
+    return _not_allowed(f"{typed} cannot be resolved ({reason})", key)
+
+
+def _typed(name: str, overrides: Sequence[str]) -> str | None:
+    """The value that was typed last for a key."""
+    values = (word.lstrip("+").partition("=") for word in overrides)
+    return next((value for key, _, value in reversed(list(values)) if key == name), None)
+
+
+def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
+    """Python's own limit on digits, which names nothing."""
+    if "for integer string conversion" not in text:
+        return None
+    word, _, value = max(overrides, key=len, default="").partition("=")
+    key = all_keys().get(word.lstrip("+"))
+    return _not_allowed(f"{word}={value}", key) if key else unknown_key(word, value)
+
+
+def _syntax(text: str, override: str | None) -> str | None:
+    """Something that is not KEY=VALUE: a flag, a missing or a second equals sign, a quote."""
+    quoted = re.search(r"Error parsing override '([^\n]*)'", text)
+    lexed = re.search(r"LexerNoViableAltException: ([^\n]*)", text)
+    flags = re.search(r"unrecognized arguments: (\S+)", text)
+    merged = re.search(r"Error merging override ([^\n]*)", text)
+    known = quoted or lexed or flags or merged
+    typed = override or (known[1] if known else None)
+    if typed is None and text.startswith("-") and "\n" not in text:
+        typed = text
+    if typed is None:
+        return None
+    if typed.startswith("-"):
+        word, _, value = typed.partition("=")
+        sentence = unknown_key(word.split()[0], value or None)
+        return f"{sentence[:-1]}, and keys are written without dashes, as KEY=VALUE."
+    word, equals, value = typed.partition("=")
+    word, value = word.strip(), value.strip()
+    if not equals or not word:
+        name = nearest_key(word or value) or "tp"
+        return (
+            f"{_one_line(typed) or repr(typed)} is not of the form KEY=VALUE; the nearest is "
+            f"{spell(name, all_keys()[name].default) if name in all_keys() else f'{name}=…'}."
+        )
+    key = all_keys().get(word.lstrip("+"))
+    if value.startswith("="):
+        advice = f"the nearest is {word}={value.lstrip('=')}"
+    elif re.search(r"\s\S+=", value):
+        advice = f"the nearest is {_one_line(typed)} without quotes around it, as two overrides"
+    elif key is None and word not in groups():
+        return unknown_key(word.strip("+~"), _one_line(value))
+    elif key is not None and key.type in (bool, int, float):
+        return _not_allowed(_one_line(typed), key)
+    else:
+        plain = value.replace('"', "").replace("'", "")
+        advice = f"a value with special characters is quoted twice, as '{word}=\"{plain}\"'"
+    return f"{_one_line(typed)} is not of the form KEY=VALUE; {advice}."
+
+
+def _not_a_preset(text: str, overrides: Sequence[str]) -> str | None:
+    """Hydra quotes no override when the value of a group is no name, as in `=3` or `model=3`."""
+    for override in overrides:
+        name, _, value = override.lstrip("+~").partition("=")
+        if not name.strip():
+            typed = override if override.strip() else repr(override)
+            return f"{typed} is not of the form KEY=VALUE; the nearest is tp={value or 1}."
+        if name in groups() and value not in presets(name):
+            return _wrong_preset(name, value)
+    if "Config group override must be" not in text:
+        return None
+    return "A group of presets takes the name of one; the nearest is model=gpt_tiny."

@@ -1,0 +1,179 @@
+"""The sections that say how a run goes: gradient buckets, logs, length, launch, verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.config.sections import key
+
+
+@dataclass
+class DataParallelConfig:
+    """Gradient buckets and their reduction."""
+
+    bucket_cap_mb: float | None = key(
+        None,
+        "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25, or "
+        "128 on a GPU",
+        above=0,
+        megatron="--ddp-bucket-size",
+        differs="there a number of parameters, here MiB of gradients",
+    )
+    overlap: bool = key(
+        True,
+        "reduce each bucket during the last backward",
+        megatron="--overlap-grad-reduce",
+        differs="off unless given there, on by default here",
+    )
+    hierarchical: bool = key(
+        False,
+        "where data-parallel groups straddle NVLink domains, reduce inside each domain first and "
+        "then between domains; sums in another order, so not bit for bit what one level gives",
+    )
+    comm_hook: str = key(
+        "none",
+        "what travels for a gradient bucket: none (fp32 sums), bf16 (half the bytes, rounded) or "
+        "powersgd (low-rank, with error feedback; Vogels et al. 2019)",
+        choices=("none", "bf16", "powersgd"),
+    )
+    powersgd_rank: int = key(4, "rank of PowerSGD's approximation", minimum=1)
+    powersgd_start: int = key(
+        10, "steps of plain sums before PowerSGD begins (at least 2)", minimum=2
+    )
+    bucket_order: str = key(
+        "model",
+        "model: buckets in the reverse order of the model; measured: in the order in which "
+        "gradients became ready in the first step",
+        choices=("model", "measured"),
+    )
+    shard_size: int | None = key(
+        None,
+        "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "
+        "replicas (HSDP); null: all of dp",
+        minimum=1,
+    )
+    reduce_every_microbatch: bool | None = key(
+        None,
+        "zero=2 and 3: reduce-scatter the gradients in every backward, so that none are held "
+        "whole, or (false) add them up whole and reduce-scatter once a step; null: true under "
+        "zero=3, false under zero=2",
+    )
+
+    def reduces_every_microbatch(self, zero: int) -> bool:
+        """`reduce_every_microbatch` under a stage of ZeRO, 2 or 3, decided where it is null.
+
+        Whoever takes stage 3 is short of memory, and whole gradients in fp32 take twice that of
+        the bf16 parameters which it frees. Stage 2 keeps the parameters, and sends less.
+        """
+        if self.reduce_every_microbatch is None:
+            return zero == 3
+        return self.reduce_every_microbatch
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides `metrics.jsonl`: `logger=wandb`."""
+
+    name: str = key("none", "logger", choices=("none", "wandb"))
+    project: str = key("parallel3d", "W&B project", megatron="--wandb-project")
+    group: str | None = key(None, "W&B group")
+    tags: list[str] = key(  # noqa: RUF009
+        [], "W&B tags"
+    )
+    mode: str = key(
+        "auto",
+        "auto: online if a key is at hand, else offline",
+        choices=("auto", "online", "offline"),
+    )
+    system_metrics: bool = key(
+        False, "W&B also samples CPU, memory and GPUs of rank 0's host, every 15 s"
+    )
+
+
+@dataclass
+class TrainConfig:
+    """Length of the run, evaluation and logging."""
+
+    steps: int = key(600, "optimizer steps", minimum=1, megatron="--train-iters")
+    eval_every: int = key(
+        100,
+        "evaluate every so many steps; 0: only at the end",
+        minimum=0,
+        megatron="--eval-interval",
+    )
+    eval_batches: int = key(
+        4,
+        "global batches of held-out text per evaluation; 0: none at all",
+        minimum=0,
+        megatron="--eval-iters",
+        differs="the same, in global batches",
+    )
+    log_every: int = key(
+        10,
+        "without a terminal, print a line every so many steps",
+        minimum=1,
+        megatron="--log-interval",
+    )
+    progress: bool = key(True, "progress bar (on a terminal)")
+    save_weights: bool = key(
+        False, "write the first and the last weights, unsharded, as safetensors (small models)"
+    )
+
+
+@dataclass
+class LaunchConfig:
+    """How the local workers start and fail."""
+
+    master_port: int = key(
+        0,
+        "port of the rendezvous; 0 picks a free one, under Slurm one by the job's number",
+        minimum=0,
+        maximum=65535,
+    )
+    timeout_s: float = key(
+        600.0,
+        "seconds after which a stuck collective fails",
+        above=0,
+        megatron="--distributed-timeout-minutes",
+        differs="minutes there, seconds here",
+    )
+    grace_s: float = key(
+        60.0,
+        "seconds that a signal (SIGTERM, SIGUSR1, Ctrl-C) leaves the ranks to end their step and "
+        "save, before they are killed",
+        above=0,
+    )
+    shared_memory: bool = key(
+        True, "CPU ranks of one host exchange through shared memory; false: through the network"
+    )
+    nccl_high_priority: list[str] = key(  # noqa: RUF009
+        ["tp", "pp"],
+        "kinds of groups whose kernels get high-priority streams",
+        megatron="--high-priority-stream-groups",
+    )
+    nccl_settings: list[str] = key(  # noqa: RUF009
+        [],
+        "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
+        megatron="--nccl-communicator-config-path",
+        differs="there the path of a YAML file that holds the same",
+    )
+    huge_pages: bool = key(
+        True,
+        "CPU ranks keep the memory that they free, in huge pages where the system offers them "
+        "(Linux with glibc); false: the C library's own ways",
+    )
+    numa_binding: bool = key(
+        True,
+        "keep each rank on the CPUs of its GPU's NUMA node, unless whoever started it has chosen "
+        "its CPUs already",
+    )
+    peak_tflops: float | None = key(
+        None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0
+    )
+
+
+@dataclass
+class VerifyConfig:
+    """What `parallel3d verify` runs."""
+
+    steps: int = key(5, "steps of each comparison", minimum=1)

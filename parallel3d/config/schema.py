@@ -1,0 +1,201 @@
+"""The configuration of a run: every key with its default, its range and its meaning, once.
+
+Hydra composes `conf/` over these dataclasses, `docs/configuration.md` is generated from them, and
+`checks.py` proves a whole configuration consistent before anything starts. No torch here:
+a bad key must be answered before torch could even be imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parallel3d.config.cluster import BenchConfig, ClusterConfig, TopologyConfig
+from parallel3d.config.engines import (
+    CheckpointConfig,
+    DryrunConfig,
+    GenerateConfig,
+    LossConfig,
+    RecoveryConfig,
+    TensorParallelConfig,
+)
+from parallel3d.config.run import (
+    DataParallelConfig,
+    LaunchConfig,
+    LoggerConfig,
+    TrainConfig,
+    VerifyConfig,
+)
+from parallel3d.config.sections import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    key,
+)
+
+__all__ = [
+    "SECTIONS",
+    "BenchConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "DataParallelConfig",
+    "DryrunConfig",
+    "GenerateConfig",
+    "LaunchConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PrecisionConfig",
+    "RecoveryConfig",
+    "ScheduleConfig",
+    "TensorParallelConfig",
+    "TopologyConfig",
+    "TrainConfig",
+    "VerifyConfig",
+    "conf_dir",
+    "register_schema",
+]
+
+
+@dataclass
+class Config:
+    """A whole run. Sizes of the dimensions: world size = tp × pp × cp × dp."""
+
+    tp: int = key(1, "tensor-parallel size", minimum=1, megatron="--tensor-model-parallel-size")
+    pp: int = key(1, "pipeline-parallel size", minimum=1, megatron="--pipeline-model-parallel-size")
+    dp: int | None = key(
+        None, "data-parallel size; null: what is left of the world size", minimum=1
+    )
+    cp: int = key(1, "context-parallel size", minimum=1, megatron="--context-parallel-size")
+    sp: bool = key(
+        False,
+        "sequence parallelism inside the tensor group; with tp=1 there is nothing to split",
+        megatron="--sequence-parallel",
+    )
+    vpp: int = key(
+        1,
+        "model chunks per pipeline rank",
+        minimum=1,
+        megatron="--num-virtual-stages-per-pipeline-rank",
+    )
+    zero: int = key(
+        0,
+        "ZeRO stage (Rajbhandari et al. 2020): 1 shards the optimizer's state over dp, 2 the "
+        "gradients too, 3 the parameters too",
+        minimum=0,
+        maximum=3,
+        megatron="--use-distributed-optimizer",
+        differs="--use-distributed-optimizer is zero=1",
+    )
+    recompute: str = key(
+        "none",
+        "activations made again in the backward: none, full (only each layer's input is kept) or "
+        "selective (attention's inner part is made again; Korthikanti et al. 2022 §5)",
+        choices=("none", "full", "selective"),
+        megatron="--recompute-granularity",
+    )
+    micro_batch_size: int = key(
+        4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
+    )
+    global_batch_size: int = key(
+        16,
+        "sequences per optimizer step, over all ranks",
+        minimum=1,
+        megatron="--global-batch-size",
+    )
+    seed: int = key(
+        1234, "weights and sample order are functions of it", minimum=0, megatron="--seed"
+    )
+    run: str | None = key(
+        None,
+        "name of the run; null makes one",
+        megatron="--save",
+        differs="there a folder; here the name of a folder inside runs_dir",
+    )
+    runs_dir: str = key("runs", "folder of all runs")
+    device: str = key(
+        "auto",
+        "where to compute; auto: on GPUs (CUDA or ROCm) if each rank has one, else on the CPU; "
+        "pretend: an accelerator played on the CPU, which finds races and host waits: for tests, "
+        "slow",
+        choices=("auto", "cpu", "cuda", "pretend"),
+    )
+    compile: bool = key(
+        False,
+        "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "
+        "compiler on CPU, Triton on CUDA",
+    )
+    deterministic: bool = key(
+        False,
+        "on GPUs, kernels that add in a fixed order: the same layout then gives the same bits, as "
+        "it always does on CPU; slower",
+        megatron="--deterministic-mode",
+        differs="there it also refuses settings that are not deterministic",
+    )
+    placement: str = key(
+        "default",
+        "which GPU holds which rank: default (the launcher's order), auto (searched), an order "
+        "such as tp-cp-pp-dp, a tiling such as tp4-dp2-pp2-dp4, or file (rank_file)",
+    )
+    rank_file: str | None = key(
+        None, "for placement=file: a line `rank host local_index` for each rank"
+    )
+    prompt: str = key("\n", "generate: the text to go on from, taken as it is typed")
+    preflight: bool = key(False, "probe every group before step 1 and name what is slow")
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    ddp: DataParallelConfig = field(default_factory=DataParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    dryrun: DryrunConfig = field(default_factory=DryrunConfig)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches that one data-parallel rank runs in an optimizer step; needs `dp`.
+
+        Raises ValueError while `dp` is null: `check_config` fills it in.
+        """
+        if self.dp is None:
+            raise ValueError("dp is not known yet: call check_config first")
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+
+SECTIONS = tuple(
+    f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default_factory)
+)
+
+
+def register_schema() -> None:
+    """Make `Config` known to Hydra as `schema`, the first of conf/config.yaml's defaults.
+
+    May be called any number of times.
+    """
+    from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def conf_dir() -> Path:
+    """Folder of the Hydra groups: inside the installed package, else beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"

@@ -1,0 +1,318 @@
+"""What is trained, as typed dataclasses: every key, its default, range and meaning.
+
+`schema.py` puts them together; `fields` and `checks` enforce what they say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    megatron: str | None = None,
+    differs: str | None = None,
+) -> Any:
+    """One configuration key: default, range and help beside each other.
+
+    `choices`, `minimum` and `maximum` (inclusive), `above` and `below` (exclusive) are enforced by
+    `fields`; `megatron` names the flag of Megatron-LM that means the same, and `differs`
+    says in which way it does not quite.
+    """
+    meta = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+        "megatron": megatron,
+        "differs": differs,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class ModelConfig:
+    """The transformer, as GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
+
+    name: str = key("custom", "name of the preset, for logs")
+    num_layers: int = key(4, "transformer layers", minimum=1, megatron="--num-layers")
+    hidden_size: int = key(128, "width of the residual stream", minimum=1, megatron="--hidden-size")
+    num_attention_heads: int = key(8, "query heads", minimum=1, megatron="--num-attention-heads")
+    num_query_groups: int | None = key(
+        None,
+        "key/value heads (GQA); null: as many as query heads",
+        minimum=1,
+        megatron="--num-query-groups",
+    )
+    ffn_hidden_size: int | None = key(
+        None,
+        "width of the MLP; null: 4 × hidden_size, swiglu too",
+        minimum=1,
+        megatron="--ffn-hidden-size",
+    )
+    seq_length: int = key(256, "tokens in a training sample", minimum=1, megatron="--seq-length")
+    max_position_embeddings: int | None = key(
+        None,
+        "rows of the learned position table; null: seq_length",
+        minimum=1,
+        megatron="--max-position-embeddings",
+    )
+    vocab_size: int = key(
+        257, "tokens that exist (the byte tokenizer has 257)", minimum=2, megatron="--vocab-size"
+    )
+    vocab_multiple: int = key(
+        128,
+        "the tables are padded to a multiple of this, whatever tp is; padded logits never count",
+        minimum=1,
+        megatron="--make-vocab-size-divisible-by",
+        differs="there times the tensor-parallel size; here the padding never depends on tp",
+    )
+    norm: str = key(
+        "layernorm",
+        "normalisation",
+        choices=("layernorm", "rmsnorm"),
+        megatron="--normalization",
+        differs="spelled LayerNorm and RMSNorm there",
+    )
+    norm_eps: float = key(1e-5, "epsilon inside the norms", above=0, megatron="--norm-epsilon")
+    position_embedding: str = key(
+        "learned",
+        "positions",
+        choices=("learned", "rope", "none"),
+        megatron="--position-embedding-type",
+        differs="learned_absolute is learned",
+    )
+    rotary_percent: float = key(
+        1.0, "share of each head that RoPE rotates", above=0, maximum=1, megatron="--rotary-percent"
+    )
+    rotary_base: float = key(10000.0, "RoPE base θ", above=1, megatron="--rotary-base")
+    activation: str = key(
+        "gelu",
+        "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
+        choices=("gelu", "gelu_tanh", "relu", "swiglu"),
+        megatron="--swiglu",
+        differs="--swiglu is model.activation=swiglu",
+    )
+    bias: bool = key(
+        True,
+        "biases in the linear layers",
+        megatron="--disable-bias-linear",
+        differs="the opposite: --disable-bias-linear is model.bias=false",
+    )
+    tie_embeddings: bool = key(
+        True,
+        "one table for the word embedding and the output head",
+        megatron="--untie-embeddings-and-output-weights",
+        differs="the opposite: --untie-embeddings-and-output-weights is model.tie_embeddings=false",
+    )
+    embedding: str = key(
+        "vocab_parallel",
+        "word embedding over tp: rows split, or the whole table on every rank",
+        choices=("vocab_parallel", "replicated"),
+    )
+    parallel_output: bool = key(
+        True,
+        "keep the logits split over tp up to the loss; false gathers them (slower, equal)",
+        megatron="--parallel-output",
+        differs="the same sense; on unless set to false",
+    )
+    dropout: float = key(
+        0.0,
+        "probability of dropping an element of the embedding's, an attention's or an MLP's output, "
+        "or of attention's probabilities; the same elements under every layout",
+        minimum=0,
+        below=1,
+        megatron="--hidden-dropout",
+        differs="--hidden-dropout and --attention-dropout are one key here",
+    )
+    init_std: float = key(
+        0.02, "standard deviation of the initial weights", above=0, megatron="--init-method-std"
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, also where `num_query_groups` is null."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP, also where `ffn_hidden_size` is null."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of the learned position table, also where `max_position_embeddings` is null."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the tables: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclass
+class DataConfig:
+    """Where tokens come from: `data=stdlib` (Python's own sources) or `data=text data.path=…`."""
+
+    name: str = key("stdlib", "kind of source", choices=("stdlib", "text"))
+    path: str | None = key(
+        None, "file, folder or glob; several joined by commas", megatron="--data-path"
+    )
+    tokenizer: str = key(
+        "byte",
+        "tokenizer",
+        choices=("byte",),
+        megatron="--tokenizer-type",
+        differs="only the byte tokenizer exists here",
+    )
+    valid_fraction: float = key(
+        0.05,
+        "share of the tokens held out for evaluation",
+        above=0,
+        maximum=0.5,
+        megatron="--split",
+        differs="there the shares of train, validation and test, here the share held out",
+    )
+    eod_mask_loss: bool = key(
+        False,
+        "do not train on predicting the first token of the next document",
+        megatron="--eod-mask-loss",
+    )
+    cache_dir: str | None = key(
+        None,
+        "folder of the token cache; null: the user's cache folder",
+        megatron="--data-cache-path",
+    )
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning-rate schedule: `optim=adamw` or `optim=sgd`."""
+
+    name: str = key("adamw", "optimizer", choices=("adamw", "sgd"), megatron="--optimizer")
+    lr: float = key(1e-3, "peak learning rate", above=0, megatron="--lr")
+    min_lr: float = key(0.0, "floor of the schedule", minimum=0, megatron="--min-lr")
+    lr_decay_style: str = key(
+        "cosine",
+        "shape after the warm-up",
+        choices=("constant", "linear", "cosine", "wsd"),
+        megatron="--lr-decay-style",
+        differs="WSD is wsd; inverse-square-root does not exist here",
+    )
+    lr_decay_steps: int | None = key(
+        None,
+        "step at which min_lr is reached; null: train.steps",
+        minimum=1,
+        megatron="--lr-decay-iters",
+    )
+    lr_warmup_fraction: float = key(
+        0.0,
+        "share of lr_decay_steps spent warming up",
+        minimum=0,
+        below=1,
+        megatron="--lr-warmup-fraction",
+    )
+    lr_warmup_steps: int = key(
+        0,
+        "steps spent warming up, instead of the fraction",
+        minimum=0,
+        megatron="--lr-warmup-iters",
+    )
+    wsd_decay_fraction: float = key(
+        0.2,
+        "wsd: share of lr_decay_steps spent in the final decay",
+        above=0,
+        maximum=1,
+        megatron="--lr-wsd-decay-iters",
+        differs="there a number of steps, here a share of optim.lr_decay_steps",
+    )
+    weight_decay: float = key(
+        0.1,
+        "decoupled for adamw, L2 for sgd; never on biases and norms",
+        minimum=0,
+        megatron="--weight-decay",
+        differs="the same, on matrices only",
+    )
+    beta1: float = key(0.9, "adamw: first moment", minimum=0, below=1, megatron="--adam-beta1")
+    beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1, megatron="--adam-beta2")
+    eps: float = key(1e-8, "adamw: epsilon", above=0, megatron="--adam-eps")
+    momentum: float = key(0.0, "sgd: momentum", minimum=0, below=1, megatron="--sgd-momentum")
+    clip_grad: float = key(
+        1.0,
+        "largest global gradient norm; 0 does not clip (the norm is still logged)",
+        minimum=0,
+        megatron="--clip-grad",
+    )
+
+
+@dataclass
+class ScheduleConfig:
+    """The pipeline schedule: `schedule=1f1b` or `schedule=gpipe`."""
+
+    name: str = key("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved"))
+    layers_per_stage: list[int] | None = key(  # noqa: RUF009
+        None, "layers of each stage, e.g. [3,5]; null balances them by cost"
+    )
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats: `precision=fp32`. Master weights and gradients are never below fp32."""
+
+    name: str = key(
+        "fp32",
+        "compute type",
+        choices=("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
+        megatron="--fp16",
+        differs="--fp16 is precision=fp16 and --bf16 is precision=bf16",
+    )
+    lm_cross_entropy: str = key(
+        "fp32",
+        "type of the loss",
+        choices=("fp32", "fp16"),
+        megatron="--fp16-lm-cross-entropy",
+        differs="--fp16-lm-cross-entropy is precision.lm_cross_entropy=fp16",
+    )
+    loss_scale: float | None = key(
+        None,
+        "fp16: a fixed loss scale; null: a dynamic one",
+        above=0,
+        megatron="--loss-scale",
+    )
+    initial_loss_scale: float = key(
+        65536.0, "fp16: the dynamic scale at the start", above=0, megatron="--initial-loss-scale"
+    )
+    min_loss_scale: float = key(
+        1.0, "fp16: floor of the dynamic scale", above=0, megatron="--min-loss-scale"
+    )
+    loss_scale_growth: float = key(2.0, "fp16: factor after a window without overflow", above=1)
+    loss_scale_backoff: float = key(0.5, "fp16: factor after an overflow", above=0, below=1)
+    loss_scale_window: int = key(
+        1000,
+        "fp16: steps in a row without overflow before the scale grows",
+        minimum=1,
+        megatron="--loss-scale-window",
+    )
+    loss_scale_hysteresis: int = key(
+        2,
+        "fp16: overflows in a row before the scale backs off",
+        minimum=1,
+        megatron="--hysteresis",
+    )

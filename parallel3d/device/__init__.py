@@ -1,0 +1,1 @@
+"""The device that tensors are on: streams, fused functions, number formats."""

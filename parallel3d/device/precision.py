@@ -1,0 +1,87 @@
+"""Number formats: what the model computes in, how exactly, and the loss scale that fp16 needs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from parallel3d.config.schema import PrecisionConfig
+from parallel3d.device import accelerator
+
+COMPUTE = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Type of parameters and activations in the model. Masters and gradients are fp32 or better."""
+    return COMPUTE[precision.name]
+
+
+def set_matmul_precision(precision: PrecisionConfig) -> None:
+    """Lets fp32 GEMMs of this process run on tensor cores (tf32), or not."""
+    torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
+
+
+def set_determinism(device: torch.device) -> None:
+    """Has this process compute the same bits from the same inputs, whatever runs beside it.
+
+    A CPU's kernels do anyway. PyTorch has slower forms of those of a GPU that add in the order of
+    arrival, and raises RuntimeError for one that has none; cuBLAS asks for workspaces of its own,
+    by a variable that it reads at its first product.
+    """
+    if not accelerator.is_accelerator(device):
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018 §3.2), with Megatron-LM's hysteresis.
+
+    The scale backs off after `hysteresis` overflows since it last grew or backed off, and grows
+    after `window` steps in a row without one. In types with fp32's range it stays 1.
+    """
+
+    config: PrecisionConfig
+    scale: float = 1.0
+    good_steps: int = 0
+    overflows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.config.name == "fp16":
+            self.scale = self.config.loss_scale or self.config.initial_loss_scale
+
+    @property
+    def is_dynamic(self) -> bool:
+        return self.config.name == "fp16" and self.config.loss_scale is None
+
+    def update(self, overflow: bool) -> None:
+        """After each step; `overflow`: its gradients were not finite."""
+        if not self.is_dynamic:
+            return
+        config = self.config
+        if overflow:
+            self.good_steps = 0
+            self.overflows += 1
+            if self.overflows >= config.loss_scale_hysteresis:
+                self.scale = max(self.scale * config.loss_scale_backoff, config.min_loss_scale)
+                self.overflows = 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= config.loss_scale_window:
+            self.scale *= config.loss_scale_growth
+            self.good_steps = self.overflows = 0
+
+    def unscaled(self, norm: float) -> float:
+        """The norm of the gradients without the scale, which they still carry."""
+        return norm / self.scale if math.isfinite(norm) else norm

@@ -1,0 +1,172 @@
+"""What is looked at after each step: skipped steps, loss spikes, replicas that drifted apart."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.comm import collectives
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.process_groups import Group
+from parallel3d.errors import TrainingFailure
+from parallel3d.run.failure import who
+from parallel3d.trainer import StepResult, Trainer
+
+SPIKE_WINDOW = 50  # steps whose median a loss is compared with
+SPIKE_PAUSE = 10  # steps after a reported spike in which no other is
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Health:
+    """One rank's view of the run's health; `after_step` is collective over the world.
+
+    Args:
+        say: takes a sentence for the user, on any rank.
+    """
+
+    trainer: Trainer
+    checkpoints: Checkpoints
+    say: Callable[[str], None]
+    skipped: int = 0  # in a row
+    rollbacks: int = 0
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_WINDOW))
+    last_spike: int = -SPIKE_PAUSE
+
+    def after_step(self, result: StepResult) -> None:
+        """Look, say, and go back to a checkpoint if that is due.
+
+        Raises TrainingFailure on all ranks alike if too many steps in a row were skipped.
+        """
+        settings = self.trainer.config.recovery
+        self.skipped = self.skipped + 1 if self._is_lost(result) else 0
+        if self.skipped > settings.max_skipped:
+            self._act(result)
+        elif not result.skipped:
+            self._look_for_spike(result)
+        if settings.drift_every and result.step % settings.drift_every == 0:
+            self.compare_replicas(result.step)
+
+    def _is_lost(self, result: StepResult) -> bool:
+        """Whether a step was skipped for no good reason: fp16 skips some to find its loss scale."""
+        scale, config = self.trainer.loss_scale, self.trainer.config.precision
+        finds_scale = scale.is_dynamic and scale.scale > config.min_loss_scale
+        return result.skipped and not (finds_scale and math.isfinite(result.loss))
+
+    def _act(self, result: StepResult) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        bad = first_bad_gradient(trainer)
+        row = f"{self.skipped} step{'s' * (self.skipped > 1)} in a row"
+        why = f"step {result.step}: gradients were not finite for {row}; {bad}"
+        if config.recovery.after_skipped != "rollback":
+            raise TrainingFailure(why)
+        if not self.checkpoints.saved_step > 0 or self.rollbacks >= config.recovery.max_restarts:
+            none = "there is no checkpoint to go back to"
+            many = f"the run went back {self.rollbacks} times already"
+            raise TrainingFailure(f"{why}; {many if self.rollbacks else none}")
+        self.rollbacks, self.skipped = self.rollbacks + 1, 0
+        steps, samples = trainer.steps_done, trainer.consumed_samples
+        step = self.checkpoints.restore(trainer) - 1
+        # Step and samples do not go back: what led here is passed over, and no step comes twice.
+        trainer.steps_done, trainer.consumed_samples = steps, samples
+        if trainer.groups.rank == 0:
+            times = f"rollback {self.rollbacks} of {config.recovery.max_restarts}"
+            self.say(f"{why}; back to the parameters of step {step}, on with new samples ({times})")
+
+    def _look_for_spike(self, result: StepResult) -> None:
+        factor = self.trainer.config.recovery.spike_factor
+        if factor and len(self.losses) == SPIKE_WINDOW and self.trainer.groups.rank == 0:
+            usual = statistics.median(self.losses)
+            pause_over = result.step - self.last_spike >= SPIKE_PAUSE
+            if result.loss > factor * usual and pause_over:
+                self.last_spike = result.step
+                self.say(
+                    f"step {result.step}: loss {result.loss:.4f} is {result.loss / usual:.1f} "
+                    f"times the median {usual:.4f} of the last {SPIKE_WINDOW} steps "
+                    f"(recovery.spike_factor={factor:g})"
+                )
+        self.losses.append(result.loss)
+
+    def compare_replicas(self, step: int) -> None:
+        """Report parameters whose bits differ between ranks that should hold them alike."""
+        trainer = self.trainer
+        if trainer.config.zero >= 2:
+            return  # each rank holds a part of its own
+        names = list(trainer.parameters)
+        shared = [name for name in names if trainer.parameters[name].spec.replicated]
+        trainer.data_parallel.wait_for_all()  # of zero=1: parameters may be on their way
+        self._compare(step, names, trainer.groups.dp)
+        self._compare(step, shared, trainer.groups.tp)
+
+    def _compare(self, step: int, names: list[str], group: Group) -> None:
+        if group.size == 1 or not names:
+            return
+        sums = torch.stack([bit_sum(self.trainer.parameters[name]) for name in names])
+        if not collectives.differs(sums, group):
+            return
+        everyone = [torch.empty_like(sums) for _ in group.ranks]
+        dist.all_gather(everyone, sums, group=group.handle)
+        if group.index > 0:
+            return
+        for name, values in zip(names, torch.stack(everyone).T.tolist(), strict=True):
+            if len(set(values)) > 1:
+                self.say(f"step {step}: {self._said(name, values, group)}")
+                return  # the first in the order of the model; later ones follow from it
+
+    def _said(self, name: str, values: list[int], group: Group) -> str:
+        config = self.trainer.config
+        (usual, count), *_ = Counter(values).most_common()
+        odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
+        if 2 * count > len(values):
+            ranks = ", ".join(who(config, rank) for rank in odd[:3])
+            return f"{ranks} drifted: {name} is not what the other replicas of {group.name} hold"
+        ranks = " and ".join(who(config, rank) for rank in (group.ranks[0], odd[0]))
+        return f"{ranks} drifted apart: they hold different {name}, replicated over {group.name}"
+
+
+def bit_sum(parameter: Tensor) -> Tensor:
+    """The sum of a tensor's words as integers, int64: one flipped bit always changes it."""
+    flat = parameter.detach().reshape(-1)
+    # The widest words that fit: summing narrow ones is ten times slower on a CPU.
+    width = next(w for w in (8, 4, 2, 1) if flat.nbytes % w == 0)
+    if flat.storage_offset() * flat.itemsize % width:
+        flat = flat.clone()
+    return flat.view(WORDS[width]).sum(dtype=torch.int64)
+
+
+def bad_gradients(trainer: Trainer) -> Iterator[str]:
+    """Logical names of this rank's parameters whose gradients are not finite."""
+    for segment in trainer.optimizer.segments:
+        offset = 0
+        for part in segment.parts:
+            if not bool(segment.grad[offset : offset + part.numel].isfinite().all()):
+                yield part.name
+            offset += part.numel
+
+
+def first_bad_gradient(trainer: Trainer) -> str:
+    """ "the first is of X on rank 1 (…) on host, of 5 of 26", in the model's order; collective."""
+    groups, order = trainer.groups, list(trainer.parameters)
+    bad = sorted({order.index(name) for name in bad_gradients(trainer)})
+    found = None
+    if bad:
+        parameter = trainer.parameters[order[bad[0]]]
+        pieces = parameter.spec.pieces
+        name = pieces[0].name if pieces else order[bad[0]]
+        state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
+        place = who(trainer.config, groups.rank)
+        # By stage, then by place in the stage; of equal ranks the lowest.
+        found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
+    words = all_gather_json(found, groups.world.handle, trainer.device)
+    known = [word for word in words if word is not None]
+    if not known:
+        return "of no parameter now: the loss alone is not finite"
+    return f"the first bad one in the model's order is that of {min(known)[3]}"

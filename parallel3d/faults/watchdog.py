@@ -1,0 +1,333 @@
+"""Notices that nothing moves any more, says which rank is at fault, and ends the run.
+
+A thread of each rank looks once in a while whether the rank's operation log has grown. While it
+does, that is all: nothing is written or sent. Where nothing has moved for `timeout_s`, the ranks
+tell each other through the store what they were doing, dump their stacks into the run directory,
+and the first of them says who is at fault (`hang.diagnose`). Whoever does not answer is at fault
+himself: a stopped process cannot run its own thread, so its neighbours look at it in /proc.
+
+The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it is
+rank 0's: if it does not answer either, rank 0 is the one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from parallel3d.comm.operation_log import OperationLog
+from parallel3d.config.schema import Config
+from parallel3d.device.accelerator import is_accelerator
+from parallel3d.errors import say
+from parallel3d.faults import flight_record, hang, hang_state
+from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
+from parallel3d.host.processes import born, kill, of_this_job, why_silent
+from parallel3d.run import failure
+from parallel3d.run.job_store import get, get_all, put
+from parallel3d.run.launch import Worker
+from parallel3d.run.time_limits import started, until, within
+from parallel3d.run.worker import SAID
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+KEY = "parallel3d/hang"
+HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
+LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
+RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
+ANSWER_S = 3.5  # ranks that have not answered after this are silent
+STORE_S = 3.0  # a store that takes longer is out of reach
+VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
+DUMP_S = 3.0  # what is left for files that are still being written then
+RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+RESTS = 3.0  # time-outs without work after which also a rank that may take its time hangs
+END_S = 30.0  # more than all of these: then the process ends without a word
+
+# A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
+Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
+
+
+@dataclass
+class Watchdog:
+    """Watches one rank, in a thread, from `start` to `stop`.
+
+    Args:
+        store: of all ranks; None for a world of one.
+        timeout_s: seconds without progress after which the run is ended.
+    """
+
+    config: Config
+    worker: Worker
+    store: Store | None
+    timeout_s: float
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _resting: bool = False
+    _reporting: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.Thread | None = None
+    _idle_s: float = 0.0
+    _code: int = 1
+    _keeper: dict[str, Any] | None = None  # rank 0's process, should the store go with it
+
+    @property
+    def log(self) -> OperationLog:
+        return self.worker.log
+
+    def start(self) -> None:
+        """Tells the other ranks where this process is, and begins to watch.
+
+        Waits for rank 0, which keeps the store under srun: stopped, it could no longer be asked.
+        """
+        if self.store is not None:
+            self.store = self.store.clone()  # calls of the main thread may block on its own
+            self.store.set_timeout(timedelta(seconds=STORE_S))
+            me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
+            put(self.store, f"{KEY}/process/{self.worker.rank}", me)
+            patience = timedelta(seconds=self.config.launch.timeout_s)
+            self.store.wait([f"{KEY}/process/0"], patience)
+            self._keeper = self._process(0)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No longer watches, nor answers."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def rest(self) -> None:
+        """What follows may take its time without a collective; still answers another rank.
+
+        A file system that does not answer is felt all the same: after `RESTS` time-outs, and
+        launch.timeout_s, in which this process has not computed either.
+        """
+        self._resting = True
+
+    def go_on(self) -> None:
+        self._resting = False
+
+    def timed_out(self) -> None:
+        """The main thread's own wait has timed out: that is a hang as well. Does not return."""
+        self._idle_s = max(self._idle_s, self.timeout_s)
+        self._report()
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds without work after which a resting rank hangs: no shorter than a collective's."""
+        return max(RESTS * self.timeout_s, self.config.launch.timeout_s)
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether the process is about to end: what fails in it now is a consequence."""
+        return self._reporting.locked()
+
+    def _watch(self) -> None:
+        interval = min(LOOK_S, self.timeout_s / 4)
+        seen: tuple[int, str, float] | None = None
+        moved = looked = time.monotonic()
+        while not self._stopped.wait(interval):
+            now = time.monotonic()
+            resting = self._resting
+            state = (self.log.progress, self.worker.phase, computed() if resting else 0.0)
+            # A gap means that this process itself was stopped meanwhile: that is no hang of others.
+            if state != seen or now - looked > 5 * interval + 1:
+                seen, moved = state, now
+            self._idle_s = now - moved
+            late = self._idle_s >= (self._rest_s if resting else self.timeout_s)
+            looks_up = resting or self._idle_s >= self.timeout_s / 2
+            if late or (looks_up and self._is_asked()):
+                self._report()
+            looked = time.monotonic()
+
+    def _is_asked(self) -> bool:
+        """Whether another rank, which has waited longer, wants to know."""
+        store = self.store
+        if store is None:
+            return False
+        # Without an answer this rank's own time-out will come, and say so.
+        return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
+
+    def _report(self) -> NoReturn:
+        """State told, stacks dumped, verdict found or awaited; then the process ends, whatever
+        goes wrong in between: a hang must not outlive its watchdog.
+        """
+        with self._reporting:
+            try:
+                # A thread outside of Python: the recorder may hold the interpreter while it waits.
+                # It writes before it ends the process, and stderr may be what does not answer.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
+                self._tell()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except Exception as error:  # the last that this process can do about it
+                with contextlib.suppress(Exception):
+                    say(f"watchdog: {type(error).__name__}: {error}")
+            finally:
+                os._exit(self._code)
+
+    def _tell(self) -> None:
+        record = None
+        if is_accelerator(torch.device(self.worker.device)):
+            record = within(RECORD_S, flight_record.take, None)
+        dumps = started(lambda: self._dump(record))
+        state = self._state(record)
+        found = None
+        if self._store_answers():
+            found = within(VERDICT_S + STORE_S, lambda: self._agree(state), None)
+        verdict, pids = found or self._without_store(state)
+        dumps.join(DUMP_S)
+        if verdict is not None:
+            self._speak(self._failure(verdict))
+        for process in pids:  # last: this rank's own main thread may fail by it
+            kill(*process)
+
+    def _dump(self, record: str | None) -> None:
+        """The stacks, and the flight recorder where there is one, into the run directory."""
+        run, rank = self.worker.run_dir, self.worker.rank
+        writes: dict[Path, Callable[[Path], object]] = {run / f"rank-{rank}.stacks.txt": dump}
+        if record is not None:
+            writes[run / f"rank-{rank}.nccl.json"] = lambda p: p.write_text(record, "utf-8")
+        for path, write in writes.items():
+            try:
+                write(path)
+            except Exception as error:  # a full disk: the verdict does not need the file
+                say(f"{path} could not be written ({error})")
+
+    def _speak(self, failed: failure.Failure) -> None:
+        """The record, and the line unless a launcher of ours will say it last."""
+        by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
+        run_dir = self.worker.run_dir
+        is_left = within(
+            RECORD_FILE_S, lambda: failure.write_record(failed, "", run_dir) is None, False
+        )
+        if not (by_launcher and is_left):
+            say(failed.sentence())
+            self._code = SAID if by_launcher else 1
+
+    def _state(self, record: str | None) -> hang_state.RankState:
+        stack, ranks = of_the_work(), dict(self.log.ranks)
+        queue = None
+        if record is not None:
+            try:
+                read = flight_record.read(record, ranks)
+                queue, ranks = read.queue or None, ranks | read.ranks
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                say(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
+        return hang_state.RankState(
+            rank=self.worker.rank,
+            who=failure.who(self.config, self.worker.rank),
+            phase=self.worker.phase,
+            place=failure.place_in(stack),
+            blocked=in_torch_distributed(stack),
+            waiting=self.log.awaited(),
+            waited_s=self._idle_s,
+            ranks=ranks,
+            counts=dict(self.log.counts),
+            recent=tuple(self.log.recent(20)),
+            departure=self.log.departure(),
+            queue=queue,
+        )
+
+    def _store_answers(self) -> bool:
+        store = self.store
+        return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
+
+    def _agree(self, state: hang_state.RankState) -> Found:
+        """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
+        if self.store is None:
+            return hang.diagnose({state.rank: state}, {}), []
+        store, world = self.store, range(self.worker.world_size)
+        put(store, f"{KEY}/state/{state.rank}", hang_state.to_json(state))
+        store.set(f"{KEY}/asked", "1")
+        first = store.add(f"{KEY}/first", 1) == 1
+        if not first:
+            verdict_key = f"{KEY}/verdict"
+            until(lambda: store.check([verdict_key]), VERDICT_S)
+            silent = get(store, verdict_key) if store.check([verdict_key]) else []
+            return None, self._mine_to_kill(silent)
+        answers = [f"{KEY}/state/{rank}" for rank in world]
+        until(lambda: store.check(answers), ANSWER_S)
+        there = {rank for rank in world if store.check([answers[rank]])}
+        said = get_all(store, [answers[rank] for rank in sorted(there)])
+        found = (hang_state.from_json(state) for state in said)
+        states = {answer.rank: answer for answer in found}
+        silent = {rank: self._look_at(rank) for rank in world if rank not in there}
+        verdict = hang.diagnose(states, silent)
+        put(store, f"{KEY}/verdict", sorted(silent))
+        return verdict, self._mine_to_kill(sorted(silent))
+
+    def _process(self, rank: int) -> dict[str, Any] | None:
+        key = f"{KEY}/process/{rank}"
+        assert self.store is not None
+        return get(self.store, key) if self.store.check([key]) else None
+
+    def _look_at(self, rank: int) -> tuple[str, str]:
+        """Who a silent rank is, and why it gives no answer."""
+        return self._look_at_process(rank, self._process(rank))
+
+    def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
+        if process is None:
+            return failure.who(self.config, rank), "has not started to train"
+        return failure.who(self.config, rank, process["host"]), why_silent(process)
+
+    def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
+        """Silent processes of this host and job: a stopped one would outlive the job."""
+        return of_this_job([self._process(rank) for rank in silent])
+
+    def _without_store(self, state: hang_state.RankState) -> Found:
+        """What one rank can tell alone; the first to make the file speaks."""
+        who, why = self._look_at_process(0, self._keeper)
+        here = of_this_job([self._keeper])
+        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return hang.diagnose({state.rank: state}, {0: (who, why)}), here
+
+    def _is_first_without_store(self) -> bool:
+        """Whether no other rank has made the file before this one."""
+        try:
+            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # no disk to agree by: said twice is better than not at all
+        return True
+
+    def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
+        stacks = self.worker.run_dir / "rank-*.stacks.txt"
+        return failure.Failure(
+            rank=verdict.ranks[0],
+            coordinates=failure.coordinates_of(self.config, verdict.ranks[0]),
+            host=socket.gethostname(),
+            phase=self.worker.phase,
+            where="",
+            error=f"hang: {verdict.sentence} (stacks: {stacks})",
+            time=time.time(),
+            kind="hang",
+        )
+
+
+def computed() -> float:
+    """Seconds, in tenths, that the other threads of this process have computed."""
+    return round(time.process_time() - time.thread_time(), 1)
+
+
+def start_watchdog(config: Config, worker: Worker) -> Watchdog:
+    """A watchdog of this rank, at rest; sooner than a collective's own time-out by default."""
+    timeout_s = config.recovery.watchdog_s or 0.9 * config.launch.timeout_s
+    watchdog = Watchdog(config, worker, worker.store, timeout_s)
+    watchdog.rest()
+    watchdog.start()
+    return watchdog

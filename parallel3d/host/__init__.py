@@ -1,0 +1,1 @@
+"""This machine: its devices, environment, memory, CPUs and processes."""

@@ -1,0 +1,1 @@
+"""What a local parameter is a piece of, how pieces lie flat, and the whole of them."""

@@ -1,0 +1,263 @@
+"""What a local parameter is a piece of, and its initial values.
+
+Every local parameter is described by the boxes of the *logical* full matrices that it holds: q, k
+and v apart, gate and up apart, the vocabulary without its padding. Initialisation, gathering,
+comparison and resharding read this one description, so a layout can change nothing but where the
+numbers sit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parallel3d.device import accelerator
+
+WORD_TABLE = "embedding.word.weight"
+TILE = 256  # side of the square tiles in which random matrices are drawn
+BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at full speed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one full logical tensor inside a local parameter.
+
+    Attributes:
+        name: logical name, `layers.3.attention.q.weight`.
+        full_shape: shape of the unsharded, unpadded tensor.
+        start: first row (and column) of the box in the full tensor.
+        shape: rows (and columns) of the box.
+        row: first row of the local parameter that the box occupies.
+        std: standard deviation of the initial values around 0; 0 for a constant.
+        fill: the constant.
+        copies: tp ranks in a row that hold this very box: key-value heads of which there are fewer
+            than ranks. Each has the gradient of its own query heads alone, to be added.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    row: int = 0
+    std: float = 0.0
+    fill: float = 0.0
+    copies: int = 1
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """The box as a view of the full tensor."""
+        for dim, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The box as a view of the local parameter."""
+        return local.narrow(0, self.row, self.shape[0])
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """How a local parameter relates to the model.
+
+    Attributes:
+        shape: local shape, vocabulary padding included.
+        pieces: the boxes it holds; rows that no box covers are padding and stay zero.
+        replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
+            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2), to be added.
+        tied_copy: the last stage's copy of a table that the first stage owns.
+        uses: how often one forward pass reads it: 2 for a tied table on a single stage.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replicated: bool
+    tied_copy: bool = False
+    uses: int = 1
+
+    @property
+    def is_word_table(self) -> bool:
+        """Whether this is the word embedding or a tied head's copy of it."""
+        return any(piece.name == WORD_TABLE for piece in self.pieces)
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [start, start + numel) of the flattened local parameter, cut where the number
+        of their `copies` changes: (first, end, copies), counted from `start`."""
+        width = math.prod(self.shape[1:])
+        cuts: list[tuple[int, int, int]] = []
+        for piece in self.pieces or (Piece("", (), (), self.shape),):
+            end = (piece.row + piece.shape[0]) * width
+            first = cuts[-1][1] if cuts else 0  # padding in between goes with what follows
+            if cuts and cuts[-1][2] == piece.copies:
+                first = cuts.pop()[0]
+            cuts.append((first, end, piece.copies))
+        cuts[-1] = (cuts[-1][0], math.prod(self.shape), cuts[-1][2])
+        for first, end, copies in cuts:
+            first, end = max(first - start, 0), min(end - start, numel)
+            if first < end:
+                yield first, end, copies
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay leaves out biases and norms, alike on all ranks."""
+        return len(self.shape) > 1
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Makes parameters whose values are a function of (seed, name, index) alone.
+
+    A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
+    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, on as
+    many threads as torch has and a band of at most `BAND` elements at a time: beside its slice it
+    holds one band, and no layout changes a value.
+
+    With `deferred`, parameters have their shape and type but one element of memory: whoever
+    decides where they live asks for `values` or `fill_rows`, one parameter at a time.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    deferred: bool = False
+
+    def parameter(self, spec: ParameterSpec) -> nn.Parameter:
+        """A parameter with its `spec` attached, and its initial values unless `deferred`."""
+        if self.deferred:
+            local = torch.zeros((), dtype=self.dtype, device=self.device).expand(spec.shape)
+        else:
+            local = self.values(spec)
+        parameter = nn.Parameter(local)
+        parameter.spec = spec
+        return parameter
+
+    def values(self, spec: ParameterSpec) -> Tensor:
+        """The initial values of a whole local parameter."""
+        local = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "meta":
+            self.fill_rows(spec, 0, local)
+        return local
+
+    def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
+        """Writes the initial values of a local parameter's rows from `first` on into `out`."""
+        out.zero_()  # what no box covers is padding
+        end = first + out.shape[0]
+        for piece in spec.pieces:
+            top, bottom = max(first, piece.row), min(end, piece.row + piece.shape[0])
+            if top < bottom:
+                start = (piece.start[0] + top - piece.row, *piece.start[1:])
+                box = replace(piece, start=start, shape=(bottom - top, *piece.shape[1:]))
+                self.fill(box, out[top - first : bottom - first])
+
+    def fill(self, piece: Piece, out: Tensor) -> None:
+        """Writes the initial values of a box into `out`, a tensor of the box's shape."""
+        if not accelerator.has_values(out.device):
+            return
+        if piece.std == 0.0:
+            out.fill_(piece.fill)
+            return
+        row0, (rows, cols) = piece.start[0], piece.shape
+        height = max(1, BAND // (TILE * cols)) * TILE  # rows of a band: whole tiles
+        for i in range(row0 // TILE * TILE, row0 + rows, height):
+            top, bottom = max(row0, i), min(row0 + rows, i + height)
+            # One copy a band: on a GPU each is a transfer that the host waits for.
+            out[top - row0 : bottom - row0] = torch.from_numpy(self._band(piece, top, bottom))
+
+    def _band(self, piece: Piece, top: int, bottom: int) -> np.ndarray:
+        """Rows [top, bottom) of the full matrix in the box's columns, float32."""
+        left, cols = piece.start[1], piece.shape[1]
+        band = np.empty((bottom - top, cols), dtype=np.float32)
+
+        def draw(tile: tuple[int, int]) -> None:
+            i, j = tile
+            up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
+            west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
+            values = self._tile(piece.name, i, j)
+            box = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
+            out = band[up - top : down - top, west - left : east - left]
+            np.multiply(box, np.float32(piece.std), out=out)
+
+        down = range(top // TILE, (bottom - 1) // TILE + 1)
+        across = range(left // TILE, (left + cols - 1) // TILE + 1)
+        tiles = [(i, j) for i in down for j in across]
+        threads = min(torch.get_num_threads(), len(tiles))
+        if threads == 1:
+            for tile in tiles:
+                draw(tile)
+        else:  # NumPy lets go of the interpreter while it draws
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(draw, tiles))
+        return band
+
+    def _tile(self, name: str, i: int, j: int) -> np.ndarray:
+        """(256, 256) standard normal values, float32 whatever the compute type is."""
+        digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
+        key = np.frombuffer(digest, dtype=np.uint64)
+        stream = np.random.Generator(np.random.Philox(key=key))
+        return stream.standard_normal((TILE, TILE), dtype=np.float32)
+
+
+def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient gradᵀ·x of a linear weight, added where the gradient buckets keep it.
+
+    `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
+    `gradient_added` call. With them the GEMM accumulates in place and autograd gets None; without
+    them (a layer on its own, as in a test) autograd gets the gradient.
+
+    Args:
+        weight: (out, in). grad: (tokens, out). x: (tokens, in).
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return grad.t() @ x
+    add_product(main_grad, grad, x)
+    weight.gradient_added()
+    return None
+
+
+def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to `out` in fp32 or better.
+
+    Where the device's GEMM adds products of half precision to an fp32 matrix, nothing is rounded
+    on the way and nothing but `out` is written. Elsewhere the product is rounded to the type of its
+    factors before it is added: 8 bits in bf16, and infinite beyond 65,504 in fp16.
+    """
+    if out.dtype == grad.dtype:
+        out.addmm_(grad.t(), x)
+    elif adds_wide_products(out.device, grad.dtype, out.dtype):
+        torch.addmm(out, grad.t(), x, out_dtype=out.dtype, out=out)
+    else:
+        out.add_(grad.t() @ x)
+
+
+@functools.cache
+def adds_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
+
+    PyTorch has it since 2.10, and not for every device: it is tried once.
+    """
+    if not accelerator.is_accelerator(device):
+        return False
+    factor = torch.zeros(16, 16, dtype=narrow, device=device)
+    out = torch.zeros(16, 16, dtype=wide, device=device)
+    try:
+        torch.addmm(out, factor, factor, out_dtype=wide, out=out)
+    except (RuntimeError, TypeError):  # no kernel for the types or the device; no such argument
+        return False
+    return True
+
+
+def add_gradient(parameter: Tensor, grad: Tensor) -> None:
+    """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        return
+    main_grad.add_(grad)
+    parameter.gradient_added()

@@ -1,0 +1,101 @@
+"""The configurations that a run's starts leave in its folder: config.yaml, config-2.yaml, …
+
+Each is written whole or not at all, and never again: the newest is what is running.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
+from parallel3d.config.checks_run import check_plain
+from parallel3d.config.schema import Config
+from parallel3d.files.durable import replace_durably
+
+CONFIG_FILE = "config.yaml"
+CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
+# What reading a file raises that holds no configuration: torn, empty, of another kind.
+NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
+
+
+def save_config(
+    config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
+) -> None:
+    """Write the whole configuration, nothing left to resolve, durably; `comment`: its first line.
+
+    Raises OSError, and UserError for text that could not be read back as it is.
+    """
+    check_plain(config)
+    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    replace_durably(directory / name, f"{comment}{text}".encode())
+
+
+def load_config(directory: Path) -> Config:
+    """The configuration of a run's newest start, typed and checked against the schema.
+
+    Raises OSError and NO_CONFIG.
+    """
+    return _read(config_files(directory)[-1])
+
+
+def last_config(directory: Path) -> Config:
+    """The same of the newest start of which it can be told, as a power cut may tear a file.
+
+    Torn and empty files are passed over for older ones, and these for the checkpoints' manifests.
+    Raises what `load_config` raises if there is nothing else.
+    """
+    problem: Exception | None = None
+    for path in reversed(config_files(directory)):
+        try:
+            return _read(path)
+        except NO_CONFIG as error:
+            problem = problem or error
+    for folder in list_checkpoints(directory):
+        try:
+            return _typed(read_manifest(folder).config)
+        except Exception:
+            continue  # whatever is wrong with it is told when it is to be loaded
+    raise problem or FileNotFoundError(directory / CONFIG_FILE)
+
+
+def config_files(directory: Path) -> list[Path]:
+    """The configurations of a run's starts, oldest first; config.yaml also if it is not there."""
+    found = [m for path in directory.iterdir() if (m := CONFIGS.fullmatch(path.name))]
+    names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
+    return [directory / name for name in names or [CONFIG_FILE]]
+
+
+def next_name(directory: Path) -> str:
+    """The name of the next start's configuration."""
+    newest = config_files(directory)[-1].name
+    return f"config-{int(CONFIGS.fullmatch(newest)[1] or 1) + 1}.yaml"
+
+
+def _read(path: Path) -> Config:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except OSError as error:
+        if error.errno is None:  # OmegaConf's own word for a file with a single word in it
+            raise ValueError(str(error)) from None
+        raise
+    if not tree:
+        raise ValueError("it is empty")
+    return _typed(tree)
+
+
+def _typed(tree: Mapping[str, Any]) -> Config:
+    """The tree as a configuration. Nothing in it is resolved: it may be somebody else's."""
+    if "${" in json.dumps(tree):
+        raise ValueError("it holds ${, which is not followed")
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+    if not isinstance(config, Config):
+        raise TypeError(f"it holds a {type(config).__name__}")
+    return config

@@ -1,0 +1,302 @@
+"""The run directory `runs/<run>/`: named once, made once, never written over.
+
+A run goes on in its directory: `config.yaml` is that of its first start, and a start with other
+keys writes its own beside it, `config-2.yaml`, `config-3.yaml`, …; the newest is what is running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from parallel3d.checkpoint.manifest import (
+    CHECKPOINTS,
+    CLAIM,
+    list_checkpoints,
+    list_damaged,
+    reason,
+)
+from parallel3d.config import identity
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.files.durable import flush_folder, is_ours, no_link
+from parallel3d.run.configs import (
+    CONFIG_FILE,
+    CONFIGS,
+    NO_CONFIG,
+    last_config,
+    load_config,
+    next_name,
+    save_config,
+)
+from parallel3d.run.unmade import new_folder, remove_unmade
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+FAILURES = "failures"
+PLACEMENT_FILE = "placement.json"
+
+# Keys that say where and how a run is watched, not what it computes.
+NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
+
+
+def make_run_directory(
+    config: Config,
+    job_id: str | None = None,
+    job_number: int | None = None,
+    *,
+    may_go_on: bool = False,
+) -> tuple[Config, Path]:
+    """Make `runs_dir/<run>`, private to the user, and write config.yaml into it.
+
+    A run without a name gets one from the time and the layout. `job_id` (of Slurm) is part of a
+    made name; `job_number` (of a sweep) is part of every name. Returns the configuration with its
+    name, and the directory. With `may_go_on` the directory of a run that can go on is taken as it
+    is: `take_run` is next. Raises UserError if the name is taken or the directory cannot be made.
+    """
+    number = "" if job_number is None else f"-{job_number}"
+    runs = Path(config.runs_dir)
+    if config.run is None:
+        name = _made_name(config, job_id) + number
+        candidates = [name, *(f"{name}-{n}" for n in range(2, 1000))]
+    else:
+        candidates = [config.run + number]
+    for name in candidates:
+        named = dataclasses.replace(config, run=name)
+        directory = runs / name
+        try:
+            made = not os.path.lexists(directory) and _make(named, directory)
+        except OSError as error:
+            raise UserError(
+                f"runs_dir={config.runs_dir}: cannot make {directory}: {error.strerror}"
+            ) from None
+        if made:
+            return named, directory
+        if config.run is not None:
+            _check_existing(named, directory, may_go_on)
+            return named, directory
+    raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
+
+
+def _make(config: Config, directory: Path) -> bool:
+    """Make a run directory with its config.yaml in one step; False: another start was faster.
+
+    Raises OSError, and UserError if `runs_dir` is not a folder.
+    """
+    runs = directory.parent
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"runs_dir={config.runs_dir} is not a folder") from None
+    remove_unmade(runs)
+    fresh = new_folder(runs)
+    try:
+        save_config(config, fresh, comment=_maker())
+        os.rename(fresh, directory)
+    except OSError as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    flush_folder(runs)
+    return True
+
+
+def _maker() -> str:
+    """The first line of config.yaml: which process made the run directory."""
+    return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
+    """Raise UserError, before anything starts, if a given `run` is taken; makes nothing.
+
+    With `may_go_on` a run that can go on with this configuration is not.
+    """
+    if config.run is None:
+        return
+    number = "" if job_number is None else f"-{job_number}"
+    directory = Path(config.runs_dir) / (config.run + number)
+    if os.path.lexists(directory):
+        named = dataclasses.replace(config, run=config.run + number)
+        _check_existing(named, directory, may_go_on)
+
+
+def take_run(config: Config, directory: Path) -> int | None:
+    """Claim a run for this process until it ends, and write its configuration if it is a new one.
+
+    Two starts of one run would write over each other. Returns the descriptor that holds the lock,
+    None on a file system without locks. Raises UserError if another process has the run.
+    """
+    lock: int | None = None
+    try:
+        lock = _locked(directory / CONFIG_FILE)
+        keep_failures(directory)
+        if not _is_newest(config, directory):
+            save_config(config, directory, next_name(directory))
+    except BlockingIOError:
+        raise UserError(
+            f"run={config.run} is running already: wait for it, or choose another run="
+        ) from None
+    except OSError as error:
+        if lock is not None:
+            with suppress(OSError):  # closed it is in any case
+                os.close(lock)
+        raise UserError(
+            f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
+            "writable, or choose another run="
+        ) from None
+    return lock
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor that holds a lock on a file, None without locks.
+
+    Raises BlockingIOError if another process holds it, and OSError.
+    """
+    lock = no_link(path, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return lock
+
+
+def _is_newest(config: Config, directory: Path) -> bool:
+    """Whether the ranks would read this configuration."""
+    try:
+        return load_config(directory) == config
+    except NO_CONFIG:
+        return False
+
+
+def keep_failures(directory: Path) -> None:
+    """Number what an earlier start left of its failure: this start's cause is not among it."""
+    old, number = directory / FAILURES, 1
+    while (kept := directory / f"{FAILURES}-{number}").exists():
+        number += 1
+    if old.exists():
+        os.rename(old, kept)
+
+
+def status(directory: Path) -> str | None:
+    """How a run's last start ended, by its summary: "finished", "stopped", …; None without one.
+
+    One that cannot be read says nothing.
+    """
+    try:
+        return json.loads((directory / "summary.json").read_bytes()).get("status")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def discard_unused(directory: Path) -> None:
+    """Remove a run directory in which nothing was computed, so that its name is free again.
+
+    Only the process that made it may: in another's, somebody may be about to begin.
+    """
+    ours = {FAILURES, PLACEMENT_FILE}
+    claimed = directory / CHECKPOINTS
+    # What has ended the run may be this very disk: then the folder stays, and can be gone on with.
+    with suppress(OSError):
+        for path in directory.iterdir():
+            is_config = CONFIGS.fullmatch(path.name) is not None
+            unused = path == claimed and os.listdir(path) == [CLAIM]
+            known = path.name in ours or path.name.endswith(".traceback.txt")
+            if not (is_config or unused or known):
+                return
+        if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
+            gone = new_folder(directory.parent)
+            os.rename(directory, gone)  # half removed, it would be no run's and in the way of one
+            shutil.rmtree(gone)
+
+
+def _made_name(config: Config, job_id: str | None) -> str:
+    model = re.sub(r"[^A-Za-z0-9._+=-]", "_", config.model.name)
+    context = f"cp{config.cp}" if config.cp > 1 else ""
+    layout = f"tp{config.tp}pp{config.pp}{context}dp{config.dp}"
+    job = f"-job{job_id}" if job_id else ""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{layout}{job}"
+
+
+def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
+    """Raise UserError, saying why, unless the run that is in `directory` can go on."""
+    there = _config_there(config, directory)
+    if may_go_on and not config.checkpoint.load:
+        raise UserError(
+            f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
+            "choose another run= or remove it"
+        )
+    try:
+        saved = [*list_checkpoints(directory), *list_damaged(directory)]
+    except OSError as error:
+        raise UserError(
+            f"run={config.run} exists, and its checkpoints in {directory} cannot be listed "
+            f"({reason(error)}): start again when they can, or choose another run="
+        ) from None
+    is_over = not saved and status(directory) == "finished"
+    if may_go_on and not is_over:
+        found = identity.changes(dataclasses.asdict(there), config)
+        if refusal := identity.refusal(config.run, found):
+            raise UserError(refusal)
+        return
+    why = ", with no checkpoint to go on from" if may_go_on else ""
+    differing = differences(there, config)
+    if not differing:
+        raise UserError(
+            f"run={config.run} exists already in {directory}{why}: choose another run= or remove it"
+        )
+    shown = ", ".join(f"{key} is {old!r} there, now {new!r}" for key, old, new in differing[:3])
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    raise UserError(
+        f"run={config.run} exists already with another configuration: {shown}{more}; "
+        "choose another run="
+    )
+
+
+def _config_there(config: Config, directory: Path) -> Config:
+    """The configuration of the run in `directory`, which must be this user's. Raises UserError."""
+    try:
+        for status in (directory.lstat(), directory.stat()):
+            if not is_ours(status, directory.parent):
+                raise UserError(
+                    f"run={config.run} exists, and {directory} belongs to another user "
+                    f"(uid {status.st_uid}): choose another run= or runs_dir="
+                )
+        if not (directory / CONFIG_FILE).is_file():
+            raise UserError(f"run={config.run}: {directory} exists and is not a run directory")
+        return last_config(directory)
+    except (OSError, *NO_CONFIG) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(
+            f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
+            "choose another run="
+        ) from None
+
+
+def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
+    """Keys that make two runs different, with both values (key, there, here)."""
+    old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
+    return [
+        (key, old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not _is_outside_identity(key)
+    ]
+
+
+def _is_outside_identity(key: str) -> bool:
+    return any(key.startswith(n) if n.endswith(".") else key == n for n in NOT_IDENTITY)

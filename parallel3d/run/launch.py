@@ -1,0 +1,244 @@
+"""Who am I: a rank of torchrun's, a rank of Slurm's, or nobody yet?
+
+Everything here reads an environment and does arithmetic; torch is not needed. A launcher whose
+variables contradict each other is a `UserError` that names the variable, never a hang.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from parallel3d.comm.operation_log import OperationLog
+from parallel3d.errors import UserError
+from parallel3d.run.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from parallel3d.topology.tiling import Placement
+
+Launcher = Literal["local", "torchrun", "slurm"]
+
+# Steps that Slurm makes for itself (batch script, interactive shell, …) have ids from here on.
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+class Watch(Protocol):
+    """What looks whether a rank gets on (`watchdog.Watchdog`), as the rank's life deals with it."""
+
+    @property
+    def is_reporting(self) -> bool: ...
+
+    def rest(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+    def timed_out(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass
+class Worker:
+    """One rank of a run: its place, its device and what it is doing.
+
+    `phase` is what a failure report says the rank was in ("train step 12"): set it as the work
+    goes on. `device` is "cpu" or "<type>:<index>", already current, and torch.distributed is
+    initialised.
+    `rank` is the place in the layout; the launcher may have numbered this process otherwise.
+    `placement` is where all ranks sit, None where the run did not need to know. `stop` holds the
+    signals that came; `stopped` says that the run ended early because of one, on some rank.
+    `store` is what the ranks met at; `log` is what this rank communicates, and `watchdog` looks
+    whether that gets on, if anything does.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    run_dir: Path
+    launcher: Launcher
+    device: str = "cpu"
+    phase: str = "start"
+    placement: Placement | None = None
+    stop: StopSignals = field(default_factory=StopSignals)
+    stopped: bool = False
+    store: Store | None = None
+    watchdog: Watch | None = None
+    log: OperationLog = field(default_factory=OperationLog)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place that a launcher gave to this process, and where rank 0 listens."""
+
+    launcher: Launcher
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    job_id: str | None = None
+
+    def with_port(self, chosen: int) -> Place:
+        """With the port of `launch.master_port`, unless that is 0 or torchrun has its own."""
+        if self.launcher != "slurm" or chosen == 0:
+            return self
+        return replace(self, master_port=chosen)
+
+
+def detect(environ: Mapping[str, str]) -> Place | None:
+    """This process's place according to torchrun's or Slurm's variables; None if there are none.
+
+    torchrun comes first, since it may itself run inside a Slurm step. Raises UserError if a
+    variable is missing, is no number or contradicts another.
+    """
+    # MASTER_ADDR or LOCAL_RANK alone says nothing: some platforms set them for any process.
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_torchrun(environ)
+    if _in_slurm_step(environ):
+        return _from_slurm(environ)
+    return None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Place:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            present = "RANK" if "RANK" in environ and name != "RANK" else "WORLD_SIZE"
+            raise UserError(
+                f"{present}={environ.get(present)} is set but {name} is not: start with torchrun, "
+                "set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, "
+                f"or unset {present}."
+            )
+    world_size = _number(environ, "WORLD_SIZE", minimum=1)
+    rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size))
+    local_world_size = world_size
+    if "LOCAL_WORLD_SIZE" in environ:
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
+        if local_world_size > world_size:
+            raise UserError(
+                f"LOCAL_WORLD_SIZE={local_world_size} contradicts WORLD_SIZE={world_size}: "
+                "a host cannot hold more ranks than there are"
+            )
+    local_rank = _number(environ, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world_size))
+    port = _number(environ, "MASTER_PORT", minimum=1)
+    if port > 65535:
+        raise UserError(f"MASTER_PORT={port} is no port: it must lie in 1 … 65535")
+    return Place(
+        "torchrun", rank, local_rank, world_size, local_world_size, environ["MASTER_ADDR"], port
+    )
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks (a batch script is not)."""
+    if not environ.get("SLURM_STEP_ID") or "SLURM_PROCID" not in environ:
+        return False
+    if _number(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+        return False
+    return _number(environ, _slurm_tasks(environ), minimum=1) > 1
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> str:
+    """The variable that counts this step's tasks: the step's own, if there, is the exact one."""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Place:
+    tasks = _slurm_tasks(environ)
+    world_size = _number(environ, tasks, minimum=1)
+    rank = _number(environ, "SLURM_PROCID", below=(tasks, world_size))
+    job = _number(environ, "SLURM_JOB_ID")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError("SLURM_PROCID is set but SLURM_STEP_NODELIST is not: start with srun")
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    local_world_size = world_size
+    if per_node:
+        local_world_size = tasks_on_node(per_node, _number(environ, "SLURM_NODEID"))
+    return Place(
+        launcher="slurm",
+        rank=rank,
+        local_rank=_number(environ, "SLURM_LOCALID", below=(tasks, local_world_size)),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=first_host(nodes),
+        # Two jobs that share a node must not meet on one port.
+        master_port=20000 + job % 20000,
+        job_id=str(job),
+    )
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    minimum: int = 0,
+    below: tuple[str, int] | None = None,
+) -> int:
+    """The whole number in variable `name`, at least `minimum` and smaller than `below`'s value."""
+    text = environ.get(name)
+    if text is None:
+        raise UserError(f"{name} is not set, but the other variables of its launcher are")
+    try:
+        value = int(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} is no number: it must be a whole number") from None
+    if value < minimum:
+        raise UserError(f"{name}={value} is too small: it must be at least {minimum}")
+    if below is not None and value >= below[1]:
+        raise UserError(
+            f"{name}={value} contradicts {below[0]}={below[1]}: it must be in 0 … {below[1] - 1}"
+        )
+    return value
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list such as "node[01-03,7],gpu1" or "rack[1-2]n[0-3]".
+
+    Raises UserError if the list cannot be read.
+    """
+    first = ""
+    depth = 0
+    for character in node_list.strip():
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            break
+        first += character
+    # Of each bracket the first number, as it is written: leading zeros belong to the name.
+    host = re.sub(r"\[(\d+)[^\[\]]*\]", r"\1", first)
+    if depth != 0 or not re.fullmatch(r"[A-Za-z0-9._-]+", host):
+        raise UserError(f"the Slurm node list {node_list!r} cannot be read")
+    return host
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """Tasks on node number `node` by Slurm's compressed list, e.g. "8(x3),4" (node 3 has 4)."""
+    seen = 0
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UserError(f"SLURM_TASKS_PER_NODE={tasks_per_node!r} cannot be read")
+        seen += int(match[2] or 1)
+        if node < seen:
+            return int(match[1])
+    raise UserError(
+        f"SLURM_NODEID={node} contradicts SLURM_TASKS_PER_NODE={tasks_per_node!r}: "
+        f"it lists {seen} nodes"
+    )
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on `port` of this host; 0, which takes any, always can."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the store itself does: a port whose last user has just ended is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

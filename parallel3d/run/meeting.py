@@ -1,0 +1,153 @@
+"""How the processes of torchrun or srun meet: store, run directory, device."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.host.devices import device_of_rank
+from parallel3d.run.configs import NO_CONFIG, load_config
+from parallel3d.run.directory import make_run_directory, take_run
+from parallel3d.run.job_store import (
+    behind_secret,
+    get,
+    is_loopback,
+    listen_at,
+    listen_everywhere,
+    put,
+    serve,
+)
+from parallel3d.run.launch import Place, Worker
+from parallel3d.run.rank_exchange import wait_for_readers
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
+# Those that take up a run that exists.
+CAN_GO_ON = ("train",)
+
+# Rank 0's word to the others, once the store is up.
+RUN_KEY = "parallel3d/run"
+SEEN_KEY = "parallel3d/run_seen"
+
+
+def config_of_launcher(directory: Path) -> Config:
+    """The configuration that our launcher left for its ranks. Without it this one says so and ends:
+    Raises SystemExit."""
+    try:
+        return load_config(directory)
+    except (OSError, *NO_CONFIG) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        who = f"rank {os.environ.get('RANK')} on {socket.gethostname()}"
+        note = f"{who}: the configuration in {directory} cannot be read ({reason})"
+        print(f"parallel3d: {note}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def meet(config: Config, place: Place) -> Store:
+    """Connect to the store at rank 0 (or, under torchrun, its agent).
+
+    Raises UserError if rank 0's port is taken.
+    """
+    import torch.distributed as dist
+
+    more = {"world_size": place.world_size, "timeout": timedelta(seconds=config.launch.timeout_s)}
+    agent_listens = keeps_store(os.environ)
+    try:
+        if place.rank == 0 and not agent_listens:
+            store = _listening_store(place, more)
+        else:
+            store = dist.TCPStore(
+                place.master_addr, place.master_port, wait_for_workers=False, **more
+            )
+    except OSError as error:  # of which torch's DistNetworkError is none
+        if error.errno != errno.EADDRINUSE:
+            raise
+        key = "launch.master_port" if place.launcher == "slurm" else "MASTER_PORT"
+        raise UserError(
+            f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
+        ) from None
+    # The agent's store outlives the ranks: what those before a restart said is not for these.
+    attempt = _attempt() if agent_listens else 0
+    return dist.PrefixStore(f"attempt{attempt}", behind_secret(store))
+
+
+def keeps_store(environ: Mapping[str, str]) -> bool:
+    """Whether the agent that started this process keeps the store: torchrun's, or ours."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _listening_store(place: Place, more: dict[str, Any]) -> TCPStore:
+    """Rank 0's store, on MASTER_ADDR's address alone; on all where it is none of this machine's."""
+    one_host = place.launcher == "slurm" and place.world_size == place.local_world_size
+    loopback = one_host or is_loopback(place.master_addr)
+    listening = listen_at(place.master_addr, place.master_port, loopback)
+    if listening is None:
+        note = (
+            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others reach: "
+            "the ranks' store listens on all of its addresses"
+        )
+        print(f"parallel3d: {note}", file=sys.stderr, flush=True)
+        listening = listen_everywhere(place.master_port)
+    return serve(place.master_addr, listening, **more)
+
+
+def _attempt() -> int:
+    """How many times torchrun's agent has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def agree_on_run(
+    app: str, config: Config, place: Place, worker: Worker, store: Store, kind: str
+) -> Config:
+    """Make or take the run directory on rank 0 and make it known; the others learn the run.
+
+    Sets `worker.run_dir` and `worker.device`, one of `kind`, this host's choice. A UserError of
+    rank 0 is raised on every rank; so is one on ranks whose host chose another kind.
+    """
+    error: UserError | None = None
+    if place.rank == 0:
+        try:
+            if _attempt() and (made := _name_before(store)):
+                config = dataclasses.replace(config, run=made)
+            config, run_dir = make_run_directory(
+                config, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+            )
+            take_run(config, run_dir)
+            worker.run_dir = run_dir  # now that it is ours: what fails later tidies it up
+            put(store.underlying_store, RUN_KEY, config.run)
+            word = {"run": config.run, "run_dir": str(run_dir), "device": kind}
+        except UserError as refused:
+            error, word = refused, {"error": str(refused)}
+        put(store, RUN_KEY, word)
+        if error is not None:
+            wait_for_readers(store, SEEN_KEY, place.world_size - 1)
+            raise error
+    word = get(store, RUN_KEY)
+    if place.rank != 0:
+        store.add(SEEN_KEY, 1)
+    if "error" in word:
+        raise UserError(word["error"])
+    worker.run_dir = Path(word["run_dir"])
+    if kind != word["device"]:
+        raise UserError(
+            f"device={config.device}: rank 0 computes on {word['device']}, rank {place.rank} would "
+            f"on {kind}; give device=cpu or device=cuda"
+        )
+    worker.device = device_of_rank(kind, place.local_rank)
+    return dataclasses.replace(config, run=word["run"])
+
+
+def _name_before(store: Store) -> str | None:
+    """The run's name before torchrun's agent started the ranks again: one without is made once."""
+    before = store.underlying_store
+    return get(before, RUN_KEY) if before.check([RUN_KEY]) else None

@@ -1,0 +1,305 @@
+"""A rank's life: meet the others, do the work, say what went wrong."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.config.checks_groups import parse_nccl_env
+from parallel3d.config.schema import Config
+from parallel3d.errors import USER_ERROR, UserError, say
+from parallel3d.host.devices import PRETEND, Choice, device_of_rank
+from parallel3d.host.gpu_environment import gpu_environment
+from parallel3d.host.host_memory import keep_freed_memory
+from parallel3d.host.numa import bind_near
+from parallel3d.host.processes import die_with_parent
+from parallel3d.run import failure
+from parallel3d.run.directory import discard_unused
+from parallel3d.run.job_store import one_host_environment
+from parallel3d.run.launch import Place, Worker, detect
+from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
+from parallel3d.run.rank_exchange import take_rank
+from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
+from parallel3d.topology.placement.placed_ranks import layout_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+# What each subcommand runs on every rank: f(config, worker) -> exit code or None.
+APPS = {
+    "train": ("parallel3d.commands.train", "train"),
+    "verify": ("parallel3d.commands.verify", "verify"),
+    "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
+    "generate": ("parallel3d.commands.generate.sample", "generate"),
+}
+# Those that a signal stops at the end of a step; the others it ends at once.
+STOPPABLE = ("train",)
+
+# How many ranks have met a user error: one of them says it.
+USER_ERRORS_KEY = "parallel3d/user_errors"
+
+# By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
+END_SIGNAL = signal.SIGHUP
+# The exit code of a local worker that has said itself why all end, as no file took it.
+SAID = 63
+# A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
+ANSWER = 64
+
+
+def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: Choice) -> int:
+    """Run all ranks of a world on this host: one in this process, several in their own.
+
+    Returns the exit code; failures were said.
+    """
+    outlive_terminal()
+    if device.note:
+        say(device.note)
+    try:
+        if world_size == 1:
+            return run_alone(app, config, run_dir, device.kind)
+        with blocked_signals():  # they come when torch is there, not in the midst of its C++
+            from parallel3d.run.local_workers import run_local_workers
+        return run_local_workers(app, config, run_dir, world_size, device.kind)
+    except KeyboardInterrupt:
+        discard_unused(run_dir)
+        raise
+
+
+def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
+    """Run a world of one rank in this process, on a device of type `kind`.
+
+    Returns the exit code; failures were said.
+    """
+    os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
+    with blocked_signals():
+        begin_on(kind)
+        from torch.distributed import HashStore
+    worker = Worker(0, 0, 1, 1, run_dir, "local")
+    with kept_handlers():
+        if app in STOPPABLE:
+            worker.stop.install()
+        try:
+            worker.device = device_of_rank(kind, worker.local_rank)
+            return _after(worker, _work(app, config, worker, HashStore()))
+        except Exception as error:
+            failed = failure.from_exception(config, worker, error)
+            return close_books(failure.write(failed, error, run_dir), run_dir)
+
+
+def begin_on(kind: str) -> None:
+    """What must be so before anything of torch is used by a rank on a device of type `kind`."""
+    if kind == PRETEND:
+        from parallel3d.pretend import enable
+
+        enable()
+
+
+def _after(worker: Worker, code: int) -> int:
+    """The exit code of a run that has ended; one that a signal stopped ends the sweep as well."""
+    if worker.stopped:
+        raise SystemExit(code_of_stop(worker.stop.requeues))
+    return code
+
+
+def code_of_stop(requeues: bool) -> int:
+    """A run that a scheduler stopped has saved and done well; Ctrl-C is told to the shell."""
+    return 0 if requeues else 128 + signal.SIGINT
+
+
+def close_books(cause: failure.Failure, run_dir: Path) -> int:
+    """Say why a run ended. A run that a user error stopped leaves no directory behind.
+
+    Returns the exit code.
+    """
+    say(cause.sentence())
+    if cause.kind != "user":
+        return 1
+    discard_unused(run_dir)
+    return USER_ERROR
+
+
+def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
+    """Run this process's rank among those that torchrun or srun started, on a device of `kind`.
+
+    Rank 0 names and makes the run directory and tells the others through the store. Every failing
+    rank says its own line; a UserError is said by one rank. Returns the exit code.
+    """
+    if keeps_store(os.environ):  # without it nothing could be saved any more
+        die_with_parent()
+    outlive_terminal()
+    begin_on(kind)
+    place = place.with_port(config.launch.master_port)
+    worker = Worker(
+        place.rank,
+        place.local_rank,
+        place.world_size,
+        place.local_world_size,
+        Path(),
+        place.launcher,
+        phase=f"meeting rank 0 at {place.master_addr}:{place.master_port}",
+    )
+    store: Store | None = None
+    if app in STOPPABLE:
+        worker.stop.install()
+    try:
+        store = meet(config, place)
+        config = agree_on_run(app, config, place, worker, store, kind)
+        return _after(worker, _work(app, config, worker, store))
+    except Exception as error:
+        _tell_hang(worker, error)
+        _report(config, worker, error, store)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+
+
+def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
+    """A rank that our own launcher started: its configuration lies in the run directory.
+
+    The launcher has chosen the type of device for all of its ranks, also for those of a later
+    start. Says nothing of failures itself: it records them, and the launcher says the one that
+    matters.
+    """
+    _die_with(int(launcher_pid))
+    outlive_terminal()
+    begin_on(kind)
+    directory = Path(run_dir)
+    config = config_of_launcher(directory)
+    place = detect(os.environ)
+    if place is None:
+        raise UserError("parallel3d _worker is started by parallel3d itself: use parallel3d train")
+    worker = Worker(
+        place.rank,
+        place.local_rank,
+        place.world_size,
+        place.local_world_size,
+        directory,
+        "local",
+        phase="meeting the other ranks",
+    )
+    if app in STOPPABLE:
+        worker.stop.second_interrupts = False  # the launcher counts them
+        worker.stop.install(ASKING)
+    try:
+        worker.device = device_of_rank(kind, place.local_rank)
+        code = _work(app, config, worker, meet(config, place))
+        return ANSWER + code if code else 0
+    except Exception as error:
+        _tell_hang(worker, error)
+        failure.write(failure.from_exception(config, worker, error), error, directory)
+        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+
+
+def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
+    """Initialise torch.distributed, run the subcommand on this rank, close. Returns its code."""
+    import torch
+    import torch.distributed as dist
+
+    from parallel3d.device.accelerator import backend_of, is_accelerator
+
+    worker.store = store if worker.world_size > 1 else None
+    worker.phase = "placing the ranks"
+    take_rank(config, worker, store, os.environ, app)
+    worker.phase = "starting torch.distributed"
+    device = torch.device(worker.device)
+    if is_accelerator(device):
+        _prepare_accelerator(config, device)
+    else:
+        _prepare_cpu(config, worker)
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=worker.rank,
+        world_size=worker.world_size,
+        timeout=timedelta(seconds=config.launch.timeout_s),
+        device_id=device if is_accelerator(device) else None,
+    )
+    worker.phase = "start"
+    code = _entry(app)(config, worker) or 0
+    worker.phase = "closing"
+    gc.collect()  # groups still referenced would be torn down by the dying interpreter: that aborts
+    sys.stdout.flush()
+    # Nobody leaves while another still works: a rank gone early looks like a failure to its peers.
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def _prepare_accelerator(config: Config, device: torch.device) -> None:
+    """The device made this process's own, NCCL's variables, and the CPUs next to the device."""
+    from parallel3d.device.accelerator import bus_id, make_current
+
+    make_current(device)
+    for name, value in parse_nccl_env(config.cluster.nccl_env).items():
+        os.environ.setdefault(name, value)
+    if config.launch.numa_binding and (address := bus_id(device)):
+        bind_near(address)
+
+
+def _prepare_cpu(config: Config, worker: Worker) -> None:
+    """Memory, and a look at the network interfaces while nobody waits for a peer yet."""
+    from parallel3d.comm.group_options import Interfaces
+
+    if config.launch.huge_pages:
+        keep_freed_memory()
+    if interfaces := Interfaces.of_run(config.cluster, worker.placement):
+        interfaces.check(layout_of(config), worker.rank)
+
+
+def _entry(app: str) -> Callable[[Config, Worker], Any]:
+    module, name = APPS[app]
+    return getattr(importlib.import_module(module), name)
+
+
+def _tell_hang(worker: Worker, error: Exception) -> None:
+    """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
+    timed_out = isinstance(error, TimeoutError) or failure.TIMED_OUT.search(str(error))
+    if worker.watchdog is not None and timed_out:
+        worker.watchdog.timed_out()
+
+
+def _report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
+    """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
+    failed = failure.from_exception(config, worker, error)
+    if worker.run_dir != Path() and failed.kind != "user":
+        failed = failure.write(failed, error, worker.run_dir)
+    elif worker.run_dir != Path() and worker.rank == 0:
+        discard_unused(worker.run_dir)
+    if failed.kind != "user" or _is_first_to_speak(worker, store):
+        say(failed.sentence())
+
+
+def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
+    if store is None:
+        return worker.rank == 0
+    try:
+        return store.add(USER_ERRORS_KEY, 1) == 1
+    except RuntimeError:
+        return False  # the store went with rank 0, which has spoken
+
+
+def _leave(code: int, worker: Worker | None = None) -> None:
+    """End this process now: destructors of groups with a dead peer may wait for it for minutes.
+
+    A verdict on a hang that its watchdog is about to give comes first: it may have killed the peer.
+    """
+    if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
+        worker.watchdog.timed_out()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with(launcher_pid: int) -> None:
+    """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
+    die_with_parent()
+    if os.getppid() != launcher_pid:
+        _leave(1)

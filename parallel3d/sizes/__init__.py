@@ -1,0 +1,1 @@
+"""What each rank holds, computes and sends: arithmetic on the configuration. No torch."""

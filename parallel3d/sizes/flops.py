@@ -1,0 +1,60 @@
+"""What one training token costs, and how many parameters there are, from the model's shape alone.
+
+Conventions (each changes the MFU that is printed, so they are written down):
+
+* Only matrix products count: 2 FLOPs per multiply-add, once forward and twice backward, i.e.
+  6 per weight and token. Norms, softmax, activations and the optimizer are not model FLOPs.
+* Attention scores and their product with the values count over the full s × s square, not the
+  causal half, as in PaLM (Chowdhery et al. 2022, appendix B), Narayanan et al. 2021 (equation 3)
+  and torchtitan, so that figures can be compared. Causal kernels skip up to half of it.
+* Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
+* The output head counts the tokens that exist (`vocab_size`): padded logits are not useful work.
+* Looking up embeddings is no matrix product and counts nothing.
+"""
+
+from __future__ import annotations
+
+from parallel3d.config.schema import ModelConfig
+
+MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
+FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Weights that a token is multiplied with: the layers' matrices and the head, tied or not."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.kv_heads * model.head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    mlp = _mlp_matrices(model) * hidden * ffn
+    return model.num_layers * (attention + mlp) + hidden * model.vocab_size
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Model FLOPs of training, forward and backward, on one token of a `seq_length` tokens' sample.
+
+    6 × matmul weights + 12 × layers × heads × head_dim × seq_length; see the conventions above.
+    """
+    queries = model.num_attention_heads * model.head_dim
+    attention = 12 * model.num_layers * queries * seq_length
+    return float(6 * matmul_parameters(model) + attention)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Distinct trainable parameters of the unpadded model; a tied table counts once."""
+    hidden, ffn = model.hidden_size, model.ffn_size
+    norm = 2 * hidden if model.norm == "layernorm" else hidden
+    layers = matmul_parameters(model) - hidden * model.vocab_size + model.num_layers * 2 * norm
+    if model.bias:
+        queries = model.num_attention_heads * model.head_dim
+        keys = model.kv_heads * model.head_dim
+        mlp = (_mlp_matrices(model) - 1) * ffn + hidden
+        layers += model.num_layers * (queries + 2 * keys + hidden + mlp)
+    tables = 1 if model.tie_embeddings else 2
+    positions = model.max_positions * hidden if model.position_embedding == "learned" else 0
+    return layers + tables * hidden * model.vocab_size + positions + norm
+
+
+def _mlp_matrices(model: ModelConfig) -> int:
+    """up and down, and with swiglu the gate."""
+    return 3 if model.activation == "swiglu" else 2

@@ -1,0 +1,98 @@
+"""Which parameters a rank of one stage holds, and how large, without making them: no torch here.
+
+The list is that of `Stage.named_parameters()`, in its order, which decides the gradient buckets;
+tests/unit/test_traffic.py compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from parallel3d.config.schema import ModelConfig
+
+
+class LocalParameter(NamedTuple):
+    """A parameter as one rank holds it; `replicated`: every tp rank holds all of it."""
+
+    name: str
+    numel: int
+    replicated: bool
+    columns: int = 1  # 1: a vector
+
+
+def stage_parameters(
+    model: ModelConfig, tp: int, layers: range, first: bool, last: bool
+) -> list[LocalParameter]:
+    """The parameters of a rank whose stage has `layers`, the embedding if `first`, head if `last`.
+
+    A tied table is listed once where one stage has both ends; padding of the vocabulary counts.
+    """
+    found = list(_embedding(model, tp)) if first else []
+    for layer in layers:
+        found += _layer(model, tp, f"layers.{layer}")
+    if last:
+        found += _head(model, tp, has_table=not (first and model.tie_embeddings))
+    return found
+
+
+def word_table_numel(model: ModelConfig, tp: int) -> int:
+    """Elements of one rank's part of the word table."""
+    rows = model.padded_vocab_size
+    return (rows if model.embedding == "replicated" else rows // tp) * model.hidden_size
+
+
+def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
+    if model.position_embedding == "learned":
+        numel = model.max_positions * model.hidden_size
+        yield LocalParameter("embedding.position", numel, True, model.hidden_size)
+    whole = tp == 1 or model.embedding == "replicated"
+    numel = word_table_numel(model, tp)
+    yield LocalParameter("embedding.word.weight", numel, whole, model.hidden_size)
+
+
+def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
+    queries = model.num_attention_heads * model.head_dim
+    # Fewer key-value heads than ranks: each is on several.
+    kv_rows = max(model.kv_heads, tp) * model.head_dim
+    qkv = queries + 2 * kv_rows
+    up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
+    yield from _norm(model, f"{name}.input_norm")
+    yield from _column(model, tp, f"{name}.attention.qkv", qkv)
+    yield from _row(model, tp, f"{name}.attention.out", queries)
+    yield from _norm(model, f"{name}.mlp_norm")
+    yield from _column(model, tp, f"{name}.mlp.up", up)
+    yield from _row(model, tp, f"{name}.mlp.down", model.ffn_size)
+
+
+def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
+    if has_table and model.tie_embeddings:
+        whole = tp == 1 or model.embedding == "replicated"
+        numel = word_table_numel(model, tp)
+        yield LocalParameter("head.table", numel, whole, model.hidden_size)
+    elif has_table:
+        numel = model.padded_vocab_size // tp * model.hidden_size
+        yield LocalParameter("head.table", numel, tp == 1, model.hidden_size)
+    yield from _norm(model, "head.norm")
+
+
+def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
+    yield LocalParameter(f"{name}.weight", model.hidden_size, True)
+    if model.norm == "layernorm":
+        yield LocalParameter(f"{name}.bias", model.hidden_size, True)
+
+
+def _column(model: ModelConfig, tp: int, name: str, outputs: int) -> Iterator[LocalParameter]:
+    """A linear layer whose rows are split."""
+    numel = outputs // tp * model.hidden_size
+    yield LocalParameter(f"{name}.weight", numel, tp == 1, model.hidden_size)
+    if model.bias:
+        yield LocalParameter(f"{name}.bias", outputs // tp, tp == 1)
+
+
+def _row(model: ModelConfig, tp: int, name: str, inputs: int) -> Iterator[LocalParameter]:
+    """A linear layer whose columns are split; its bias is replicated."""
+    columns = inputs // tp
+    yield LocalParameter(f"{name}.weight", model.hidden_size * columns, tp == 1, columns)
+    if model.bias:
+        yield LocalParameter(f"{name}.bias", model.hidden_size, True)

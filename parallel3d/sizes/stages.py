@@ -1,0 +1,38 @@
+"""The layer numbers of each pipeline stage."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.sizes.balance import balance, layers_per_stage_given
+
+
+def layer_cost(model: ModelConfig) -> float:
+    """Forward FLOPs of one layer and token: its matrices, and causal attention's two products."""
+    queries = model.num_attention_heads * model.head_dim
+    attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_dim)
+    matrices = 3 if model.activation == "swiglu" else 2
+    weights = attention + matrices * model.hidden_size * model.ffn_size
+    return 2.0 * weights + 2.0 * queries * model.seq_length
+
+
+def head_cost(model: ModelConfig) -> float:
+    """Forward FLOPs of the output head for one token, padding included."""
+    return 2.0 * model.hidden_size * model.padded_vocab_size
+
+
+def layers_of_stages(config: Config) -> list[range]:
+    """Global layer numbers of every stage: `schedule.layers_per_stage`, or balanced by cost.
+
+    Raises:
+        UserError: the given split does not fit the model.
+    """
+    model, given = config.model, config.schedule.layers_per_stage
+    if given is not None:
+        counts = layers_per_stage_given(given, model.num_layers, config.pp)
+    else:
+        costs = [layer_cost(model)] * model.num_layers
+        counts = balance(costs, config.pp, last_extra=head_cost(model))
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,208 @@
+"""What a cluster is made of: NVLink domains, one NIC a GPU on its rail, leaf switches, a spine.
+
+Pure Python and numpy, for two GPUs or a million. GPUs are counted as *slots*, node by node: slot =
+the GPUs of all nodes before + the local index. `configured` fills the object from the
+configuration, `discover` from Slurm or from the GPUs themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Slots = npt.NDArray[np.int64]
+
+
+class LinkClass(IntEnum):
+    """What the bytes between two GPUs pass, cheapest first; `NONE`: no wire leads there."""
+
+    SELF = 0
+    NVLINK = 1
+    RAIL = 2
+    SPINE = 3
+    NONE = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Link:
+    """One GPU's share of a link class, in each direction.
+
+    `gb_per_s` is the datasheet's rate one way: half of what NVIDIA prints for NVLink (900 GB/s of
+    an H100 are 450 here), an eighth of a NIC's Gb/s. What of it programs reach belongs to the cost
+    model, not here.
+    """
+
+    gb_per_s: float  # 1e9 bytes a second
+    latency_us: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs, their NVLink domains, rails and switches.
+
+    `domain_gpus` GPUs are joined by NVLink: a part of a node, a node, or several nodes (NVL72).
+    Local GPU g has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is
+    `unit_nodes` nodes with one leaf switch a rail; leaf switches meet in the spine, which carries
+    1/`oversubscription` of what the NICs could send. `oversubscription` None: there is no spine.
+
+    Nodes differ where `node_gpus`, `node_domain` or `node_unit` say so; left empty they follow from
+    the sizes. `node_domain` names the domain of a node (then a domain is whole nodes).
+    `local_rail` and `local_domain` are for boxes wired otherwise: the rail, and which of the node's
+    own domains, of each local GPU. `origin` says in a few words where this was found.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    domain_gpus: int
+    rails: int
+    nvlink: Link
+    rail: Link
+    spine: Link
+    oversubscription: float | None = 1.0
+    unit_nodes: int | None = None  # None: one unit
+    node_names: tuple[str, ...] = ()
+    node_gpus: tuple[int, ...] = ()
+    node_domain: tuple[int, ...] = ()
+    node_unit: tuple[int, ...] = ()
+    local_rail: tuple[int, ...] = ()
+    local_domain: tuple[int, ...] = ()
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "domain_gpus", "rails"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        small, large = sorted((self.gpus_per_node, self.domain_gpus))
+        if large % small:
+            raise ValueError(
+                f"domain_gpus={self.domain_gpus} must divide gpus_per_node={self.gpus_per_node} "
+                f"or be a multiple of it"
+            )
+        for name in ("node_names", "node_gpus", "node_domain", "node_unit"):
+            if getattr(self, name) and len(getattr(self, name)) != self.nodes:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {self.nodes}")
+        most = max(self.node_gpus, default=self.gpus_per_node)
+        for name in ("local_rail", "local_domain"):
+            if getattr(self, name) and len(getattr(self, name)) < most:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {most}")
+
+    @cached_property
+    def _gpus(self) -> Slots:
+        even = np.full(self.nodes, self.gpus_per_node, dtype=np.int64)
+        return np.asarray(self.node_gpus, dtype=np.int64) if self.node_gpus else even
+
+    @cached_property
+    def first_slot(self) -> Slots:
+        """(nodes,): the slot of each node's GPU 0."""
+        return np.concatenate(([0], np.cumsum(self._gpus)[:-1]))
+
+    @cached_property
+    def size(self) -> int:
+        """GPUs in all."""
+        return int(self._gpus.sum())
+
+    @cached_property
+    def node(self) -> Slots:
+        """(size,): the node of each slot."""
+        return np.repeat(np.arange(self.nodes), self._gpus)
+
+    @cached_property
+    def local(self) -> Slots:
+        """(size,): the index of each slot inside its node."""
+        return np.arange(self.size) - self.first_slot[self.node]
+
+    @cached_property
+    def domain(self) -> Slots:
+        """(size,): the NVLink domain of each slot; numbers need not be adjacent."""
+        if self.node_domain:
+            return np.asarray(self.node_domain, dtype=np.int64)[self.node]
+        if self.local_domain:
+            own = np.asarray(self.local_domain, dtype=np.int64)
+            return self.node * (own.max() + 1) + own[self.local]
+        if self.domain_gpus >= self.gpus_per_node:
+            return self.node // (self.domain_gpus // self.gpus_per_node)
+        per_node = -(-max(int(self._gpus.max()), self.gpus_per_node) // self.domain_gpus)
+        return self.node * per_node + self.local // self.domain_gpus
+
+    @cached_property
+    def rail_of(self) -> Slots:
+        """(size,): the rail of each slot's NIC."""
+        if self.local_rail:
+            return np.asarray(self.local_rail, dtype=np.int64)[self.local]
+        return self.local % self.rails
+
+    @cached_property
+    def unit(self) -> Slots:
+        """(size,): the scalable unit of each slot."""
+        if self.node_unit:
+            return np.asarray(self.node_unit, dtype=np.int64)[self.node]
+        return self.node // (self.unit_nodes or self.nodes)
+
+    def sorted_slots(self) -> Slots:
+        """(size,): all slots, those joined by the fastest wires next to each other.
+
+        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order a
+        domain is in one piece, and so are the domains of a unit; a domain that reaches into other
+        units counts to the unit of its first slot. Whole domains come before smaller ones and full
+        units before others, so that a GPU that is missing puts only the groups of the tail out of
+        step. Among equals the first seen is first: an even cluster in order stays as it is, and
+        slot 0 stays first unless its own domain or unit is one of the smaller ones.
+        """
+        domain_first, domain_size = _first_and_size(self.domain)
+        unit_first, unit_size = _first_and_size(self.unit)
+        home_first, home_size = unit_first[domain_first], unit_size[domain_first]
+        keys = (domain_first, -domain_size, home_first, -home_size)
+        return np.lexsort((np.arange(self.size), unit_first, *keys))
+
+    def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
+        """The `LinkClass` between slots `a` and `b`, element by element.
+
+        `RAIL` is one leaf switch: same rail, same unit. Everything else between domains passes the
+        spine, also the same rail of another unit.
+        """
+        a, b = np.asarray(a), np.asarray(b)
+        one_leaf = (self.rail_of[a] == self.rail_of[b]) & (self.unit[a] == self.unit[b])
+        far = LinkClass.NONE if self.oversubscription is None else LinkClass.SPINE
+        found = np.where(one_leaf, np.int8(LinkClass.RAIL), np.int8(far))
+        found = np.where(self.domain[a] == self.domain[b], np.int8(LinkClass.NVLINK), found)
+        return np.where(a == b, np.int8(LinkClass.SELF), found).astype(np.int8)
+
+    def link(self, kind: LinkClass) -> Link:
+        """Speed of a link class for one GPU; the spine's bandwidth is its share when all use it.
+
+        Raises ValueError for `SELF` and `NONE`, which are no wires.
+        """
+        if kind is LinkClass.NVLINK:
+            return self.nvlink
+        if kind is LinkClass.RAIL:
+            return self.rail
+        if kind is LinkClass.SPINE and self.oversubscription is not None:
+            return Link(self.spine.gb_per_s / self.oversubscription, self.spine.latency_us)
+        raise ValueError(f"{kind.label} is not a wire of {self.name}")
+
+    def node_name(self, node: int) -> str:
+        return self.node_names[node] if self.node_names else f"node{node}"
+
+    def slot_name(self, slot: int) -> str:
+        """`node3 GPU 5`."""
+        return f"{self.node_name(int(self.node[slot]))} GPU {int(self.local[slot])}"
+
+
+def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
+    """For each slot: the first slot of its group, and how many slots the group has."""
+    _, first, inverse, counts = np.unique(
+        group, return_index=True, return_inverse=True, return_counts=True
+    )
+    return first[inverse], counts[inverse]

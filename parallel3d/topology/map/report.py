@@ -1,0 +1,234 @@
+"""`parallel3d topology`: what the cluster is, where the ranks go, what a step moves and costs.
+
+Nothing here imports torch: the answer for 16,384 GPUs takes less than a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel3d.config.checks import check_config
+from parallel3d.config.fields import check_fields, show
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.discover import discover, run_command
+from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.map.assumptions import assume_batch, assume_model
+from parallel3d.topology.price.links import DimLinks, classify
+from parallel3d.topology.price.step import StepPrice, price_step
+from parallel3d.topology.tiling import Placement
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import Config
+    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.topology.placement.search import Candidate
+
+MADE_BY = "parallel3d topology"
+READER_LEFT = 128 + signal.SIGPIPE
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that the command found out; the text, the JSON and the picture show this."""
+
+    config: Config
+    assumed: list[str]
+    placement: Placement
+    transfers: list[Transfer]
+    links: dict[str, DimLinks]
+    price: StepPrice
+    candidates: list[Candidate]
+    warnings: list[str]
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.placement.cluster
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
+
+    @property
+    def rank(self) -> int:
+        return self.config.topology.rank
+
+
+def topology(config: Config, typed: Sequence[str] | None = None) -> int:
+    """Print the map, the groups, their price and what to know; write the files asked for.
+
+    `typed`: the overrides of the command line, which tell what the user chose himself; None (a
+    caller with a configuration of its own) for: everything.
+
+    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
+    what cannot work.
+    """
+    from parallel3d.topology.map.report_facts import facts_of
+    from parallel3d.topology.map.report_text import width_of, write_report
+
+    for name in ("svg", "json"):
+        _check_free(config, name)
+    report = make_report(config, typed, os.environ)
+    facts = facts_of(report, MADE_BY)
+    if config.topology.json:
+        _write(config, "json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    if config.topology.svg:
+        _write(config, "svg", picture_of(report, facts))
+    try:
+        write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    return 0
+
+
+def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]) -> Report:
+    """Find out everything, print and write nothing.
+
+    Raises:
+        UserError: a cluster, layout, placement or model that cannot work together.
+    """
+    from parallel3d.sizes.traffic import transfers
+    from parallel3d.topology.placement.advice import warnings_for
+    from parallel3d.topology.placement.search import place, search
+
+    check_fields(config)
+    typed = ("experiment",) if typed is None else typed
+    config, assumed = assume_model(config, typed)
+    cluster = the_cluster(config, environ)
+    dp = _data_parallel(config, cluster)
+    config, more = assume_batch(config, dp, typed)
+    config = check_config(config, config.tp * config.pp * config.cp * dp, own_samples=True)
+    layout = Layout(tp=config.tp, pp=config.pp, dp=dp, cp=config.cp)
+    if config.topology.rank >= layout.world_size:
+        raise UserError(
+            f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "
+            f"this layout; the nearest is topology.rank={layout.world_size - 1}."
+        )
+    sent = transfers(config, layout)
+    if config.placement == "file":
+        placement = _from_file(config, cluster, layout)
+    else:
+        placement = place(config, cluster, layout, sent)
+    links = classify(placement)
+    rows = config.topology.search
+    found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
+    return Report(
+        config=config,
+        assumed=[*assumed, *more],
+        placement=placement,
+        transfers=sent,
+        links=links,
+        price=price_step(placement, sent),
+        candidates=found,
+        warnings=warnings_for(placement, links, sent),
+    )
+
+
+def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
+    """The cluster as configured or, with another `cluster.source`, as discovered here."""
+    world = None
+    if config.dp is not None:
+        world = config.tp * config.pp * config.cp * config.dp
+    return discover(config.cluster, environ, run_command, world)
+
+
+def _data_parallel(config: Config, cluster: Cluster) -> int:
+    """dp as given, or as many replicas as the cluster holds; raises UserError if none fits."""
+    replica = config.tp * config.pp * config.cp
+    factors = f"tp={config.tp} · pp={config.pp} · cp={config.cp}"
+    if replica * (config.dp or 1) <= cluster.size:
+        return config.dp or cluster.size // replica
+    if config.dp is not None:
+        raise UserError(
+            f"{factors} · dp={config.dp} needs {replica * config.dp} GPUs, and {cluster.name} has "
+            f"{cluster.size}; the nearest is dp={cluster.size // replica or 1} "
+            f"or cluster.nodes={-(-replica * config.dp // cluster.gpus_per_node)}."
+        )
+    raise UserError(
+        f"{factors} needs {replica} GPUs, and {cluster.name} has {cluster.size}; the nearest is "
+        f"cluster.nodes={-(-replica // cluster.gpus_per_node)}."
+    )
+
+
+def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
+    """The placement of `rank_file` over the GPUs of the cluster, named by node and local index."""
+    import numpy as np
+
+    from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
+
+    path = Path(config.rank_file or "")  # check_config wants it named
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"rank_file={show(str(path))} cannot be read: {reason}.") from None
+    everywhere = [
+        Process(cluster.node_name(node), local)
+        for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
+    ][: layout.world_size]
+    slots = np.asarray(launch_ranks_by_file(text, path.name, everywhere))
+    return Placement(cluster, layout, slots, f"rank file {path.name}")
+
+
+def picture_of(report: Report, facts: dict[str, Any]) -> str:
+    """The map as an SVG document; `facts` are those of the report."""
+    from parallel3d.topology.map.report_text import cluster_line, job_line
+    from parallel3d.topology.map.svg import cluster_svg
+    from parallel3d.topology.price.loads import loads_of
+
+    loads = loads_of(report.placement, report.price)
+    sizes, _, job = job_line(facts).partition("; ")
+    title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
+    words = f"{cluster_line(facts)}. {job}"
+    return cluster_svg(report.placement, report.rank, loads, title, words)
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def _check_free(config: Config, name: str) -> None:
+    """Refuse to overwrite what this command did not write, before any work is done."""
+    wanted = getattr(config.topology, name)
+    if wanted is None:
+        return
+    path, key = Path(wanted), f"topology.{name}={show(wanted)}"
+    mark = "data-by='parallel3d'" if name == "svg" else f'"made_by": "{MADE_BY}"'
+    if path.is_dir():
+        raise UserError(f"{key} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{key} is no regular file; name one, or a new one.")
+    if path.exists():
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                ours = mark in file.read(1000)
+        except OSError as error:
+            raise UserError(f"{key} cannot be read: {error.strerror}.") from None
+        if not ours:
+            raise UserError(
+                f"{key} exists and was not written by {MADE_BY}; it stays as it is: name another "
+                f"file, or remove it."
+            )
+
+
+def _write(config: Config, name: str, text: str) -> None:
+    wanted = getattr(config.topology, name)
+    path = Path(wanted)
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise UserError(
+            f"topology.{name}={show(wanted)} cannot be written: {error.strerror}."
+        ) from None

@@ -1,0 +1,231 @@
+"""A finished report as plain data: what topology.json holds, and what the text is made of.
+
+Units: bytes and seconds of one optimizer step, 1e9 bytes a second, microseconds of latency. None
+stands for a time that does not exist because no wire leads there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import parallel3d
+from parallel3d.topology.cluster.parts import Cluster, LinkClass
+from parallel3d.topology.layout import DIMENSIONS
+from parallel3d.topology.price.routes import routes
+
+if TYPE_CHECKING:
+    from parallel3d.topology.map.report import Report
+    from parallel3d.topology.placement.search import Candidate
+    from parallel3d.topology.price.links import DimLinks
+
+SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
+WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
+
+
+def facts_of(report: Report, made_by: str) -> dict[str, Any]:
+    """Everything that the command shows, and the members of the chosen rank's groups."""
+    price = report.price
+    ports = {"nic": price.nic, "uplink": price.leaf_up}
+    return {
+        "made_by": made_by,
+        "version": parallel3d.__version__,
+        "assumed": report.assumed,
+        "cluster": _cluster(report.cluster),
+        "job": _job(report),
+        "placement": report.placement.how,
+        "seconds": _finite(price.seconds),
+        "groups": [_group(report, dim) for dim in price.dims],
+        "bytes": {
+            kind.label: math.fsum(d.nbytes.get(kind, 0.0) for d in price.dims.values())
+            for kind in WIRES
+            if any(d.nbytes.get(kind) for d in price.dims.values())
+        },
+        "ports": {
+            name: {"name": port.name, "bytes": port.nbytes}
+            for name, port in ports.items()
+            if port is not None
+        },
+        "search": _search(report),
+        "routes": _routes(report),
+        "rank": _rank(report),
+        "warnings": report.warnings,
+    }
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    domains = np.unique(cluster.domain).size
+    units = np.unique(cluster.unit).size
+    leaves = np.unique(cluster.unit * cluster.rails + cluster.rail_of).size
+    wires = {"nvlink": cluster.nvlink, "rail": cluster.rail}
+    if cluster.oversubscription is not None:
+        wires["spine"] = cluster.spine
+    return {
+        "name": cluster.name,
+        "origin": cluster.origin,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpus": cluster.size,
+        "domains": domains,
+        "domain_gpus": int(np.bincount(np.unique(cluster.domain, return_inverse=True)[1]).max()),
+        "rails": cluster.rails,
+        "units": units,
+        "leaf_switches": leaves,
+        "oversubscription": cluster.oversubscription,
+        "wires": {
+            name: {"gb_per_s": wire.gb_per_s, "latency_us": wire.latency_us}
+            for name, wire in wires.items()
+        },
+    }
+
+
+def _job(report: Report) -> dict[str, Any]:
+    config, layout = report.config, report.layout
+    return {
+        "model": config.model.name,
+        "precision": config.precision.name,
+        "micro_batch_size": config.micro_batch_size,
+        "num_microbatches": config.num_microbatches,
+        "global_batch_size": config.global_batch_size,
+        **{dim: layout.size(dim) for dim in DIMENSIONS},
+        "ranks": layout.world_size,
+        "idle_gpus": report.cluster.size - layout.world_size,
+    }
+
+
+def _group(report: Report, dim: str) -> dict[str, Any]:
+    """One dimension: what its groups are, which links they use, what they move and cost."""
+    priced, links = report.price.dims[dim], report.links.get(dim)
+    fact: dict[str, Any] = {
+        "dim": dim,
+        "size": priced.paths.n,
+        "groups": links.groups if links else report.layout.world_size // priced.paths.n,
+        "algorithms": list(priced.algorithms),
+        "seconds": _finite(priced.seconds),
+        "bytes": {kind.label: nbytes for kind, nbytes in priced.nbytes.items() if nbytes},
+        "transfers": [
+            {
+                "op": p.transfer.op,
+                "what": p.transfer.what,
+                "bytes": p.transfer.nbytes,
+                "count": p.transfer.count,
+                "algorithm": p.algorithm,
+                "seconds": _finite(p.seconds),
+            }
+            for p in priced.transfers
+        ],
+    }
+    if links:
+        fact["pairs"] = {kind.label: count for kind, count in links.pairs.items()}
+        fact["in_domain"], fact["on_rail"] = links.in_domain, links.on_rail
+        fact["crossing"] = links.crossing
+        fact["offending"] = [str(pair) for pair in links.offending]
+    return fact
+
+
+def _search(report: Report) -> list[dict[str, Any]]:
+    """The first `topology.search` candidates, and the default order wherever it stands."""
+    rows = report.config.topology.search
+    shown = [c for i, c in enumerate(report.candidates) if i < rows or c.is_default]
+    return [_candidate(c) for c in shown] if rows else []
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "placement": str(candidate),
+        "override": "default" if candidate.is_default else "auto",
+        "tiling": str(candidate.tiling),
+        "seconds": _finite(candidate.seconds),
+        "estimated": candidate.price is None,
+        "default": candidate.is_default,
+    }
+
+
+def _rank(report: Report) -> dict[str, Any]:
+    layout, rank = report.layout, report.rank
+    slot = int(report.placement.slots[rank])
+    return {
+        "rank": rank,
+        "coordinates": layout.coordinates(rank)._asdict(),
+        "gpu": report.cluster.slot_name(slot),
+        "groups": {d: layout.group_of(rank, d) for d in DIMENSIONS if layout.size(d) > 1},
+    }
+
+
+# --- between rails ---------------------------------------------------------------------------
+
+
+def _routes(report: Report) -> dict[str, Any] | None:
+    """The ways of one message between rails, cheapest first; None where nothing has two rails.
+
+    The message is the largest that this job sends between rails or, where it sends none, one from
+    the first GPU to another rail of another domain, as long as a pipeline message.
+    """
+    cluster = report.cluster
+    found = _crossing(report) or _example(report)
+    if found is None:
+        return None
+    nbytes, source, target, what = found
+    return {
+        "from": cluster.slot_name(source),
+        "to": cluster.slot_name(target),
+        "rails": [int(cluster.rail_of[source]), int(cluster.rail_of[target])],
+        "bytes": nbytes,
+        "what": what,
+        "ways": [
+            {
+                "path": route.describe(cluster),
+                "hops": [hop.label for hop in route.hops],
+                "seconds": route.seconds,
+            }
+            for route in routes(cluster, source, target, nbytes)
+        ],
+    }
+
+
+def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
+    """The largest message between two rails that this job sends: bytes, from, to, what.
+
+    None where there is none, or nothing but scalars.
+    """
+    found = []
+    for dim, links in report.links.items():
+        priced = report.price.dims.get(dim)
+        ends = _pair_on_two_rails(report, links)
+        if priced is None or ends is None:
+            continue
+        for p in priced.transfers:
+            # In two levels the bytes stay on their rails. A ring passes the buffer on in as many
+            # pieces as it has members.
+            if p.algorithm != "hierarchical":
+                pieces = 1 if p.transfer.op == "send_recv" else links.size
+                found.append((-(-p.transfer.nbytes // pieces), *ends, f"{dim}: {p.transfer.what}"))
+    largest = max(found, default=None)
+    return largest if largest and largest[0] >= SCALARS else None
+
+
+def _pair_on_two_rails(report: Report, links: DimLinks) -> tuple[int, int] | None:
+    """The slots of the first neighbours that are on different rails and in different domains."""
+    rail, slots = report.cluster.rail_of, report.placement.slots
+    for pair in links.offending:
+        source, target = (int(slots[r]) for r in pair.ranks)
+        if rail[source] != rail[target]:
+            return source, target
+    return None
+
+
+def _example(report: Report) -> tuple[int, int, int, None] | None:
+    cluster = report.cluster
+    others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
+    near = others & (cluster.unit == cluster.unit[0])
+    slots = np.flatnonzero(near if near.any() else others)
+    if not slots.size:
+        return None
+    sent = [t.nbytes for t in report.transfers if t.op == "send_recv"]
+    return max(sent, default=1_000_000), 0, int(slots[0]), None

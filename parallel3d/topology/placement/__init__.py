@@ -1,0 +1,1 @@
+"""Which rank goes on which GPU: searched, or as the user says."""

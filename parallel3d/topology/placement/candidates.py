@@ -1,0 +1,236 @@
+"""The maps that the placement search compares: what to lay over the cluster, and over which GPUs.
+
+A candidate is a tiling (digits of a position) over a base (the GPU at each position).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel3d.topology.cluster.parts import Cluster, Slots
+from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
+from parallel3d.topology.tiling import SNAKED, Tiling
+
+
+@dataclass(frozen=True)
+class Base:
+    """The GPU at each position; most domains and units have so many positions. `note`: why."""
+
+    slots: Slots
+    domain: int
+    unit: int
+    note: str = ""
+    whole: bool = True  # every domain and unit has as many positions as the others
+
+
+def bases(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[Base]:
+    """The lists of GPUs worth trying; the launcher's own order is first.
+
+    `slots` (all GPUs where None) may be in any order, have holes and uneven nodes, and be more than
+    the layout needs. All bases begin with slots[0], because rank 0 stays where the launcher is. The
+    others: sorted so that domains and units are in one piece; and, with GPUs to spare, the same
+    number of GPUs of each domain, a multiple of what a replica, or its inner part, takes.
+    """
+    given = np.arange(cluster.size) if slots is None else np.asarray(slots)
+    uneven = (cluster.node_gpus, cluster.node_domain, cluster.node_unit, cluster.local_domain)
+    even = not any(uneven)
+    in_order = slots is None or bool((given == np.arange(given.size)).all())
+    found = [_base(cluster, layout, given, "", even and in_order)]
+    ordered = given
+    if not (even and in_order):
+        for note, ordered in _sorted(cluster, given):
+            if not (ordered[: layout.world_size] == given[: layout.world_size]).all():
+                found.append(_base(cluster, layout, ordered, note, False))
+        ordered = found[-1].slots
+    found += _segments(cluster, layout, ordered, found[-1].domain)
+    return found
+
+
+def _base(cluster: Cluster, layout: Layout, slots: Slots, note: str, even: bool) -> Base:
+    if even:
+        unit = cluster.gpus_per_node * (cluster.unit_nodes or cluster.nodes)
+        return Base(slots, cluster.domain_gpus, unit, note)
+    used = slots[: layout.world_size]
+    domain, unit = (_usual_count(x[used]) for x in (cluster.domain, cluster.unit))
+    return Base(slots, domain, unit, note, whole=False)
+
+
+def _usual_count(numbers: Slots) -> int:
+    """How often most of the numbers occur; of equally usual counts the larger."""
+    counts = np.bincount(numbers)
+    counts = counts[counts > 0]
+    sizes, times = np.unique(counts, return_counts=True)
+    return int(max(zip(times, sizes, strict=True))[1])
+
+
+def _sorted(cluster: Cluster, given: Slots) -> Iterator[tuple[str, Slots]]:
+    """`given` by unit, domain and node, slots[0] in front: moved with all of its domain, or alone.
+
+    Moving the domain keeps it in one piece; where it is smaller than others that shifts the rest,
+    and exchanging one GPU may be the lesser evil.
+    """
+    mine = np.zeros(cluster.size, dtype=bool)
+    mine[given] = True
+    order = cluster.sorted_slots()
+    order = order[mine[order]]
+    first = given[0]
+    local, domain, node = cluster.local[order], cluster.domain[order], cluster.node[order]
+    home = cluster.unit[order[_first_place(domain)]]  # a domain counts to one unit
+    turned = (local - cluster.local[first]) % min(cluster.gpus_per_node, cluster.domain_gpus)
+    piece = _first_place(domain * cluster.nodes + node)
+    here = np.flatnonzero(order == first)[0]
+    keys = (piece, node != node[here], domain != domain[here], home != home[here])
+    yield "sorted by domain", order[np.lexsort((local, turned, *keys))]
+    if order[0] != first:
+        order = order.copy()
+        order[[0, here]] = order[[here, 0]]
+        yield "sorted by domain, one GPU exchanged", order
+
+
+def _first_place(numbers: Slots) -> Slots:
+    """For each element the place at which its number occurs first."""
+    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> list[Base]:
+    """Only a multiple of a block of ranks from each domain, where there are GPUs to spare.
+
+    Slurm gives the same with --segment: tp·cp·pp = 64 of the 72 GPUs of a rack.
+    """
+    if slots.size <= layout.world_size or layout.world_size < domain:
+        return []
+    blocks = {layout.tp, layout.tp * layout.cp}
+    blocks |= {layout.tp * layout.cp * layout.pp, layout.tp * layout.cp * layout.dp}
+    kept = {domain // block * block for block in blocks if block <= domain}
+    place = np.arange(slots.size) - _first_place(cluster.domain[slots])
+    found = []
+    for size in sorted(kept - {domain}, reverse=True):
+        if domain >= cluster.gpus_per_node and size % cluster.gpus_per_node:
+            continue  # Slurm counts nodes
+        full = np.bincount(cluster.domain[slots])[cluster.domain[slots]] >= size
+        chosen = slots[full & (place < size)]
+        if chosen.size >= layout.world_size and chosen[0] == slots[0]:
+            note = f"{size} GPUs of each domain"
+            unit = _usual_count(cluster.unit[chosen[: layout.world_size]])
+            found.append(Base(chosen, size, unit, note))
+    return found
+
+
+def permutations(layout: Layout) -> list[Tiling]:
+    """Every order of the dimensions in use; the default order first."""
+    used = [d for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
+    return [Tiling(tuple((d, layout.size(d)) for d in p)) for p in itertools.permutations(used)]
+
+
+def every_tiling(layout: Layout, most: int) -> list[Tiling]:
+    """All orders of the dimensions' prime factors, or none where they would be over `most`."""
+    left = Counter((d, p) for d in DIMENSIONS for p in _primes(layout.size(d)))
+    orders = math.factorial(left.total())
+    for times in left.values():
+        orders //= math.factorial(times)
+    return [merged(digits) for digits in _arrangements(left)] if orders <= most else []
+
+
+def _primes(n: int) -> list[int]:
+    first = next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+    return [first, *_primes(n // first)] if n > 1 else []
+
+
+def _arrangements(left: Counter[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    if not left.total():
+        yield []
+    for digit in [d for d, times in left.items() if times]:
+        for rest in _arrangements(left - Counter([digit])):
+            yield [digit, *rest]
+
+
+def inside_splits(layout: Layout, domain: int) -> list[dict[str, int]]:
+    """The ways to fill a domain: a factor of each dimension, their product `domain`."""
+    found: list[dict[str, int]] = [{}]
+    for dim in DIMENSIONS:
+        found = [
+            {**split, dim: factor}
+            for split in found
+            for factor in _common_divisors(layout.size(dim), domain // _product(split))
+        ]
+    return [split for split in found if _product(split) == domain]
+
+
+def _common_divisors(a: int, b: int) -> list[int]:
+    return [f for f in range(1, min(a, b) + 1) if a % f == 0 and b % f == 0]
+
+
+def _product(split: dict[str, int]) -> int:
+    return int(np.prod(list(split.values()), dtype=np.int64))
+
+
+def tilings(layout: Layout, inside: dict[str, int]) -> list[Tiling]:
+    """`inside` in the default order, then the rest of each dimension in every order."""
+    first = [(d, n) for d, n in inside.items() if n > 1]
+    rest = [(d, layout.size(d) // n) for d, n in inside.items() if n < layout.size(d)]
+    return [merged([*first, *p]) for p in itertools.permutations(rest)]
+
+
+def split_at(tiling: Tiling, start: int, boundary: int) -> list[Tiling]:
+    """Tilings in which two dimensions together fill the positions from `start` to `boundary`.
+
+    `start` is where the inner digits of `tiling` end (a domain); `boundary` a node of several
+    domains, or a unit. The order of the rest stays.
+    """
+    inner, outer, stride = [], [], 1
+    for dim, factor in tiling.digits:
+        (inner if stride * factor <= start else outer).append((dim, factor))
+        stride *= factor
+    if boundary % start or _product_of(inner) != start:
+        return []
+    found = []
+    for i, j in itertools.permutations(range(len(outer)), 2):
+        (a, n_a), (b, n_b) = outer[i], outer[j]
+        for factor in _common_divisors(n_a, boundary // start):
+            other = boundary // start // factor
+            if a != b and n_b % other == 0 and factor > 1 and other > 1:
+                rest = list(outer)
+                rest[i], rest[j] = (a, n_a // factor), (b, n_b // other)
+                found.append(merged([*inner, (a, factor), (b, other), *rest]))
+    return found
+
+
+def _product_of(digits: list[tuple[str, int]]) -> int:
+    return int(np.prod([n for _, n in digits], dtype=np.int64))
+
+
+def cut_at(tiling: Tiling, boundary: int) -> Tiling:
+    """The same map, the digit that spans position `boundary` as two, where it can be."""
+    digits: list[tuple[str, int]] = []
+    stride = 1
+    for dim, factor in tiling.digits:
+        first = boundary // stride if stride < boundary < stride * factor else 1
+        fits = first > 1 and boundary % stride == 0 and factor % first == 0
+        digits += [(dim, first), (dim, factor // first)] if fits else [(dim, factor)]
+        stride *= factor
+    return Tiling(tuple(digits))
+
+
+def snaked(tiling: Tiling, domain: int) -> Tiling | None:
+    """`tiling` as a snake, cut at the domain's border; None where that changes nothing."""
+    cut = cut_at(tiling, domain).digits
+    repeated = any(sum(d == dim for d, _ in cut) > 1 for dim in SNAKED)
+    return Tiling(cut, snake=True) if repeated else None
+
+
+def merged(digits: list[tuple[str, int]]) -> Tiling:
+    """Neighbouring digits of one dimension are one digit; those of size one go."""
+    kept: list[tuple[str, int]] = []
+    for dim, factor in digits:
+        if factor > 1 and kept and kept[-1][0] == dim:
+            kept[-1] = (dim, kept[-1][1] * factor)
+        elif factor > 1:
+            kept.append((dim, factor))
+    return Tiling(tuple(kept))

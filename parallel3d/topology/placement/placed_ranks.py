@@ -1,0 +1,291 @@
+"""From launched processes to ranks: who sits on which GPU, and which rank that makes them.
+
+A launcher numbers processes as it likes: the *launch rank*. Each process sits on a *slot*, a GPU of
+the cluster. A placement says which slot holds which rank, and so each process learns its rank
+before torch.distributed starts. The ranks are permuted, never the groups: training gives the same
+bits under every placement. The launcher's first process stays rank 0, because the store, the run
+directory and the records are with it.
+
+No torch here: the store is anything with `set`, `get` and `multi_get`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.parts import Cluster, Link, Slots
+from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout
+from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
+from parallel3d.topology.tiling import Placement
+
+DEFAULT, FILE = "default", "file"
+
+
+@dataclass(frozen=True)
+class PlacedRanks:
+    """The finished map.
+
+    Attributes:
+        processes: by launch rank.
+        launch_ranks: the launch rank of each rank.
+        layout: which coordinates a rank has.
+        how: where the map comes from, in a few words.
+        placement: the same on the cluster; None where nobody asked for the cluster.
+        predicted_s: seconds of communication a step by the price, where it was computed.
+        note: what the user should hear once, or None.
+    """
+
+    processes: tuple[Process, ...]
+    launch_ranks: tuple[int, ...]
+    layout: Layout
+    how: str
+    placement: Placement | None = None
+    predicted_s: float | None = None
+    note: str | None = None
+
+    @property
+    def rank_of_launch(self) -> list[int]:
+        """The rank of each launch rank."""
+        ranks = [0] * len(self.launch_ranks)
+        for rank, launch in enumerate(self.launch_ranks):
+            ranks[launch] = rank
+        return ranks
+
+
+def wants_cluster(config: Config) -> bool:
+    """Whether this run must know where its ranks sit in the cluster; the default need not."""
+    searched = config.placement not in (DEFAULT, FILE)
+    interfaces = config.cluster.nvlink_interface or config.cluster.rail_interface
+    return bool(searched or interfaces or config.preflight or config.ddp.hierarchical)
+
+
+def place_processes(
+    config: Config, processes: Sequence[Process], cluster: Cluster | None
+) -> PlacedRanks:
+    """Decide which process becomes which rank.
+
+    Args:
+        config: checked.
+        processes: by launch rank.
+        cluster: where they run; None for the default and for rank files where nobody needs it.
+
+    Raises:
+        UserError: a rank file, an order or a tiling that does not fit.
+    """
+    layout = layout_of(config)
+    chosen = list(range(len(processes)))
+    if config.placement == FILE:
+        chosen = _from_file(Path(config.rank_file), processes)
+    if cluster is None:
+        return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
+    cluster, slots, note = slots_of(cluster, processes)
+    if config.placement in (DEFAULT, FILE):
+        placement = Placement(cluster, layout, slots[chosen], config.placement)
+    else:
+        placement = _searched(config, cluster, layout, slots)
+    launch_at = {int(slot): launch for launch, slot in enumerate(slots)}
+    launch_ranks = tuple(launch_at[int(slot)] for slot in placement.slots)
+    if launch_ranks[0] != 0:
+        raise RuntimeError(f"{placement.how} moves rank 0 to launch rank {launch_ranks[0]}")
+    seconds = _predicted_seconds(config, placement)
+    return PlacedRanks(
+        tuple(processes), launch_ranks, layout, placement.how, placement, seconds, note
+    )
+
+
+def layout_of(config: Config) -> Layout:
+    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
+
+
+def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
+    try:
+        text = rank_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"rank_file={rank_file} cannot be read: {reason}") from None
+    return launch_ranks_by_file(text, rank_file.name, processes)
+
+
+def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> Placement:
+    """The placement that `config.placement` names, over the slots that have a process."""
+    from parallel3d.sizes.traffic import transfers
+    from parallel3d.topology.placement.search import place
+
+    used = set(slots.tolist())
+    free = np.array([slot for slot in cluster.sorted_slots() if int(slot) in used])
+    placement = place(config, cluster, layout, transfers(config, layout), free)
+    return with_rank_0_at(placement, int(slots[0]))
+
+
+def _predicted_seconds(config: Config, placement: Placement) -> float:
+    from parallel3d.sizes.traffic import transfers
+    from parallel3d.topology.price.step import price_step
+
+    return float(price_step(placement, transfers(config, placement.layout)).seconds)
+
+
+def with_rank_0_at(placement: Placement, slot: int) -> Placement:
+    """The same groups, counted so that `slot` holds rank 0.
+
+    Along tp, cp and dp the ranks turn, which leaves every ring as it is. Along pp a last stage that
+    must become the first turns the pipeline round; a middle one cuts it there and joins its ends.
+    """
+    layout = placement.layout
+    start = layout.coordinates(int(placement.ranks[slot]))
+    if start == Coordinates(0, 0, 0, 0):
+        return placement
+    old = np.zeros(layout.world_size, dtype=np.int64)
+    for dim in DIMENSIONS:
+        size, stride = layout.size(dim), layout.stride(dim)
+        index = np.arange(layout.world_size) // stride % size
+        first = getattr(start, dim)
+        backwards = dim == "pp" and first == size - 1
+        old += (first - index if backwards else first + index) % size * stride
+    return dataclasses.replace(placement, slots=placement.slots[old])
+
+
+# --- where the processes are ------------------------------------------------------------------
+
+
+def hosts_in_order(processes: Sequence[Process]) -> list[str]:
+    """Host names, those under one switch next to each other (by Slurm's address), node2 < node10.
+
+    Where the cluster has no names of its own this is taken for the order of its nodes.
+    """
+    address = {process.host: process.address for process in processes}
+
+    def above(host: str) -> list[str]:  # the switches, without the node itself
+        return address[host].split(".")[:-1] if address[host] else []
+
+    return sorted(address, key=lambda host: (above(host), natural(host)))
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sorting key by which node2 comes before node10."""
+    parts = [part for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
+
+
+def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, Slots, str | None]:
+    """(cluster with its nodes named, slot of each launch rank, a note for the user or None).
+
+    A process sits on GPU `local` of its host. Where that cannot be (more processes on a host than
+    it has GPUs, as when six ranks of a made-up cluster run on one laptop, or hosts that the cluster
+    does not have), slots are taken in launch order, and the note says so.
+
+    Raises:
+        UserError: more processes than the cluster has GPUs.
+    """
+    if len(processes) > cluster.size:
+        raise UserError(
+            f"cluster.nodes={cluster.nodes}: cluster {cluster.name} has {cluster.size} GPUs for "
+            f"{len(processes)} ranks; the nearest is "
+            f"cluster.nodes={-(-len(processes) // cluster.gpus_per_node)}"
+        )
+    hosts = hosts_in_order(processes)
+    named, nodes = _named(cluster, hosts)
+    misfit = _misfit(named, nodes, processes)
+    if misfit is None:
+        slots = [int(named.first_slot[nodes[p.host]]) + p.local for p in processes]
+        return named, np.array(slots, dtype=np.int64), None
+    note = f"{misfit}: GPUs of cluster {cluster.name} are taken in launch order"
+    return cluster, np.arange(len(processes), dtype=np.int64), note
+
+
+def _named(cluster: Cluster, hosts: list[str]) -> tuple[Cluster, dict[str, int]]:
+    """The cluster with the hosts' names on its nodes, and the node of each host that has one."""
+    if cluster.node_names:
+        short = {name.split(".")[0]: node for node, name in enumerate(cluster.node_names)}
+        known = {host: short.get(host.split(".")[0]) for host in hosts}
+        return cluster, {host: node for host, node in known.items() if node is not None}
+    if len(hosts) > cluster.nodes:
+        return cluster, {}
+    spare = [f"node{number}" for number in range(len(hosts), cluster.nodes)]
+    named = dataclasses.replace(cluster, node_names=(*hosts, *spare))
+    return named, {host: node for node, host in enumerate(hosts)}
+
+
+def _misfit(cluster: Cluster, nodes: dict[str, int], processes: Sequence[Process]) -> str | None:
+    """Why the processes cannot sit where their host and local index say; None if they can."""
+    hosts = dict.fromkeys(process.host for process in processes)
+    strangers = [host for host in hosts if host not in nodes]
+    if strangers:
+        return f"{strangers[0]} is none of the {cluster.nodes} nodes of the cluster"
+    most = Counter(process.host for process in processes)
+    sizes = np.bincount(cluster.node, minlength=cluster.nodes)
+    for process in processes:
+        gpus = int(sizes[nodes[process.host]])
+        if process.local >= gpus:
+            ranks, s = most[process.host], "" if gpus == 1 else "s"
+            return f"{process.host} runs {ranks} ranks and has {gpus} GPU{s}"
+    return None
+
+
+# --- the map on its way and on disk -----------------------------------------------------------
+
+
+def to_word(placed: PlacedRanks) -> bytes:
+    """What the other processes need of the map, for the store: small also for many thousands."""
+    word: dict[str, object] = {"ranks": placed.rank_of_launch, "how": placed.how}
+    if placed.placement is not None:
+        word["slots"] = placed.placement.slots.tolist()
+        word["cluster"] = dataclasses.asdict(placed.placement.cluster)
+    return zlib.compress(json.dumps(word).encode())
+
+
+def from_word(word: bytes, layout: Layout) -> tuple[list[int], Placement | None]:
+    """(rank of each launch rank, the placement if the map has one)."""
+    said = json.loads(zlib.decompress(word))
+    if "cluster" not in said:
+        return said["ranks"], None
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in said["cluster"].items()}
+    for wire in ("nvlink", "rail", "spine"):
+        fields[wire] = Link(**fields[wire])
+    slots = np.array(said["slots"], dtype=np.int64)
+    return said["ranks"], Placement(Cluster(**fields), layout, slots, said["how"])
+
+
+def save(placed: PlacedRanks, path: Path) -> None:
+    """Write the map as JSON, a line for each rank."""
+    rows = []
+    for rank, launch in enumerate(placed.launch_ranks):
+        host, local, *_ = placed.processes[launch]
+        row: dict[str, object] = {
+            "rank": rank,
+            "host": host,
+            "local_index": local,
+            "launch_rank": launch,
+            **placed.layout.coordinates(rank)._asdict(),
+        }
+        if placed.placement is not None:
+            row["gpu"] = placed.placement.cluster.slot_name(int(placed.placement.slots[rank]))
+        rows.append(json.dumps(row))
+    head = {
+        "how": placed.how,
+        "cluster": placed.placement.cluster.name if placed.placement else None,
+        "predicted_communication_s": placed.predicted_s,
+        "note": placed.note,
+    }
+    ranks = ",\n    ".join(rows)
+    text = json.dumps(head, indent=2)[:-2] + f',\n  "ranks": [\n    {ranks}\n  ]\n}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def rank_of_launch(path: Path, launch_rank: int) -> int:
+    """The rank that a saved map gave to a launch rank; the same number where no map can be read."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+        return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return launch_rank

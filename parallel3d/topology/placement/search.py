@@ -1,0 +1,268 @@
+"""Which rank goes on which GPU: the placement of the configuration, or the cheapest one found.
+
+`search` compares orders of the dimensions and tilings by predicted communication time:
+
+1. every order of the dimensions in use, the default order among them;
+2. every way to fill a domain with a factor of each dimension, the rest outside in every order. A
+   bound (each dimension alone, with the network to itself) leaves the best `BEAM` ways;
+3. for the best of these, two dimensions that share a unit (or a node of several domains);
+4. the best of all these, and the default order, as snakes (see `Tiling`);
+5. in small worlds every tiling there is, where they are `EVERY` at most.
+
+All that over each base of `candidates.bases`. Small or uneven worlds are priced in full; larger
+ones by `estimate.Sample`, and then the best few and the default in full, so that the first in the
+list never costs more than the default. Uneven and large (over `FULL` ranks): the sample sees the
+usual domain and may miss the odd one, which the full price of the winners shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from parallel3d.errors import UserError, nearest
+from parallel3d.topology.cluster.parts import Cluster, Slots
+from parallel3d.topology.layout import DEFAULT_ORDER, DIMENSIONS, Layout
+from parallel3d.topology.placement.advice import refuse_unreachable
+from parallel3d.topology.placement.candidates import (
+    Base,
+    bases,
+    every_tiling,
+    inside_splits,
+    permutations,
+    snaked,
+    split_at,
+    tilings,
+)
+from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.price.flows import Fabric
+from parallel3d.topology.price.links import classify
+from parallel3d.topology.price.step import Paths, StepPrice, price_step, price_transfer
+from parallel3d.topology.tiling import Placement, Tiling
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import Config
+    from parallel3d.sizes.traffic import Transfer
+
+BEAM = 10  # ways to fill a domain that are priced
+REFINED = 3  # tilings whose units are split
+EVERY = 200  # tilings
+FULL = 512  # ranks up to which every candidate is priced in full
+FULL_UNEVEN = 4096  # the same for uneven clusters
+PRICED = 3  # candidates of larger worlds that are priced in full
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tiling over a base. `price` None: `seconds` is an estimate from a sample of the ranks."""
+
+    tiling: Tiling
+    base: Base
+    seconds: float
+    is_default: bool = False
+    placement: Placement | None = None
+    price: StepPrice | None = None
+
+    def __str__(self) -> str:
+        name = f"default order {self.tiling}" if self.is_default else str(self.tiling)
+        return f"{name}, {self.base.note}" if self.base.note else name
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What all candidates have in common."""
+
+    cluster: Cluster
+    layout: Layout
+    transfers: list[Transfer]
+    fabric: Fabric
+    exposed: Mapping[str, float]  # by dimension, 1 where it is not named
+
+    def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
+        """The candidate priced in full; infinity where a needed wire is missing."""
+        named = Candidate(tiling, base, math.inf, is_default)
+        placement = Placement.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
+        price = price_step(placement, self.transfers, fabric=self.fabric)
+        seconds = math.inf
+        if price.reachable:
+            weighed = (self.exposed.get(d, 1.0) * x.seconds for d, x in price.dims.items())
+            seconds = math.fsum(weighed)
+        return replace(named, seconds=seconds, placement=placement, price=price)
+
+    def bound(self, dim: str, factor: int) -> float:
+        """Seconds of `dim` with `factor` of it inside a domain and the network to itself."""
+        n, cluster = self.layout.size(dim), self.cluster
+        outside = cluster.rail
+        if cluster.oversubscription is not None and cluster.spine.gb_per_s > outside.gb_per_s:
+            outside = cluster.spine
+        paths = Paths(n, cluster.nvlink if factor == n else outside)
+        if 1 < factor < n:
+            paths = Paths(n, outside, factor, outside)
+        mine = [t for t in self.transfers if t.dim == dim]
+        seconds = math.fsum(price_transfer(t, paths, cluster).seconds for t in mine)
+        return self.exposed.get(dim, 1.0) * seconds
+
+
+def search(
+    cluster: Cluster,
+    layout: Layout,
+    transfers: list[Transfer],
+    slots: Slots | None = None,
+    priced: int = PRICED,
+    exposed: Mapping[str, float] | None = None,
+) -> list[Candidate]:
+    """The maps of `layout` over `slots` (all GPUs where None), cheapest first.
+
+    The default order over the slots as they come is always among them and never cheaper than the
+    first; of equal ones it comes first, then fewer digits. The first `priced` are priced in full;
+    the estimates of the rest follow; of several with one price the simplest stands for all. Where
+    no candidate has all the wires it needs, all cost infinity.
+
+    `exposed`: the part of a dimension's seconds that a step waits for, 1 where it is not named;
+    less where it is known to hide behind compute, as gradient buckets can behind a backward pass.
+
+    Raises:
+        ValueError: fewer slots than ranks.
+    """
+    task = _Task(cluster, layout, transfers, Fabric(cluster), exposed or {})
+    tried = bases(cluster, layout, slots)
+    if tried[0].slots.size < layout.world_size:
+        raise ValueError(f"{tried[0].slots.size} GPUs for {layout.world_size} ranks")
+    even = tried[0].whole
+    in_full = layout.world_size <= (FULL if even else FULL_UNEVEN)
+    scored = [c for base in tried for c in _scored(task, base, in_full)]
+    default = task.placed(permutations(layout)[0], tried[0], is_default=True)
+    scored = [c for c in scored if c.base is not tried[0] or c.tiling != default.tiling]
+    scored = _simplest(sorted(scored, key=_rank))
+    best = [c if c.price else task.placed(c.tiling, c.base) for c in scored[: max(priced - 1, 1)]]
+    return sorted([*best, default], key=_rank) + scored[len(best) :]
+
+
+def _rank(candidate: Candidate) -> tuple:
+    """Cheaper, then the default, fewer digits, no other GPUs, the order most like the default."""
+    order = [DIMENSIONS.index(d) for d, _ in candidate.tiling.digits]
+    note, name = candidate.base.note, str(candidate.tiling)
+    plain = (len(order), candidate.tiling.snake, bool(note))
+    return _cost(candidate), not candidate.is_default, *plain, order, name, note
+
+
+def _cost(candidate: Candidate) -> float:
+    return float(f"{candidate.seconds:.9g}")  # prices that differ by rounding are equal
+
+
+def _simplest(ranked: list[Candidate]) -> list[Candidate]:
+    """The first of those with one price over one base: most differ inside the domain alone."""
+    first: dict[tuple, Candidate] = {}
+    for candidate in ranked:
+        first.setdefault((_cost(candidate), candidate.base.note), candidate)
+    return list(first.values())
+
+
+def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
+    """All tilings over one base with their seconds."""
+    layout = task.layout
+    sample = None if in_full else Sample(layout, base.slots, base.domain, base.unit, task.fabric)
+    found: dict[Tiling, Candidate] = {}
+
+    def score(tiling: Tiling) -> None:
+        if tiling in found:
+            return
+        if sample is None:
+            found[tiling] = task.placed(tiling, base)
+        else:
+            found[tiling] = Candidate(
+                tiling, base, sample.seconds(tiling, task.transfers, task.exposed)
+            )
+
+    for tiling in [*permutations(layout), *(every_tiling(layout, EVERY) if in_full else ())]:
+        score(tiling)
+    if layout.world_size > base.domain:
+        for inside in _best_insides(task, base.domain):
+            for tiling in tilings(layout, inside):
+                score(tiling)
+    best = sorted(found.values(), key=_rank)[:REFINED]
+    node = task.cluster.gpus_per_node
+    for candidate, boundary in itertools.product(best, {base.unit, node}):
+        if base.domain < boundary <= layout.world_size:
+            for tiling in split_at(candidate.tiling, base.domain, boundary):
+                score(tiling)
+    best = sorted(found.values(), key=_rank)[:REFINED]
+    for tiling in [permutations(layout)[0], *(c.tiling for c in best)]:
+        snake = snaked(tiling, base.domain)
+        if snake is not None:
+            score(snake)
+    return list(found.values())
+
+
+def _best_insides(task: _Task, domain: int) -> list[dict[str, int]]:
+    """The `BEAM` ways to fill a domain with the lowest bound."""
+    splits = inside_splits(task.layout, domain)
+    bounds = {(d, f): task.bound(d, f) for d in DIMENSIONS for f in sorted({s[d] for s in splits})}
+    return sorted(splits, key=lambda s: math.fsum(bounds[d, s[d]] for d in s))[:BEAM]
+
+
+def place(
+    config: Config,
+    cluster: Cluster,
+    layout: Layout,
+    transfers: list[Transfer],
+    slots: Slots | None = None,
+) -> Placement:
+    """The placement that `config.placement` asks for; rank 0 is on the first of `slots`.
+
+    `default`: the default order over the slots as they come. `auto`: the first of `search`. An
+    order or a tiling: over the slots as they come, or sorted, or over equal segments of the
+    domains, whichever is cheapest.
+
+    Raises:
+        UserError: it cannot be read, there are fewer GPUs than ranks, or a group of it would need
+            a wire that the cluster lacks.
+    """
+    free = cluster.size if slots is None else slots.size
+    if free < layout.world_size:
+        raise UserError(
+            f"cluster.nodes={cluster.nodes} gives {free} GPUs for {layout.world_size} ranks "
+            f"(tp={layout.tp} · cp={layout.cp} · dp={layout.dp} · pp={layout.pp}); nearest that "
+            f"works: cluster.nodes={-(-layout.world_size // cluster.gpus_per_node)}"
+        )
+    placement = _chosen(config.placement, cluster, layout, transfers, slots)
+    if cluster.oversubscription is None:
+        refuse_unreachable(placement, classify(placement), transfers)
+    return placement
+
+
+def _chosen(
+    wanted: str, cluster: Cluster, layout: Layout, transfers: list[Transfer], slots: Slots | None
+) -> Placement:
+    if wanted == "auto":
+        return search(cluster, layout, transfers, slots, priced=2)[0].placement
+    if wanted == "default":
+        return Placement.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
+    tiling = _readable(wanted, layout)
+    task = _Task(cluster, layout, transfers, Fabric(cluster), {})
+    tried = bases(cluster, layout, slots)
+    if len(tried) == 1:
+        return Placement.tiled(cluster, layout, tiling, slots)
+    return min((task.placed(tiling, base) for base in tried), key=_rank).placement
+
+
+def _readable(wanted: str, layout: Layout) -> Tiling:
+    """Raises UserError for what is no order and no tiling of `layout`."""
+    try:
+        return Tiling.parse(wanted, layout)
+    except ValueError as error:
+        found = [p[:2] for p in wanted.split("-") if p[:2] in DIMENSIONS]
+        named = list(dict.fromkeys(found))
+        missing = [d for d in DEFAULT_ORDER.split("-") if d not in named and layout.size(d) > 1]
+        close = nearest(wanted, ("default", "auto", "file"))
+        if named or close is None:
+            close = "-".join([*named, *missing])
+        raise UserError(
+            f"placement={wanted!r}: {error}; allowed are default, auto, file, an order of "
+            f"{', '.join(d for d in DIMENSIONS if layout.size(d) > 1) or 'the dimensions'} and a "
+            f"tiling such as tp4-dp2-pp2-dp4 whose factors multiply to the sizes; nearest: "
+            f"placement={close}"
+        ) from error

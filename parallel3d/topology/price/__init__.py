@@ -1,0 +1,1 @@
+"""What the communication of a step costs on the wires that it takes."""

@@ -1,0 +1,262 @@
+"""Which wires the groups of a placement use: every pair of neighbours, classified.
+
+numpy throughout: a million ranks take a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.tiling import Placement
+
+CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
+OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one
+SHOWN_PAIRS = 4
+
+Numbers = npt.NDArray[np.int32]
+Matrix = npt.NDArray[np.int64]  # (groups, members)
+
+
+def members(layout: Layout, dim: str) -> Matrix:
+    """(groups, n): the ranks of every group of `dim`, in the order in which the group holds them.
+
+    `dim` is tp, cp, dp or pp; `embedding` (first and last stage); `world` (all
+    ranks, for loss and gradient norm).
+
+    Raises:
+        ValueError: another `dim`.
+    """
+    known = {**{d: (d,) for d in ("tp", "cp", "dp", "pp")}, "world": ("tp", "cp", "dp", "pp")}
+    if dim == "embedding":
+        ends = members(layout, "pp")[:, [0, -1]]
+        return ends if layout.pp > 1 else ends[:, :1]
+    if dim not in known:
+        raise ValueError(f"{dim!r} is none of {', '.join((*known, 'embedding'))}")
+    slowest_first = layout.order.split("-")[::-1]
+    grid = np.arange(layout.world_size).reshape([layout.size(d) for d in slowest_first])
+    axes = [i for i, d in enumerate(slowest_first) if d in known[dim]]
+    size = int(np.prod([layout.size(d) for d in known[dim]]))
+    moved = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size)
+    return np.ascontiguousarray(moved)
+
+
+def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
+    """(pairs,), (pairs,): the ranks that exchange data along `dim`, from and to.
+
+    Rings for tp, cp and dp: each member with the next, the last with the first; two members are one
+    pair. Stage k with stage k + 1 for pp, first with last stage for `embedding`.
+    """
+    ranks = members(layout, dim)
+    first, second = ranks[:, :-1], ranks[:, 1:]
+    if _is_ring(dim, ranks.shape[1]):
+        first, second = ranks, np.roll(ranks, -1, axis=1)
+    return first.ravel(), second.ravel()
+
+
+def _is_ring(dim: str, size: int) -> bool:
+    return size > 2 and dim not in OPEN_CHAINS
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks that are neighbours in a group, and the GPUs that hold them."""
+
+    ranks: tuple[int, int]
+    names: tuple[str, str]
+    kind: LinkClass
+
+    def __str__(self) -> str:
+        return f"rank {self.ranks[0]} ({self.names[0]}) and rank {self.ranks[1]} ({self.names[1]})"
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A reduction in two levels: `inner` members of one domain, then `outer` domains.
+
+    Every group has `inner` members in each of `outer` domains, so the shards of the inner level
+    line up. The j-th members of all domains, in the order of their rails, form an outer group.
+    `one_rail`: no outer group leaves its rail; `kind` is `RAIL` where none leaves its leaf switch.
+    """
+
+    inner: int
+    outer: int
+    one_rail: bool
+    kind: LinkClass
+
+
+@dataclass(frozen=True)
+class DimLinks:
+    """The links of all groups of one dimension.
+
+    `in_domain` groups lie in one NVLink domain, `on_rail` ones leave it but have all members under
+    one leaf switch, `crossing` is the rest; the three add up to `groups`. `rails` is the number of
+    rails under the first crossing group. `between_units` counts pairs that go over the spine though
+    they are on one rail. `offending` are the first pairs worse than they should be: tp and cp
+    belong on NVLink, the others on one rail.
+    """
+
+    dim: str
+    size: int
+    groups: int
+    pairs: dict[LinkClass, int]
+    in_domain: int
+    on_rail: int
+    crossing: int
+    rails: int = 0
+    between_units: int = 0
+    hierarchy: Hierarchy | None = None
+    offending: tuple[Pair, ...] = ()
+
+    @property
+    def worst(self) -> LinkClass:
+        """The slowest class that any pair uses; `SELF` where there are no pairs."""
+        return max((k for k, count in self.pairs.items() if count), default=LinkClass.SELF)
+
+    @property
+    def wanted(self) -> LinkClass:
+        """The slowest class that this dimension should use."""
+        return LinkClass.NVLINK if self.dim in ("tp", "cp") else LinkClass.RAIL
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The switches over a set of GPUs, one number each: equal numbers share the thing."""
+
+    domain: Numbers
+    leaf: Numbers  # one rail of one unit
+    rail: Numbers
+    nic: Numbers  # one rail of one node
+    has_spine: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster, slots: Slots) -> Wiring:
+        rail = cluster.rail_of[slots]
+        leaf = cluster.unit[slots] * cluster.rails + rail
+        nic = cluster.node[slots] * cluster.rails + rail
+        arrays = (cluster.domain[slots], leaf, rail, nic)
+        small = (a.astype(np.int32) for a in arrays)  # half the memory traffic at a million
+        return cls(*small, cluster.oversubscription is not None)
+
+    def __getitem__(self, index: Slots) -> Wiring:
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(a[index] for a in arrays), self.has_spine)
+
+    def take(self, order: Matrix) -> Wiring:
+        """(groups, n) reordered along each group."""
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(np.take_along_axis(a, order, axis=1) for a in arrays), self.has_spine)
+
+    def flat(self, index: tuple) -> Wiring:
+        """The part `index` of (groups, n), as one row."""
+        arrays = (self.domain, self.leaf, self.rail, self.nic)
+        return Wiring(*(a[index].ravel() for a in arrays), self.has_spine)
+
+    def to(self, other: Wiring) -> npt.NDArray[np.int8]:
+        """`Cluster.link_class` of each of these GPUs with the one at its place in `other`.
+
+        The two are never the same GPU.
+        """
+        far = LinkClass.SPINE if self.has_spine else LinkClass.NONE
+        found = np.where(self.leaf == other.leaf, np.int8(LinkClass.RAIL), np.int8(far))
+        found[self.domain == other.domain] = LinkClass.NVLINK
+        return found
+
+
+def classify(placement: Placement) -> dict[str, DimLinks]:
+    """The links of tp, cp, dp, pp and `embedding` under `placement`."""
+    wiring = Wiring.of(placement.cluster, placement.slots)
+    return {dim: _classify(placement, wiring, dim) for dim in CLASSIFIED}
+
+
+def _classify(placement: Placement, wiring: Wiring, dim: str) -> DimLinks:
+    ranks = members(placement.layout, dim)
+    groups, size = ranks.shape
+    if size == 1:
+        return DimLinks(dim, 1, groups, {}, groups, 0, 0)
+    first, second = neighbours(placement.layout, dim)
+    here, there, wired = wiring[first], wiring[second], wiring[ranks]
+    kinds = here.to(there)
+    counts = np.bincount(kinds, minlength=len(LinkClass))
+    inside = (wired.domain == wired.domain[:, :1]).all(axis=1)
+    one_leaf = (wired.leaf == wired.leaf[:, :1]).all(axis=1) & ~inside
+    crossing = np.flatnonzero(~inside & ~one_leaf)
+    links = DimLinks(
+        dim=dim,
+        size=size,
+        groups=groups,
+        pairs={k: int(counts[k]) for k in LinkClass if counts[k]},
+        in_domain=int(inside.sum()),
+        on_rail=int(one_leaf.sum()),
+        crossing=crossing.size,
+        rails=np.unique(wired.rail[crossing[0]]).size if crossing.size else 0,
+        between_units=int(((kinds > LinkClass.RAIL) & (here.rail == there.rail)).sum()),
+        hierarchy=None if dim in OPEN_CHAINS else hierarchy_of(wired),
+    )
+    bad = np.flatnonzero(kinds > links.wanted)[:SHOWN_PAIRS]
+    offending = tuple(_pair(placement, first[i], second[i], kinds[i]) for i in bad)
+    return DimLinks(**{**vars(links), "offending": offending})
+
+
+def _pair(placement: Placement, a: int, b: int, kind: int) -> Pair:
+    names = (placement.cluster.slot_name(int(placement.slots[r])) for r in (a, b))
+    return Pair((int(a), int(b)), tuple(names), LinkClass(kind))
+
+
+def hierarchy_of(groups: Wiring) -> Hierarchy | None:
+    """The two levels of groups (groups, n); None where there are no two, or not alike in all."""
+    order = outer_order(groups)
+    if order is None:
+        return None
+    shape = (len(order), -1, inner_size(groups))
+    leaf, rail = (
+        np.take_along_axis(x, order, axis=1).reshape(shape) for x in (groups.leaf, groups.rail)
+    )
+    far = LinkClass.SPINE if groups.has_spine else LinkClass.NONE
+    kind = LinkClass.RAIL if (leaf == leaf[:, :1]).all() else far
+    return Hierarchy(shape[2], leaf.shape[1], bool((rail == rail[:, :1]).all()), kind)
+
+
+def inner_size(groups: Wiring) -> int:
+    """How many members of the first group are in its first member's domain."""
+    return int((groups.domain[0] == groups.domain[0, 0]).sum())
+
+
+def outer_order(groups: Wiring) -> Matrix | None:
+    """(groups, n): members by domain number, in it by leaf switch; None unless tiled alike.
+
+    Alike: each group has `inner_size` members, more than one, in each domain that it touches, and
+    touches more than one.
+    """
+    size, inner = groups.domain.shape[1], inner_size(groups)
+    if inner in (1, size) or size % inner:
+        return None
+    order = np.lexsort((groups.leaf, groups.domain), axis=1)
+    placed = np.take_along_axis(groups.domain, order, axis=1).reshape(len(order), -1, inner)
+    whole = (placed == placed[:, :, :1]).all()
+    apart = (placed[:, 1:, 0] != placed[:, :-1, 0]).all()
+    return order if whole and apart else None
+
+
+def two_levels(placement: Placement, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
+    """The inner and the outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
+
+    The j-th members of the inner groups are an outer group, and hold the same shard between the
+    levels. None where there are no two levels, and where the order of the ranks inside a domain is
+    not that of their rails (a snake), as members of a process group stand in rank order.
+    """
+    ranks = members(placement.layout, dim)
+    wired = Wiring.of(placement.cluster, placement.slots)[ranks]
+    order = outer_order(wired) if ranks.shape[1] > 1 else None
+    if order is None:
+        return None
+    placed = np.take_along_axis(ranks, order, axis=1)
+    tiled = placed.reshape(len(placed), -1, inner_size(wired))
+    if (np.diff(tiled, axis=2) < 0).any():
+        return None
+    outer = np.sort(tiled.transpose(0, 2, 1), axis=2)
+    return tiled.reshape(-1, tiled.shape[2]).tolist(), outer.reshape(-1, tiled.shape[1]).tolist()
