@@ -145,11 +145,10 @@ def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
 
 
 LINE_LOST = """
-import os, pty, signal, sys
+import os, pty, sys
 METRICS = "runs/mine/metrics.jsonl"
 pid, terminal = pty.fork()
 if pid == 0:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.execv(sys.argv[1], sys.argv[1:])
 while not os.path.exists(METRICS) or not os.path.getsize(METRICS):
     os.read(terminal, 4096)
