@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
+from parallel3d.comm.clock import KINDS, Clock
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.timed import with_clock
@@ -31,7 +32,7 @@ from parallel3d.device.precision import (
     set_determinism,
     set_matmul_precision,
 )
-from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes
+from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (

@@ -185,7 +185,7 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
     """Sums a few numbers in place, and returns them; here the ranks of a group meet.
 
     There is nothing to transfer: what it takes beyond the group's floor is time in which this rank
-    is idle (see `metrics.breakdown`).
+    is idle (see `comm.clock`).
     """
     clock = group.clock
     if clock is None or group.size == 1:

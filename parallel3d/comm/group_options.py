@@ -20,8 +20,8 @@ import torch.distributed as dist
 from parallel3d.config.checks_groups import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.errors import UserError
+from parallel3d.topology.cluster.parts import natural
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement.placed_ranks import natural
 from parallel3d.topology.tiling import Placement
 
 NOTHING = (False, ())  # of `nccl_settings`: the backend's defaults

@@ -23,13 +23,12 @@ from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_collectives import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
-from parallel3d.topology.layout import Coordinates, Layout
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.layout import Coordinates, Layout, layout_of
 from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
+    from parallel3d.comm.clock import Clock
     from parallel3d.config.schema import Config
-    from parallel3d.metrics.breakdown import Clock
     from parallel3d.topology.tiling import Placement
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from parallel3d.metrics.breakdown import OF_GROUP, Clock
+from parallel3d.comm.clock import OF_GROUP, Clock
 
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import Group, ProcessGroups

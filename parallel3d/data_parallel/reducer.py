@@ -17,10 +17,10 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.buckets import Bucket
-from parallel3d.metrics.breakdown import Clock
 
 CommHook = Callable[[Tensor, Group], Work]
 """Starts the sum of a bucket's flat gradients over the group, in place, and returns its handle.

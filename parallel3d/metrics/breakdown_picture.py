@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallel3d.metrics.breakdown import KINDS, RankTimes, by_stage
+from parallel3d.comm.clock import KINDS
+from parallel3d.metrics.breakdown import RankTimes, by_stage
 from parallel3d.metrics.text import three_digits
 from parallel3d.topology.map.canvas import Canvas
 from parallel3d.topology.map.palette import GREY, GROUP_COLOURS, NVLINK, RAILS

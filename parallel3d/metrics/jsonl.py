@@ -2,7 +2,7 @@
 
 A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens` counts
 all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
-seconds by kind (`metrics.breakdown`; on an accelerator those of the step before, in some lines);
+seconds by kind (`comm.clock`; on an accelerator those of the step before, in some lines);
 `memory`, on an accelerator the peak bytes of rank 0's so far (`metrics.memory`); `skipped: true`
 where gradients were not finite; `loss_scale` with fp16. An evaluation's line:
 `step eval_loss tokens`. JSON has no NaN: a value that is not finite is null, and the line

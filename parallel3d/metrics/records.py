@@ -8,12 +8,11 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parallel3d.comm.clock import WARMUP_STEPS
 from parallel3d.metrics.jsonl import value
 
 if TYPE_CHECKING:
     from parallel3d.metrics.memory import Memory
-
-WARMUP_STEPS = 3  # slow for reasons of their own: allocators, caches, lazy connections
 
 
 class StepRecord(NamedTuple):
@@ -29,7 +28,7 @@ class StepRecord(NamedTuple):
     step_time_s: float
     skipped: bool = False  # gradients were not finite, the parameters stay as they were
     loss_scale: float | None = None  # of fp16, after the step
-    times: Mapping[str, float] | None = None  # seconds by kind, see `metrics.breakdown`
+    times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
     memory: Memory | None = None  # of rank 0's accelerator so far
 
     def row(self) -> dict[str, Any]:

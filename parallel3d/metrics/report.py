@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from parallel3d.comm.clock import KINDS
 from parallel3d.config.schema import Config
-from parallel3d.metrics.breakdown import KINDS
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, say
 from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si, three_digits

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.process_groups import Group
 from parallel3d.data.batches import InOrder, MicroBatch
-from parallel3d.metrics.breakdown import Clock
 from parallel3d.models.transformer import Stage
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Transfer, post

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
-from parallel3d.metrics.breakdown import Clock
 
 SLOT_BYTES = 4 << 20  # larger messages take the backend's way
 SLOTS = 2

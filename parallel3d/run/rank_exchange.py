@@ -14,7 +14,9 @@ from parallel3d.errors import UserError
 from parallel3d.run.directory import PLACEMENT_FILE
 from parallel3d.run.job_store import get_all, put, seal, unseal
 from parallel3d.run.launch import Worker
+from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.layout import layout_of
 from parallel3d.topology.placement import placed_ranks
 from parallel3d.topology.placement.placed_ranks import PlacedRanks
 from parallel3d.topology.placement.rank_file import Process
@@ -60,7 +62,7 @@ def take_rank(
         store.add(RANKS_SEEN_KEY, 1)
     if word.startswith(b"error:"):
         raise UserError(word.removeprefix(b"error:").decode())
-    ranks, worker.placement = placed_ranks.from_word(word, placed_ranks.layout_of(config))
+    ranks, worker.placement = placed_ranks.from_word(word, layout_of(config))
     worker.rank = ranks[launch_rank]
 
 
@@ -93,8 +95,6 @@ def find_cluster(config: Config, processes: list[Process], environ: Mapping[str,
 
     Left without a number of nodes it has one for each host, or as many as the ranks need.
     """
-    from parallel3d.topology.cluster.discover import discover, run_command
-
     settings = config.cluster
     if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})

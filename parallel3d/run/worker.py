@@ -27,7 +27,7 @@ from parallel3d.run.launch import Place, Worker, detect
 from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
 from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from parallel3d.config.schema import Config
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
+from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters, word_table_numel
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.sizes.stages import layers_of_stages
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.price.costs import bus_factor
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 TIED_TABLES = ("embedding.word.weight", "head.table")
@@ -30,7 +30,7 @@ class Transfer:
 
     Attributes:
         dim: the group: tp, cp, dp, pp, embedding or world.
-        op: as in `costs.OPERATIONS`.
+        op: as in `bus.OPERATIONS`.
         nbytes: of one call, the whole buffer (see `price.costs`).
         count: calls in a step; of send_recv, messages that the rank sends.
         what: what travels, in a few words.

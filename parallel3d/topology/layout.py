@@ -9,7 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import Config
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
@@ -92,3 +95,8 @@ class Layout:
         ordered = [d for d in reversed(self.order.split("-")) if d in dims]  # slowest first
         steps = [range(0, self.size(d) * self.stride(d), self.stride(d)) for d in ordered]
         return [base + sum(offsets) for offsets in itertools.product(*steps)]
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that a checked configuration describes; without `dp` that of one pipeline."""
+    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)

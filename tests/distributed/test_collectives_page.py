@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from parallel3d.sizes.bus import OPERATIONS
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price import costs
-from parallel3d.topology.price.costs import OPERATIONS
 from tests.distributed.pool import Pool
 
 PAGE = Path(__file__).parents[2] / "docs" / "collectives.md"

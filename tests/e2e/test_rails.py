@@ -22,7 +22,7 @@ from parallel3d.run.directory import load_config
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.cluster.parts import LinkClass
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.step import price_step
 from parallel3d.topology.tiling import Placement
 from tests.e2e.command import Shell

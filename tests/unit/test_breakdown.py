@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
+from parallel3d.comm.clock import KINDS, Clock
 from parallel3d.comm.process_groups import Group
 from parallel3d.comm.timed import timed
-from parallel3d.metrics.breakdown import KINDS, Clock, RankTimes, by_stage
+from parallel3d.metrics.breakdown import RankTimes, by_stage
 from parallel3d.topology.layout import Layout
 
 CUDA = torch.device("cuda:0")

@@ -7,16 +7,15 @@ import math
 
 import pytest
 
+from parallel3d.sizes.bus import OPERATIONS, bus_factor
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price.costs import (
-    OPERATIONS,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     best_segments,
     broadcast,
-    bus_factor,
     collective_time,
     gather,
     hierarchical_all_reduce,

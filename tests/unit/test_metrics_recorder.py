@@ -16,10 +16,11 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from parallel3d.comm.clock import KINDS
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.errors import UserError
-from parallel3d.metrics.breakdown import KINDS, RankTimes
+from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.metrics.memory import Memory
 from parallel3d.metrics.peak import Peak

@@ -14,13 +14,12 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.run.rank_exchange import RANKS_SEEN_KEY, take_rank
-from parallel3d.topology.cluster.parts import Cluster, Link
+from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import placed_ranks
 from parallel3d.topology.placement.placed_ranks import (
     from_word,
     hosts_in_order,
-    natural,
     place_processes,
     rank_of_launch,
     save,

@@ -17,8 +17,9 @@ from parallel3d.commands.bench.timing import slowest_rank
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.price.costs import bus_factor, collective_time
+from parallel3d.topology.price.costs import collective_time
 
 ALONE, TOGETHER = "alone", "together"
 MOST_ALONE = 16  # groups of a dimension that are measured alone; of more, evenly spread ones

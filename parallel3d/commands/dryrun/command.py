@@ -20,9 +20,11 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
 from parallel3d.config.schema import ClusterConfig, Config, conf_dir
 from parallel3d.errors import UserError
+from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.configured import cluster_from_config
+from parallel3d.topology.layout import layout_of
 from parallel3d.topology.map.assumptions import chosen_keys
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.placement.search import place
 
 if TYPE_CHECKING:
     from parallel3d.topology.tiling import Placement
@@ -94,9 +96,6 @@ def _ranks(config: Config) -> list[int]:
 
 def _placement(config: Config) -> Placement:
     """Where the ranks sit on the configured cluster, which decides the two levels of dp."""
-    from parallel3d.sizes.traffic import transfers
-    from parallel3d.topology.placement.search import place
-
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     return place(config, cluster, layout, transfers(config, layout))

@@ -23,7 +23,7 @@ from parallel3d.pipeline.schedule import schedule
 from parallel3d.pretend import enable
 from parallel3d.pretend.device import TYPE
 from parallel3d.pretend.machine import Machine
-from parallel3d.topology.placement.placed_ranks import layout_of
+from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import Placement
 from parallel3d.trainer import Trainer

@@ -7,6 +7,7 @@ configuration, `discover` from Slurm or from the GPUs themselves.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -206,3 +207,9 @@ def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
         group, return_index=True, return_inverse=True, return_counts=True
     )
     return first[inverse], counts[inverse]
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sorting key by which node2 comes before node10."""
+    parts = [part for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -24,9 +23,12 @@ import numpy as np
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.parts import Cluster, Link, Slots
-from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
+from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
 from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
+from parallel3d.topology.placement.search import place
+from parallel3d.topology.price.step import price_step
 from parallel3d.topology.tiling import Placement
 
 DEFAULT, FILE = "default", "file"
@@ -104,10 +106,6 @@ def place_processes(
     )
 
 
-def layout_of(config: Config) -> Layout:
-    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
-
-
 def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
     try:
         text = rank_file.read_text(encoding="utf-8")
@@ -119,9 +117,6 @@ def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
 
 def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> Placement:
     """The placement that `config.placement` names, over the slots that have a process."""
-    from parallel3d.sizes.traffic import transfers
-    from parallel3d.topology.placement.search import place
-
     used = set(slots.tolist())
     free = np.array([slot for slot in cluster.sorted_slots() if int(slot) in used])
     placement = place(config, cluster, layout, transfers(config, layout), free)
@@ -129,9 +124,6 @@ def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) ->
 
 
 def _predicted_seconds(config: Config, placement: Placement) -> float:
-    from parallel3d.sizes.traffic import transfers
-    from parallel3d.topology.price.step import price_step
-
     return float(price_step(placement, transfers(config, placement.layout)).seconds)
 
 
@@ -169,12 +161,6 @@ def hosts_in_order(processes: Sequence[Process]) -> list[str]:
         return address[host].split(".")[:-1] if address[host] else []
 
     return sorted(address, key=lambda host: (above(host), natural(host)))
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sorting key by which node2 comes before node10."""
-    parts = [part for part in re.split(r"(\d+)", name) if part]
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
 
 def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, Slots, str | None]:

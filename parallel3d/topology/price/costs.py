@@ -6,7 +6,6 @@ all-reduce, a broadcast or a send; all that is gathered by all-gather and gather
 before reduce-scatter, scatter and all-to-all. Arithmetic on the data costs nothing here. Every
 function gives 0 for one rank, and raises ValueError for fewer, or for less than no bytes.
 
-`nccl_model` prices the same collectives as NCCL's tuner does, with its algorithms and protocols.
 docs/collectives.md draws what each collective does.
 """
 
@@ -14,27 +13,8 @@ from __future__ import annotations
 
 import math
 
+from parallel3d.sizes.bus import OPERATIONS, check_sizes
 from parallel3d.topology.cluster.parts import Link
-
-OPERATIONS = (
-    "broadcast",
-    "reduce",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "scatter",
-    "gather",
-    "all_to_all",
-    "send_recv",
-    "barrier",
-)
-
-
-def _check(n: int, nbytes: float = 0.0) -> None:
-    if n < 1:
-        raise ValueError(f"a collective of {n} ranks")
-    if not nbytes >= 0:
-        raise ValueError(f"a message of {nbytes} bytes")
 
 
 def _message(nbytes: float, link: Link) -> float:
@@ -43,7 +23,7 @@ def _message(nbytes: float, link: Link) -> float:
 
 def send_recv(nbytes: float, link: Link) -> float:
     """One message: α + N/B (Hockney 1994)."""
-    _check(2, nbytes)
+    check_sizes(2, nbytes)
     return _message(nbytes, link)
 
 
@@ -54,7 +34,7 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
     chain works at once and the time tends to N/B, whatever n is. Source: Woolley, "NCCL:
     Accelerated Multi-GPU Collective Communications", 2015, with α added.
     """
-    _check(n, nbytes)
+    check_sizes(n, nbytes)
     if segments < 1:
         raise ValueError(f"a broadcast in {segments} segments")
     if n == 1:
@@ -68,7 +48,7 @@ def best_segments(n: int, nbytes: float, link: Link) -> int:
     At least 1, and at most one segment a byte (α = 0 would make it endless). From the derivative of
     (S + n − 2)(α + N/(S·B)) in S.
     """
-    _check(n, nbytes)
+    check_sizes(n, nbytes)
     most = max(1, int(nbytes))
     if n <= 2 or nbytes == 0:
         return 1
@@ -90,7 +70,7 @@ def reduce_scatter(n: int, nbytes: float, link: Link) -> float:
 
     Source: nccl-tests, doc/PERFORMANCE.md (the factor); Patarasuk and Yuan 2009 (the ring).
     """
-    _check(n, nbytes)
+    check_sizes(n, nbytes)
     return (n - 1) * _message(nbytes / n, link)
 
 
@@ -115,7 +95,7 @@ def tree_all_reduce(n: int, nbytes: float, link: Link) -> float:
     all ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). α counts log n times: for
     many ranks and little data this beats the ring, for much data it sends n/(n − 1) times as much.
     """
-    _check(n, nbytes)
+    check_sizes(n, nbytes)
     if n == 1:
         return 0.0
     return 2 * math.ceil(math.log2(n)) * link.latency_us * 1e-6 + 2 * _message(nbytes, _free(link))
@@ -135,7 +115,7 @@ def hierarchical_all_reduce(
     2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)). Source: the hierarchical form in
     ml-engineering's network notes; Jia et al. 2018 (arXiv:1807.11205) §3.
     """
-    _check(inner, nbytes)
+    check_sizes(inner, nbytes)
     inside = reduce_scatter(inner, nbytes, inner_link) + all_gather(inner, nbytes, inner_link)
     return inside + ring_all_reduce(outer, nbytes / inner, outer_link)
 
@@ -170,7 +150,7 @@ def barrier(n: int, link: Link) -> float:
     Source: Hensgen, Finkel and Manber 1988, which gloo's barrier follows. On NCCL PyTorch's barrier
     is an all-reduce of one element instead.
     """
-    _check(n)
+    check_sizes(n)
     return math.ceil(math.log2(n)) * link.latency_us * 1e-6
 
 
@@ -185,7 +165,7 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
     Raises ValueError for another name.
     """
     if op == "send_recv":
-        _check(n, nbytes)
+        check_sizes(n, nbytes)
         return send_recv(nbytes, link) if n > 1 else 0.0
     if op == "barrier":
         return barrier(n, link)
@@ -196,22 +176,3 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
     if op in OPERATIONS:  # the rest: n − 1 messages of N/n through the busiest port
         return reduce_scatter(n, nbytes, link)
     raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
-
-
-def bus_factor(op: str, n: int) -> float:
-    """Bytes that the busiest port carries over `nbytes`: bus bandwidth = factor · nbytes / time.
-
-    Bus bandwidth can be held against the link's own, whatever the operation and n. Source:
-    nccl-tests, doc/PERFORMANCE.md, and src/scatter.cu, src/gather.cu. 0 for one rank, and for a
-    barrier, which moves no data. Raises ValueError for a name that is not in `OPERATIONS`.
-    """
-    _check(n)
-    if op not in OPERATIONS:
-        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
-    if n == 1 or op == "barrier":
-        return 0.0
-    if op == "all_reduce":
-        return 2 * (n - 1) / n
-    if op in ("broadcast", "reduce", "send_recv"):
-        return 1.0
-    return (n - 1) / n

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.cluster.parts import LinkClass, Slots
-from parallel3d.topology.price import costs
 from parallel3d.topology.price.links import Wiring, members, outer_order
 from parallel3d.topology.price.step import DimPrice, Flows, StepPrice, flows_of
 from parallel3d.topology.tiling import Placement
@@ -82,8 +82,8 @@ def _flow_bytes(priced: DimPrice) -> tuple[float, float, float]:
     for p in priced.transfers:
         op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
         if p.algorithm == "hierarchical":
-            inside += total * costs.bus_factor(op, paths.inner)
-            between += total / paths.inner * costs.bus_factor(op, paths.domains)
+            inside += total * bus_factor(op, paths.inner)
+            between += total / paths.inner * bus_factor(op, paths.domains)
         else:
-            flat += total * (1.0 if op == "send_recv" else costs.bus_factor(op, paths.n))
+            flat += total * (1.0 if op == "send_recv" else bus_factor(op, paths.n))
     return flat, inside, between

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 from parallel3d.topology.price import costs
 from parallel3d.topology.price.flows import Fabric, Flows, Port, Ports, flows_of
@@ -217,8 +218,8 @@ def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float,
     for p in priced:
         op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
         if p.algorithm != "hierarchical":
-            flat += total * costs.bus_factor(op, paths.n)
+            flat += total * bus_factor(op, paths.n)
         else:
-            inside += total * costs.bus_factor(op, paths.inner)
-            between += total / paths.inner * costs.bus_factor(op, paths.domains)
+            inside += total * bus_factor(op, paths.inner)
+            between += total / paths.inner * bus_factor(op, paths.domains)
     return flat, inside, between
