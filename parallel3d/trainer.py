@@ -17,8 +17,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.clock import KINDS, Clock
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.comm.timed import with_clock
+from parallel3d.comm.process_groups import ProcessGroups, with_clock
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.batches import Batches, SampleSource

@@ -39,9 +39,9 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
 from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
+from parallel3d.comm.job_store import get_all, put
 from parallel3d.device import accelerator
 from parallel3d.files.durable import flush_folder, write_durably
-from parallel3d.run.job_store import get_all, put
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig

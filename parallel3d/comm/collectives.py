@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import logged
-from parallel3d.comm.process_groups import Group
 from parallel3d.comm.timed import kind_of, timed
 from parallel3d.device.accelerator import is_on_accelerator
 

@@ -6,7 +6,6 @@ formatted before something is wrong. `watchdog.py` reads the log of a rank that 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,11 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from parallel3d.comm.process_groups import ProcessGroups
-
 
 class _Group(Protocol):
-    """What this module needs of a `process_groups.Group`, which knows this module."""
+    """What this module needs of a `group.Group`, which knows this module."""
 
     name: str
     ranks: tuple[int, ...]
@@ -253,11 +250,3 @@ def noted_message(
     work = start()
     log.waiting = outer
     return Watched(log, note, work)
-
-
-def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
-    """The same groups, whose operations are noted in `log`."""
-    found = {f.name: getattr(groups, f.name) for f in dataclasses.fields(groups)}
-    kinds = {name: group for name, group in found.items() if hasattr(group, "log")}
-    noted = {name: dataclasses.replace(group, log=log) for name, group in kinds.items()}
-    return dataclasses.replace(groups, **noted)

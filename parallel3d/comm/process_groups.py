@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import (
     GLOO_ON,
     NOTHING,
@@ -19,7 +20,6 @@ from parallel3d.comm.group_options import (
     nccl_options,
     nccl_settings,
 )
-from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_collectives import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
@@ -28,6 +28,7 @@ from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
     from parallel3d.comm.clock import Clock
+    from parallel3d.comm.operation_log import OperationLog
     from parallel3d.config.schema import Config
     from parallel3d.topology.tiling import Placement
 
@@ -36,29 +37,6 @@ if TYPE_CHECKING:
 DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", "embedding")
 
 Ranks = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate along one dimension.
-
-    `handle` is None for a group of one: nothing may be sent there, so nothing is.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    index: int  # this rank's place in `ranks`
-    handle: dist.ProcessGroup | None
-    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
-    log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
-    clock: Clock | None = field(default=None, compare=False)  # told how long collectives take
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster are unsharded
 
 
 @dataclass
@@ -289,3 +267,19 @@ def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceM
     strides = tuple(layout.stride(d) for d in dims)
     grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
     return DeviceMesh.from_group(handles, device_type, grid, mesh_dim_names=tuple(dims))
+
+
+def with_clock(groups: ProcessGroups, clock: Clock) -> ProcessGroups:
+    """The same groups, whose collectives tell `clock` how long they take."""
+    return _each(groups, clock=clock)
+
+
+def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
+    """The same groups, whose operations are noted in `log`."""
+    return _each(groups, log=log)
+
+
+def _each(groups: ProcessGroups, **told: Clock | OperationLog) -> ProcessGroups:
+    of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
+    kinds = {name: group for name, group in of_rank.items() if isinstance(group, Group)}
+    return replace(groups, **{n: replace(group, **told) for n, group in kinds.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel3d.comm.clock import OF_GROUP, Clock
 
 if TYPE_CHECKING:
-    from parallel3d.comm.process_groups import Group, ProcessGroups
+    from parallel3d.comm.group import Group
 
 
 class _Work(Protocol):
@@ -62,10 +62,3 @@ def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any
         return Timed(result, clock, kind)
 
     return run
-
-
-def with_clock(groups: ProcessGroups, clock: Clock) -> ProcessGroups:
-    """The same groups, whose collectives tell `clock` how long they take."""
-    of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
-    kinds = {name: group for name, group in of_rank.items() if hasattr(group, "clock")}
-    return replace(groups, **{n: replace(group, clock=clock) for n, group in kinds.items()})

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.comm.operation_log import with_log
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text

@@ -13,7 +13,7 @@ from parallel3d.data.corpus import Corpus
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
-    from parallel3d.comm.process_groups import Group
+    from parallel3d.comm.group import Group
 
 
 def check_same_text(corpus: Corpus, world: Group, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import DataParallelConfig
 from parallel3d.data_parallel.buckets import (
     WHOLE,

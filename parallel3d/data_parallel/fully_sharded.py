@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.pieces import Initializer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.device.accelerator import is_on_accelerator
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.optim.optimizer import Optimizer

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data_parallel.buckets import Bucket
 
 CommHook = Callable[[Tensor, Group], Work]

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from parallel3d.comm.job_store import get, get_all, put
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
@@ -35,10 +36,9 @@ from parallel3d.faults import flight_record, hang, hang_state
 from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.host.processes import born, kill, of_this_job, why_silent
 from parallel3d.run import failure
-from parallel3d.run.job_store import get, get_all, put
+from parallel3d.run.endings import SAID
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import started, until, within
-from parallel3d.run.worker import SAID
 
 if TYPE_CHECKING:
     from torch.distributed import Store

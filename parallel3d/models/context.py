@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import LossConfig, ModelConfig
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer

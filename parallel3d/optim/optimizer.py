@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.segments import Segment

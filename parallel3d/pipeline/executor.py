@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.models.transformer import Stage
 from parallel3d.pipeline.mailbox import Mailboxes

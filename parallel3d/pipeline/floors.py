@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.exchange import transfer
-from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
 

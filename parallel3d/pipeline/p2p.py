@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.collectives import Work
+from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import noted_message
-from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import Action, Kind

@@ -17,18 +17,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from parallel3d.comm.job_store import LOCALHOST, SECRET, one_host_environment
 from parallel3d.config.schema import Config
 from parallel3d.errors import say
 from parallel3d.host.devices import cores
 from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE
-from parallel3d.run.job_store import LOCALHOST, SECRET, one_host_environment
+from parallel3d.run.endings import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
 from parallel3d.run.one_host import NoLogs, OneHost
 from parallel3d.run.restarts import Restarts
 from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
 from parallel3d.run.time_limits import within
-from parallel3d.run.worker import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
 from parallel3d.topology.placement.placed_ranks import rank_of_launch
 
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.

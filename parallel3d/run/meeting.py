@@ -12,12 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.config.schema import Config
-from parallel3d.errors import UserError
-from parallel3d.host.devices import device_of_rank
-from parallel3d.run.configs import NO_CONFIG, load_config
-from parallel3d.run.directory import make_run_directory, take_run
-from parallel3d.run.job_store import (
+from parallel3d.comm.job_store import (
     behind_secret,
     get,
     is_loopback,
@@ -26,6 +21,11 @@ from parallel3d.run.job_store import (
     put,
     serve,
 )
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.host.devices import device_of_rank
+from parallel3d.run.configs import NO_CONFIG, load_config
+from parallel3d.run.directory import make_run_directory, take_run
 from parallel3d.run.launch import Place, Worker
 from parallel3d.run.rank_exchange import wait_for_readers
 

@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from parallel3d.comm.job_store import LOCALHOST, listen_at, serve
 from parallel3d.errors import UserError
-from parallel3d.run.job_store import LOCALHOST, listen_at, serve
 
 
 class OneHost(RendezvousHandler):

@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from parallel3d.comm.job_store import get_all, put, seal, unseal
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import PLACEMENT_FILE
-from parallel3d.run.job_store import get_all, put, seal, unseal
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster

@@ -21,7 +21,7 @@ from types import FrameType
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 ASKING = (*PREEMPTION, signal.SIGINT)
 # SIGHUP: the terminal has gone. Ranks of our own launcher do not get it from there, but from it,
-# and then it ends them (`worker.END_SIGNAL`).
+# and then it ends them (`endings.END_SIGNAL`).
 STOPPING = (*ASKING, signal.SIGHUP)
 
 

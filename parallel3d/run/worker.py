@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel3d.comm.job_store import one_host_environment
 from parallel3d.config.checks_groups import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, say
@@ -22,7 +23,16 @@ from parallel3d.host.numa import bind_near
 from parallel3d.host.processes import die_with_parent
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
-from parallel3d.run.job_store import one_host_environment
+from parallel3d.run.endings import (
+    ANSWER,
+    END_SIGNAL,
+    STOPPABLE,
+    close_books,
+    code_of_stop,
+    leave,
+    report,
+    tell_hang,
+)
 from parallel3d.run.launch import Place, Worker, detect
 from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
@@ -40,18 +50,6 @@ APPS = {
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "generate": ("parallel3d.commands.generate.sample", "generate"),
 }
-# Those that a signal stops at the end of a step; the others it ends at once.
-STOPPABLE = ("train",)
-
-# How many ranks have met a user error: one of them says it.
-USER_ERRORS_KEY = "parallel3d/user_errors"
-
-# By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
-END_SIGNAL = signal.SIGHUP
-# The exit code of a local worker that has said itself why all end, as no file took it.
-SAID = 63
-# A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
-ANSWER = 64
 
 
 def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: Choice) -> int:
@@ -109,23 +107,6 @@ def _after(worker: Worker, code: int) -> int:
     return code
 
 
-def code_of_stop(requeues: bool) -> int:
-    """A run that a scheduler stopped has saved and done well; Ctrl-C is told to the shell."""
-    return 0 if requeues else 128 + signal.SIGINT
-
-
-def close_books(cause: failure.Failure, run_dir: Path) -> int:
-    """Say why a run ended. A run that a user error stopped leaves no directory behind.
-
-    Returns the exit code.
-    """
-    say(cause.sentence())
-    if cause.kind != "user":
-        return 1
-    discard_unused(run_dir)
-    return USER_ERROR
-
-
 def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     """Run this process's rank among those that torchrun or srun started, on a device of `kind`.
 
@@ -154,9 +135,9 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
         config = agree_on_run(app, config, place, worker, store, kind)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
-        _tell_hang(worker, error)
-        _report(config, worker, error, store)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+        tell_hang(worker, error)
+        report(config, worker, error, store)
+        leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
@@ -191,9 +172,9 @@ def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> i
         code = _work(app, config, worker, meet(config, place))
         return ANSWER + code if code else 0
     except Exception as error:
-        _tell_hang(worker, error)
+        tell_hang(worker, error)
         failure.write(failure.from_exception(config, worker, error), error, directory)
-        _leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
+        leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
 def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
@@ -257,49 +238,10 @@ def _entry(app: str) -> Callable[[Config, Worker], Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def _tell_hang(worker: Worker, error: Exception) -> None:
-    """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
-    timed_out = isinstance(error, TimeoutError) or failure.TIMED_OUT.search(str(error))
-    if worker.watchdog is not None and timed_out:
-        worker.watchdog.timed_out()
-
-
-def _report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
-    """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
-    failed = failure.from_exception(config, worker, error)
-    if worker.run_dir != Path() and failed.kind != "user":
-        failed = failure.write(failed, error, worker.run_dir)
-    elif worker.run_dir != Path() and worker.rank == 0:
-        discard_unused(worker.run_dir)
-    if failed.kind != "user" or _is_first_to_speak(worker, store):
-        say(failed.sentence())
-
-
-def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
-    if store is None:
-        return worker.rank == 0
-    try:
-        return store.add(USER_ERRORS_KEY, 1) == 1
-    except RuntimeError:
-        return False  # the store went with rank 0, which has spoken
-
-
-def _leave(code: int, worker: Worker | None = None) -> None:
-    """End this process now: destructors of groups with a dead peer may wait for it for minutes.
-
-    A verdict on a hang that its watchdog is about to give comes first: it may have killed the peer.
-    """
-    if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
-        worker.watchdog.timed_out()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _die_with(launcher_pid: int) -> None:
     """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
     die_with_parent()
     if os.getppid() != launcher_pid:
-        _leave(1)
+        leave(1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
-from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.parameters.pieces import add_product
 from parallel3d.sizes.loss_chunks import loss_chunks

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.parameters.pieces import (
     Initializer,
     ParameterSpec,

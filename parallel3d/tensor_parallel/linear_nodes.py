@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.parameters.pieces import add_weight_gradient
 from parallel3d.tensor_parallel.mappings import sequence_first
 from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter

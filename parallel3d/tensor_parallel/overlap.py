@@ -25,7 +25,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.config.schema import Config
 from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.mappings import (

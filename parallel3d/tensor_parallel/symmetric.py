@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 from parallel3d.tensor_parallel.mappings import sequence_first
 

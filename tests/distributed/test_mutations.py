@@ -19,7 +19,7 @@ from torch import Tensor
 import parallel3d.optim.optimizer
 import parallel3d.trainer
 from parallel3d.comm.collectives import Done
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer, Piece
 from parallel3d.parameters.segments import Segment

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.data_parallel import buckets as buckets_module
 from parallel3d.data_parallel.buckets import Sharding, build_buckets
 from parallel3d.data_parallel.reducer import Reducer

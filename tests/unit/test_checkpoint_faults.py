@@ -28,9 +28,9 @@ from parallel3d.checkpoint.outcome import Part
 from parallel3d.checkpoint.restoring import names_of_all, read_together
 from parallel3d.checkpoint.retention import bring_back, remove_leftovers
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
+from parallel3d.comm import job_store
 from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.run import job_store
 from tests.unit.test_checkpoint_files import (
     ELEMENTS,
     facts,

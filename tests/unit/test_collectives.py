@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.comm import collectives
-from parallel3d.comm.process_groups import Group
+from parallel3d.comm.group import Group
 
 GROUP = Group("dp", (0, 1, 2, 3), 2, "handle")
 NAMES = [("all_gather_single", "reduce_scatter_single")]

@@ -17,7 +17,7 @@ import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import logical_shapes
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import BuildContext, Stage

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from parallel3d.comm import job_store
+from parallel3d.comm.job_store import SECRET, behind_secret, get, listen_at, put
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.run import job_store, meeting
-from parallel3d.run.job_store import SECRET, behind_secret, get, listen_at, put
+from parallel3d.run import meeting
 from parallel3d.run.launch import Place, Worker
 from parallel3d.run.one_host import NoLogs, OneHost
 from parallel3d.run.rank_exchange import take_rank

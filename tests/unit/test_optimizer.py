@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
 from parallel3d.data_parallel import buckets
 from parallel3d.data_parallel.buckets import build_buckets
@@ -55,7 +55,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
-        "from parallel3d.comm.process_groups import SINGLE;"
+        "from parallel3d.comm.group import SINGLE;"
         "Optimizer(OptimConfig(), [], SINGLE);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

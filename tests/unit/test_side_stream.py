@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.comm.process_groups import SINGLE
+from parallel3d.comm.group import SINGLE
 from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
 from parallel3d.data_parallel.compressed import InBf16
 from parallel3d.data_parallel.hierarchical import TwoLevels

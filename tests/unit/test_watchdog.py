@@ -19,7 +19,7 @@ from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.faults import stacks
 from parallel3d.faults.stacks import in_torch_distributed, of_the_work
 from parallel3d.faults.watchdog import Watchdog
-from parallel3d.run import worker
+from parallel3d.run import endings
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import within
 
@@ -119,10 +119,10 @@ def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
 )
 def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
-    worker._tell_hang(rank, error)
+    endings.tell_hang(rank, error)
     assert rank.watchdog.timed_out.called
     rank.watchdog.timed_out.reset_mock()
-    worker._tell_hang(rank, ValueError("odd"))
+    endings.tell_hang(rank, ValueError("odd"))
     assert not rank.watchdog.timed_out.called
 
 
@@ -131,7 +131,7 @@ def test_c1_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
     with pytest.raises(SystemExit):
-        worker._leave(1, rank)
+        endings.leave(1, rank)
 
 
 def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
 from parallel3d.comm.group_options import GLOO_ON
-from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import post
