@@ -60,10 +60,7 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, say)
     first_step = checkpoints.restore(trainer)
-    if first_step > config.train.steps and status(worker.run_dir) == "finished":
-        if worker.rank == 0:
-            done = f"run={config.run} is finished: {first_step - 1} steps are done"
-            say(f"{done}; a larger train.steps goes on")
+    if is_over(config, worker, first_step):
         groups.close()
         worker.watchdog.stop()
         return
@@ -99,6 +96,16 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def is_over(config: Config, worker: Worker, first_step: int) -> bool:
+    """Whether an earlier start has done all that the configuration asks for; says so."""
+    if first_step <= config.train.steps or status(worker.run_dir) != "finished":
+        return False
+    if worker.rank == 0:
+        done = f"run={config.run} is finished: {first_step - 1} steps are done"
+        say(f"{done}; a larger train.steps goes on")
+    return True
 
 
 def run_steps(

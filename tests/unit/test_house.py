@@ -30,13 +30,13 @@ INNER = {
         "__main__.py": "parallel3d.run.worker parallel3d.cli.command_line",
         "checkpoint/boxes.py": "torch",
         "cli/command_line.py": "parallel3d.commands.dryrun.command parallel3d.topology.map.report",
-        "commands/checkpoint/command.py": "parallel3d.commands.checkpoint.listing "
-        "parallel3d.commands.checkpoint.compare parallel3d.commands.checkpoint.huggingface",
+        "comm/job_store.py": "torch.distributed",
+        "commands/checkpoint/command.py": "parallel3d.commands.checkpoint "
+        "parallel3d.commands.checkpoint.listing",
         "commands/dryrun/command.py": "parallel3d.commands.dryrun.facts "
         "parallel3d.commands.dryrun.report parallel3d.commands.dryrun.roofline "
         "parallel3d.commands.dryrun.world",
         "host/devices.py": "torch",
-        "run/job_store.py": "torch.distributed",
         "run/meeting.py": "torch.distributed",
         "run/worker.py": "torch torch.distributed parallel3d.comm.group_options "
         "parallel3d.device.accelerator parallel3d.run.local_workers",
