@@ -6,17 +6,14 @@ answered at once and with nothing written.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -25,10 +22,17 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text
+from parallel3d.cli.hydra_words import (
+    failed_elsewhere,
+    is_sweep,
+    numbered,
+    order_words,
+    without_alias,
+)
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
 from parallel3d.config.checks import check_config
-from parallel3d.config.overrides import check_length, explain_override_error
+from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
@@ -52,8 +56,6 @@ NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
 SUBMITIT = "SUBMITIT_EXECUTOR"
-# Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
-ALIASES = {"checkpoint.async": "checkpoint.async_save"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +108,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
     prompt = None
     if app == GENERATE:
         words, prompt = take_prompt(words)
-    words = _order_words([_without_alias(word) for word in words])
+    words = order_words([without_alias(word) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
     register_schema()
@@ -122,7 +124,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
         begun = True
         code = _run_job(app, composed, prompt)
         if code and SUBMITIT in os.environ:
-            raise UserError(_failed_elsewhere(code))
+            raise UserError(failed_elsewhere(code))
         if code:
             raise SystemExit(code)
 
@@ -138,13 +140,6 @@ def _run_hydra(app: str, words: list[str]) -> None:
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
-
-
-def _without_alias(word: str) -> str:
-    """The override with its key's own name."""
-    key, equals, value = word.partition("=")
-    bare = key.lstrip("+~")
-    return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 
 def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
@@ -174,7 +169,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)
-        config = _numbered(config)
+        config = numbered(config)
         return run_joined(app, config, place, _checked_here(app, config, place))
     except UserError as error:
         return _refuse(error, place)
@@ -182,20 +177,6 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         # Unresolved: an interpolation that fails would fail in what was typed as well.
         words = OmegaConf.to_container(HydraConfig.get().overrides.task)
         return _refuse(explain_override_error(error, words), place)
-
-
-def _numbered(config: Config) -> Config:
-    """The configuration with a run name of its own in a sweep, whose jobs would share one."""
-    if config.run is None or not _is_sweep():
-        return config
-    return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
-
-
-def _failed_elsewhere(code: int) -> str:
-    """What the one who typed a sweep is told of a job that said its error into a log."""
-    sweep = HydraConfig.get()
-    log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
-    return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
 
 
 def _refuse_launched(place: Place | None) -> None:
@@ -208,7 +189,7 @@ def _refuse_launched(place: Place | None) -> None:
 
 def _start(app: str, config: Config) -> int:
     """Run `app` with this process as the launcher of as many ranks as the layout has."""
-    number = HydraConfig.get().job.get("num") if _is_sweep() else None
+    number = HydraConfig.get().job.get("num") if is_sweep() else None
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     may_go_on = app in CAN_GO_ON
     with _answered(config):
@@ -269,10 +250,6 @@ def _refuse(error: UserError, place: Place | None = None) -> int:
     return USER_ERROR
 
 
-def _is_sweep() -> bool:
-    return HydraConfig.get().mode is not None and HydraConfig.get().mode.name == "MULTIRUN"
-
-
 def _unknown_subcommand(word: str) -> str:
     names = list(dict.fromkeys(CHECKPOINT if CHECKPOINT in s else s for s in SUBCOMMANDS))
     close = nearest(word.lstrip("-"), names)
@@ -280,35 +257,6 @@ def _unknown_subcommand(word: str) -> str:
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"
     return f"{word} is not a subcommand: it must be one of {', '.join(names)}{hint}."
-
-
-def _order_words(words: list[str]) -> list[str]:
-    """The same words, flags first: argparse wants all overrides side by side.
-
-    Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
-    """
-    parser = get_args_parser()
-    parser.error = _raise_argument_error  # type: ignore[method-assign]
-    known, rest = parser.parse_known_args(words)
-    for word in rest:
-        if word.startswith("-"):
-            raise explain_override_error(f"unrecognized arguments: {word}")
-    commands = ("run", "multirun", "cfg", "info", "shell_completion")
-    given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
-    if known.resolve and not (known.cfg or known.help):
-        raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
-    overrides = [*known.overrides, *rest]
-    flags = list(words)
-    for word in overrides:
-        check_length(word)
-        flags.remove(word)
-    return [*flags, *overrides]
-
-
-def _raise_argument_error(message: str) -> NoReturn:
-    raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -7,12 +7,19 @@ as well. Nothing here imports torch, so that an answer takes milliseconds.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
 from pathlib import Path
 
 from parallel3d.config.checks_data import check_data_parallel
 from parallel3d.config.checks_groups import check_groups
+from parallel3d.config.checks_model import (
+    check_attention,
+    check_chunks,
+    check_model,
+    check_sequence,
+    check_tensor_parallel,
+    nearest_multiple,
+    tp_splits,
+)
 from parallel3d.config.checks_run import (
     check_learning_rate,
     check_plain,
@@ -20,10 +27,9 @@ from parallel3d.config.checks_run import (
     check_run_name,
     check_samples,
 )
-from parallel3d.config.checks_tensor import check_attention, check_chunks
 from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
 from parallel3d.config.overrides import explain_override_error
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
@@ -56,12 +62,12 @@ def check_config(
     check_plain(config)
     if communication_only:
         return _check_communication(config, world_size)
-    _check_model(config.model)
-    _check_tensor_parallel(config)
+    check_model(config.model)
+    check_tensor_parallel(config)
     _check_pipeline(config)
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
-    _check_sequence(config)
+    check_sequence(config)
     check_chunks(config)
     if not own_samples:
         check_samples(config)
@@ -104,128 +110,10 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
     return dataclasses.replace(config, dp=dp)
 
 
-def _nearest_multiple(value: int, unit: int) -> int:
-    """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
-    below = value // unit * unit
-    return max(unit, below if value - below <= below + unit - value else below + unit)
-
-
-def _divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
-    common = math.gcd(*dividends.values())
-    return lambda divisor: common % divisor == 0
-
-
 # --- the model -------------------------------------------------------------------------------
 
 
-def _check_model(model: ModelConfig) -> None:
-    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
-    if hidden % heads:
-        raise UserError(
-            f"model.hidden_size={hidden} must be a multiple of model.num_attention_heads={heads}; "
-            f"the nearest is model.hidden_size={_nearest_multiple(hidden, heads)}."
-        )
-    if heads % kv_heads:
-        close = closest(kv_heads, lambda n: heads % n == 0, heads) or 1
-        raise UserError(
-            f"model.num_query_groups={kv_heads} must divide model.num_attention_heads={heads}; "
-            f"the nearest is model.num_query_groups={close}."
-        )
-    if model.position_embedding == "learned" and model.seq_length > model.max_positions:
-        raise UserError(
-            f"model.seq_length={model.seq_length} must be at most "
-            f"model.max_position_embeddings={model.max_positions} with learned positions; the "
-            f"nearest is model.seq_length={model.max_positions}."
-        )
-    if model.position_embedding == "rope" and int(model.head_dim * model.rotary_percent) < 2:
-        _refuse_rotary(model)
-
-
-def _refuse_rotary(model: ModelConfig) -> None:
-    """RoPE turns pairs of dimensions: fewer than two turn nothing."""
-    if model.head_dim < 2:
-        raise UserError(
-            f"model.position_embedding=rope needs heads at least 2 wide, but model.hidden_size="
-            f"{model.hidden_size} over model.num_attention_heads={model.num_attention_heads} makes "
-            f"them {model.head_dim}; the nearest is model.hidden_size="
-            f"{2 * model.num_attention_heads}."
-        )
-    # Rounded up, so that the product with head_dim is not a hair below 2.
-    least = math.ceil(2 / model.head_dim * 1e4) / 1e4
-    raise UserError(
-        f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
-        f"{model.head_dim} dimensions of a head; the nearest is model.rotary_percent={least:g}."
-    )
-
-
 # --- the dimensions --------------------------------------------------------------------------
-
-
-def _tp_dividends(config: Config) -> dict[str, int]:
-    """Everything that tp must divide; the padded vocabulary comes last."""
-    model = config.model
-    sizes = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_size,
-        "the padded vocabulary": model.padded_vocab_size,
-    }
-    if config.sp:
-        sizes["model.seq_length"] = model.seq_length
-    return sizes
-
-
-def _splits(config: Config) -> Callable[[int], bool]:
-    """Whether a tensor-parallel size splits this model."""
-    divides = _divides_all(_tp_dividends(config))
-    return lambda tp: divides(tp) and _splits_key_value_heads(config.model, tp)
-
-
-def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
-    """Each rank has whole key-value heads, or each head is on equally many ranks."""
-    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-
-
-def _nearest_tp(config: Config) -> int:
-    """The tensor-parallel size closest to the one asked for that this model can be split by."""
-    close = closest(config.tp, _splits(config), min(_tp_dividends(config).values()))
-    return close or 1  # which splits everything
-
-
-def _check_tensor_parallel(config: Config) -> None:
-    tp, model = config.tp, config.model
-    sizes = _tp_dividends(config)
-    vocabulary = sizes.pop("the padded vocabulary")
-    sizes.pop("model.seq_length", None)  # has a sentence of its own, which names sp
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
-    if not _splits_key_value_heads(model, tp):
-        wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
-    if wrong:
-        raise UserError(
-            f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
-            f"tp={_nearest_tp(config)}."
-        )
-    if vocabulary % tp:
-        multiple = closest(
-            model.vocab_multiple,
-            lambda m: -(-model.vocab_size // m) * m % tp == 0,
-            model.vocab_multiple + tp,
-        )
-        raise UserError(
-            f"tp={tp} must divide the padded vocabulary, {vocabulary} rows by model.vocab_size="
-            f"{model.vocab_size} and model.vocab_multiple={model.vocab_multiple}; the nearest is "
-            f"model.vocab_multiple={multiple or tp} or tp={_nearest_tp(config)}."
-        )
-
-
-def _check_sequence(config: Config) -> None:
-    """With sp the sequence is split over tp; sp=true with tp=1 splits nothing and is accepted."""
-    tp, length = config.tp, config.model.seq_length
-    if config.sp and length % tp:
-        raise UserError(
-            f"sp=true needs tp={tp} to divide model.seq_length={length}; the nearest is "
-            f"model.seq_length={_nearest_multiple(length, tp)} or tp={_nearest_tp(config)}."
-        )
 
 
 def _check_pipeline(config: Config) -> None:
@@ -280,7 +168,7 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
 def _fitting_sizes(config: Config, world_size: int) -> list[str]:
     """The changes of one size alone, of dp, tp or pp, that make the product `world_size`."""
     tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
-    splits = _splits(config)
+    splits = tp_splits(config)
 
     def fits(product: int) -> bool:
         return world_size % product == 0 and dp in (None, world_size // product)
@@ -299,7 +187,7 @@ def _check_batch(config: Config, dp: int) -> None:
     batch, micro = config.global_batch_size, config.micro_batch_size
     if batch % (micro * dp) == 0:
         return
-    choices = [f"global_batch_size={_nearest_multiple(batch, micro * dp)}"]
+    choices = [f"global_batch_size={nearest_multiple(batch, micro * dp)}"]
     if batch % dp == 0:
         share = batch // dp
         close = closest(micro, lambda n: share % n == 0, share) or 1

@@ -1,5 +1,5 @@
-"""The sections of the engines: tensor parallelism, the loss, checkpoints, recovery, generation,
-and the dry run."""
+"""The sections of the engines: tensor parallelism, the pipeline, precision, the loss, checkpoints,
+recovery, generation, and the dry run."""
 
 from __future__ import annotations
 
@@ -155,3 +155,59 @@ class DryrunConfig:
         minimum=0,
     )
     json: str | None = key(None, "file for everything shown and more, as JSON")
+
+
+@dataclass
+class ScheduleConfig:
+    """The pipeline schedule: `schedule=1f1b` or `schedule=gpipe`."""
+
+    name: str = key("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved"))
+    layers_per_stage: list[int] | None = key(  # noqa: RUF009
+        None, "layers of each stage, e.g. [3,5]; null balances them by cost"
+    )
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats: `precision=fp32`. Master weights and gradients are never below fp32."""
+
+    name: str = key(
+        "fp32",
+        "compute type",
+        choices=("fp64", "fp32", "tf32", "bf16", "fp16", "fp8"),
+        megatron="--fp16",
+        differs="--fp16 is precision=fp16 and --bf16 is precision=bf16",
+    )
+    lm_cross_entropy: str = key(
+        "fp32",
+        "type of the loss",
+        choices=("fp32", "fp16"),
+        megatron="--fp16-lm-cross-entropy",
+        differs="--fp16-lm-cross-entropy is precision.lm_cross_entropy=fp16",
+    )
+    loss_scale: float | None = key(
+        None,
+        "fp16: a fixed loss scale; null: a dynamic one",
+        above=0,
+        megatron="--loss-scale",
+    )
+    initial_loss_scale: float = key(
+        65536.0, "fp16: the dynamic scale at the start", above=0, megatron="--initial-loss-scale"
+    )
+    min_loss_scale: float = key(
+        1.0, "fp16: floor of the dynamic scale", above=0, megatron="--min-loss-scale"
+    )
+    loss_scale_growth: float = key(2.0, "fp16: factor after a window without overflow", above=1)
+    loss_scale_backoff: float = key(0.5, "fp16: factor after an overflow", above=0, below=1)
+    loss_scale_window: int = key(
+        1000,
+        "fp16: steps in a row without overflow before the scale grows",
+        minimum=1,
+        megatron="--loss-scale-window",
+    )
+    loss_scale_hysteresis: int = key(
+        2,
+        "fp16: overflows in a row before the scale backs off",
+        minimum=1,
+        megatron="--hysteresis",
+    )

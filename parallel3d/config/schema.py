@@ -17,7 +17,9 @@ from parallel3d.config.engines import (
     DryrunConfig,
     GenerateConfig,
     LossConfig,
+    PrecisionConfig,
     RecoveryConfig,
+    ScheduleConfig,
     TensorParallelConfig,
 )
 from parallel3d.config.run import (
@@ -27,14 +29,7 @@ from parallel3d.config.run import (
     TrainConfig,
     VerifyConfig,
 )
-from parallel3d.config.sections import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    key,
-)
+from parallel3d.config.sections import DataConfig, ModelConfig, OptimConfig, key
 
 __all__ = [
     "SECTIONS",

@@ -14,26 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from parallel3d.pretend.races import Memory, Races, Range
-from parallel3d.pretend.records import Block, Kernel, Left, Observer, Usage, Use
+from parallel3d.pretend.records import Block, Fused, Kernel, Left, Observer, Pending, Usage, Use
 
 DEVICES = 8
 ROUNDING = 512  # bytes: blocks of the allocator are multiples
 FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
-
-
-@dataclass
-class _Pending:
-    """Something that the host may rely on once it has waited for a kernel."""
-
-    stream: int
-    sequence: int
-    settle: Callable[[], None]
 
 
 class _Thread(threading.local):
@@ -46,7 +36,7 @@ class _Thread(threading.local):
         is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
         self.device: int | None = None if is_autograds else 0
         self.streams: dict[int, int] = {}
-        self.fused: _Fused | None = None
+        self.fused: Fused | None = None
 
 
 @dataclass
@@ -81,7 +71,7 @@ class Machine:
         self._freed: deque[Left] = deque()
         self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
         self._pools: dict[tuple[int, int], list[Memory]] = {}
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._numbers = count(FIRST_SIDE_STREAM)
         self._events = count(1)
         for device in range(1, DEVICES):
@@ -168,7 +158,7 @@ class Machine:
     def once_known(self, stream: int, settle: Callable[[], None]) -> None:
         """Calls `settle` when the host has waited for what is on `stream` now."""
         with self.lock:
-            self._pending.append(_Pending(stream, self.races.sequence, settle))
+            self._pending.append(Pending(stream, self.races.sequence, settle))
 
     def forget(self) -> None:
         """After a mistake that was found: what was under way is given up, and all is in order."""
@@ -260,36 +250,12 @@ class Machine:
         if self.thread.fused is not None:
             yield
             return
-        self.thread.fused = parts = _Fused()
+        self.thread.fused = parts = Fused()
         try:
             yield
         finally:
             self.thread.fused = None
         self.launch(parts.kernel(name, self.stream_of()))
-
-
-class _Fused:
-    """Collects what becomes one kernel."""
-
-    def __init__(self) -> None:
-        self.reads: dict[tuple[int, Range], Use] = {}
-        self.writes: dict[tuple[int, Range], tuple[ref[Block], Range, int]] = {}
-        self.own: set[int] = set()  # blocks that began inside, which nothing before can be read of
-
-    def add(self, kernel: Kernel) -> None:
-        for use in kernel.reads:
-            if id(use.block) not in self.own:
-                self.reads.setdefault((id(use.block), use.where), use)
-        for use in kernel.writes:
-            key = (id(use.block), use.where)
-            if not any(block == id(use.block) for block, _ in self.reads):
-                self.own.add(id(use.block))
-            self.writes[key] = (ref(use.block), use.where, use.nbytes)
-
-    def kernel(self, name: str, stream: int) -> Kernel:
-        found = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
-        writes = [Use(block, *rest) for block, *rest in found if block is not None]
-        return Kernel(name, stream, list(self.reads.values()), writes)
 
 
 def extent(data: Tensor) -> Range:

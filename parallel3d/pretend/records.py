@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 
@@ -89,3 +90,36 @@ class Usage:
 
     live: int = 0
     peak: int = 0
+
+
+@dataclass
+class Pending:
+    """Something that the host may rely on once it has waited for a kernel."""
+
+    stream: int
+    sequence: int
+    settle: Callable[[], None]
+
+
+class Fused:
+    """Collects what becomes one kernel."""
+
+    def __init__(self) -> None:
+        self.reads: dict[tuple[int, Range], Use] = {}
+        self.writes: dict[tuple[int, Range], tuple[ref[Block], Range, int]] = {}
+        self.own: set[int] = set()  # blocks that began inside, which nothing before can be read of
+
+    def add(self, kernel: Kernel) -> None:
+        for use in kernel.reads:
+            if id(use.block) not in self.own:
+                self.reads.setdefault((id(use.block), use.where), use)
+        for use in kernel.writes:
+            key = (id(use.block), use.where)
+            if not any(block == id(use.block) for block, _ in self.reads):
+                self.own.add(id(use.block))
+            self.writes[key] = (ref(use.block), use.where, use.nbytes)
+
+    def kernel(self, name: str, stream: int) -> Kernel:
+        found = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
+        writes = [Use(block, *rest) for block, *rest in found if block is not None]
+        return Kernel(name, stream, list(self.reads.values()), writes)

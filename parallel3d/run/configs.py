@@ -5,6 +5,7 @@ Each is written whole or not at all, and never again: the newest is what is runn
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -15,7 +16,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from parallel3d.checkpoint.manifest import list_checkpoints, read_manifest
+from parallel3d.checkpoint.manifest import (
+    list_checkpoints,
+    read_manifest,
+)
+from parallel3d.config import identity
 from parallel3d.config.checks_run import check_plain
 from parallel3d.config.schema import Config
 from parallel3d.files.durable import replace_durably
@@ -99,3 +104,21 @@ def _typed(tree: Mapping[str, Any]) -> Config:
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
     return config
+
+
+# Keys that say where and how a run is watched, not what it computes.
+NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
+
+
+def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
+    """Keys that make two runs different, with both values (key, there, here)."""
+    old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
+    return [
+        (key, old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not _is_outside_identity(key)
+    ]
+
+
+def _is_outside_identity(key: str) -> bool:
+    return any(key.startswith(n) if n.endswith(".") else key == n for n in NOT_IDENTITY)

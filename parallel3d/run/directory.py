@@ -17,7 +17,6 @@ import socket
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
@@ -34,6 +33,7 @@ from parallel3d.run.configs import (
     CONFIG_FILE,
     CONFIGS,
     NO_CONFIG,
+    differences,
     last_config,
     load_config,
     next_name,
@@ -44,9 +44,6 @@ from parallel3d.run.unmade import new_folder, remove_unmade
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
-
-# Keys that say where and how a run is watched, not what it computes.
-NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
 
 
 def make_run_directory(
@@ -286,17 +283,3 @@ def _config_there(config: Config, directory: Path) -> Config:
             f"run={config.run} exists, and its {CONFIG_FILE} cannot be read ({reason}): "
             "choose another run="
         ) from None
-
-
-def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
-    """Keys that make two runs different, with both values (key, there, here)."""
-    old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
-    return [
-        (key, old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not _is_outside_identity(key)
-    ]
-
-
-def _is_outside_identity(key: str) -> bool:
-    return any(key.startswith(n) if n.endswith(".") else key == n for n in NOT_IDENTITY)

@@ -8,53 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from parallel3d.config.schema import Config
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
-from parallel3d.sizes.bus import bus_factor
-from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters, word_table_numel
+from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.sizes.stages import layers_of_stages
+from parallel3d.sizes.transfer import SCALAR_BYTES, Stage, Transfer, group_size, wire_bytes
 from parallel3d.topology.layout import Layout
 
-ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 TIED_TABLES = ("embedding.word.weight", "head.table")
-SCALAR_BYTES = 8  # losses, token counts and squared norms travel as float64
 DIMS = ("tp", "pp", "dp", "embedding", "world")
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`count` equal calls of one collective, or messages, that one rank makes in a step.
-
-    Attributes:
-        dim: the group: tp, cp, dp, pp, embedding or world.
-        op: as in `bus.OPERATIONS`.
-        nbytes: of one call, the whole buffer (see `price.costs`).
-        count: calls in a step; of send_recv, messages that the rank sends.
-        what: what travels, in a few words.
-    """
-
-    dim: str
-    op: str
-    nbytes: int
-    count: int
-    what: str
-
-
-def wire_bytes(transfer: Transfer, n: int) -> float:
-    """What one rank sends for all calls of `transfer` in a ring (or chain) of n ranks."""
-    return transfer.count * transfer.nbytes * bus_factor(transfer.op, n)
-
-
-def group_size(dim: str, layout: Layout) -> int:
-    """Ranks of a group that a `Transfer` names."""
-    if dim == "world":
-        return layout.world_size
-    if dim == "embedding":
-        return min(2, layout.pp)
-    return layout.size(dim)
 
 
 def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[Transfer]:
@@ -79,11 +44,11 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
     config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
     layers = layers_of_stages(config)
     if stage is not None:
-        return _of_stage(_Stage(config, layout, stage, layers[stage]))
+        return _of_stage(Stage(config, layout, stage, layers[stage]))
     # Stages between the ends differ by their number of layers alone.
     inner = {len(layers[p]): p for p in range(1, layout.pp - 1)}
     chosen = sorted({0, layout.pp - 1, *inner.values()})
-    lists = [_of_stage(_Stage(config, layout, p, layers[p])) for p in chosen]
+    lists = [_of_stage(Stage(config, layout, p, layers[p])) for p in chosen]
     found: list[Transfer] = []
     for dim in DIMS:
         if dim == "pp":
@@ -96,60 +61,13 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
     return found
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One pipeline stage of a configuration whose tp, pp and dp are `layout`'s."""
-
-    config: Config
-    layout: Layout
-    index: int
-    layers: range
-
-    @property
-    def first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.layout.pp - 1
-
-    @property
-    def sp(self) -> bool:
-        return self.config.sp and self.layout.tp > 1
-
-    @property
-    def item(self) -> int:
-        """Bytes of one activation."""
-        return ACTIVATION_BYTES[self.config.precision.name]
-
-    @property
-    def grad_item(self) -> int:
-        """Bytes of one accumulated gradient: fp32 or better."""
-        return max(4, self.item)
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.config.micro_batch_size * self.config.model.seq_length
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of a micro-batch's whole hidden states (b, s, h)."""
-        return self.tokens * self.config.model.hidden_size * self.item
-
-    @property
-    def parameters(self) -> list[LocalParameter]:
-        model, tp = self.config.model, self.layout.tp
-        return stage_parameters(model, tp, self.layers, self.first, self.last)
-
-
-def _of_stage(stage: _Stage) -> list[Transfer]:
+def _of_stage(stage: Stage) -> list[Transfer]:
     groups = (_tensor, _pipeline, _data, _tied, _scalars)
     found = [transfer for make in groups for transfer in make(stage)]
     return [t for t in found if t.count and group_size(t.dim, stage.layout) > 1]
 
 
-def _layers(stage: _Stage) -> Iterator[Transfer]:
+def _layers(stage: Stage) -> Iterator[Transfer]:
     """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
     whole, what = stage.hidden, "activations of the layers"
     layers = len(stage.layers) * stage.config.num_microbatches
@@ -176,7 +94,7 @@ def _layers(stage: _Stage) -> Iterator[Transfer]:
     yield Transfer("tp", "reduce_scatter", piece, (2 + again) * pieces, what)
 
 
-def _tensor(stage: _Stage) -> Iterator[Transfer]:
+def _tensor(stage: Stage) -> Iterator[Transfer]:
     """The layers, the embedding, the head; optim/optimizer.py for sp."""
     microbatches, whole = stage.config.num_microbatches, stage.hidden
     yield from _layers(stage)
@@ -200,7 +118,7 @@ def _tensor(stage: _Stage) -> Iterator[Transfer]:
         yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
 
 
-def _head(stage: _Stage) -> Iterator[Transfer]:
+def _head(stage: Stage) -> Iterator[Transfer]:
     """tensor_parallel/head_loss.py, over tp."""
     model, microbatches, whole = stage.config.model, stage.config.num_microbatches, stage.hidden
     tp, loss, columns = stage.layout.tp, stage.config.loss, model.padded_vocab_size
@@ -228,7 +146,7 @@ def _head(stage: _Stage) -> Iterator[Transfer]:
         yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 
-def _pipeline(stage: _Stage) -> Iterator[Transfer]:
+def _pipeline(stage: Stage) -> Iterator[Transfer]:
     """pipeline/executor.py: one message a micro-batch, direction and boundary."""
     nbytes = stage.hidden // (stage.layout.tp if stage.sp else 1)
     count = stage.config.num_microbatches
@@ -238,7 +156,7 @@ def _pipeline(stage: _Stage) -> Iterator[Transfer]:
         yield Transfer("pp", "send_recv", nbytes, count, "gradients to the previous stage")
 
 
-def _data(stage: _Stage) -> Iterator[Transfer]:
+def _data(stage: Stage) -> Iterator[Transfer]:
     """data_parallel/reducer.py: every bucket once; trainer.py: token count and loss."""
     config, dp = stage.config, stage.layout.dp
     if stage.last:
@@ -262,7 +180,7 @@ def _data(stage: _Stage) -> Iterator[Transfer]:
             yield from _buckets(stage, numel, count)
 
 
-def _fully_sharded(stage: _Stage) -> Iterator[Transfer]:
+def _fully_sharded(stage: Stage) -> Iterator[Transfer]:
     """data_parallel/fully_sharded.py: a unit a block and one for the rest, rows padded to dp.
 
     With ddp.shard_size this is an upper bound: fewer ranks gather, and a sum over copies follows.
@@ -286,7 +204,7 @@ def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
     return -(-rows // shards) * parameter.columns
 
 
-def _buckets(stage: _Stage, numel: int, count: int) -> Iterator[Transfer]:
+def _buckets(stage: Stage, numel: int, count: int) -> Iterator[Transfer]:
     """data_parallel/reducer.py, bucketed.py and compressed.py: `count` buckets of `numel`."""
     if stage.config.ddp.comm_hook == "bf16":
         half = 2 * padded_numel(numel, stage.layout.dp)
@@ -299,7 +217,7 @@ def _buckets(stage: _Stage, numel: int, count: int) -> Iterator[Transfer]:
         yield Transfer("dp", "all_gather", numel * stage.item, count, "stepped parameters")
 
 
-def _low_rank(stage: _Stage, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
+def _low_rank(stage: Stage, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
     """data_parallel/powersgd.py, once it has begun: P and what is left whole, then Q."""
     for bucket in buckets:
         first = second = 0
@@ -313,7 +231,7 @@ def _low_rank(stage: _Stage, buckets: list[list[LocalParameter]]) -> Iterator[Tr
             yield Transfer("dp", "all_reduce", nbytes, 1, "factors of gradient buckets")
 
 
-def _tied(stage: _Stage) -> Iterator[Transfer]:
+def _tied(stage: Stage) -> Iterator[Transfer]:
     """optim/optimizer.py: the table that first and last stage both hold."""
     model = stage.config.model
     if model.tie_embeddings and (stage.first or stage.last):
@@ -327,6 +245,6 @@ def _tied(stage: _Stage) -> Iterator[Transfer]:
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 
-def _scalars(stage: _Stage) -> Iterator[Transfer]:
+def _scalars(stage: Stage) -> Iterator[Transfer]:
     """trainer.py: loss, token count, squared gradient norm and whether to stop."""
     yield Transfer("world", "all_reduce", 4 * SCALAR_BYTES, 1, "loss and gradient norm")

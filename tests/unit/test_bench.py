@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from parallel3d.commands.bench.findings import Finding, Judging
 from parallel3d.commands.bench.fit import FITTED, Sample, fit
 from parallel3d.commands.bench.operations import Operation, pattern, reduced
 from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
-from parallel3d.commands.bench.probe import Finding, Judging, pairs_to_probe, turns
+from parallel3d.commands.bench.probe import pairs_to_probe, turns
 from parallel3d.commands.bench.table import duration, size, table
 from parallel3d.commands.bench.timing import Plan, slowest_rank
 from parallel3d.commands.bench.where import Where

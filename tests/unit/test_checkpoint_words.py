@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parallel3d.cli.command_line import _without_alias
+from parallel3d.cli.hydra_words import without_alias
 from parallel3d.commands.checkpoint.command import checkpoint, parse
 from parallel3d.errors import UserError
 
@@ -51,10 +51,10 @@ def test_words_go_where_they_belong() -> None:
 
 
 def test_async_is_another_spelling_of_async_save() -> None:
-    assert _without_alias("checkpoint.async=false") == "checkpoint.async_save=false"
-    assert _without_alias("++checkpoint.async=a,b") == "++checkpoint.async_save=a,b"
+    assert without_alias("checkpoint.async=false") == "checkpoint.async_save=false"
+    assert without_alias("++checkpoint.async=a,b") == "++checkpoint.async_save=a,b"
     for word in ("checkpoint.asynchronous=1", "data.path=checkpoint.async", "--cfg"):
-        assert _without_alias(word) == word
+        assert without_alias(word) == word
 
 
 def test_help_and_ls_do_without_torch() -> None:

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from parallel3d.sizes.traffic import Transfer
+from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import merged

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.sizes.traffic import Transfer
+from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import every_tiling

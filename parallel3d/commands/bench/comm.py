@@ -19,10 +19,11 @@ from rich.progress import Progress as Bar
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import rows as bench_rows
+from parallel3d.commands.bench.findings import Finding, Pair
 from parallel3d.commands.bench.fit import Fit, Sample, fit
 from parallel3d.commands.bench.measure import Measurement, Progress
 from parallel3d.commands.bench.operations import is_trainings
-from parallel3d.commands.bench.probe import Exchange, Finding, Pair, exchange, probe
+from parallel3d.commands.bench.probe import Exchange, exchange, probe
 from parallel3d.commands.bench.table import make_console, table
 from parallel3d.commands.bench.timing import MEASURING_SHARE
 from parallel3d.commands.bench.where import Where

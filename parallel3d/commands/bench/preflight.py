@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.bench.findings import shown
 from parallel3d.commands.bench.operations import Operation, Site, prepare
-from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe, shown
+from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe
 from parallel3d.commands.bench.rows import WORLD, groups_of, sites
 from parallel3d.commands.bench.timing import finisher, timed_calls
 from parallel3d.commands.bench.where import Where

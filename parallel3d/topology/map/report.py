@@ -20,7 +20,8 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.sizes.traffic import Transfer, transfers
+from parallel3d.sizes.traffic import transfers
+from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout

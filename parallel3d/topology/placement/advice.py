@@ -16,7 +16,7 @@ from parallel3d.topology.price.step import Paths, price_step, price_transfer
 from parallel3d.topology.tiling import Placement, Tiling
 
 if TYPE_CHECKING:
-    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.sizes.transfer import Transfer
 
 TRIED_RANKS = 65_536  # worlds up to which other orders are tried for a refused one
 

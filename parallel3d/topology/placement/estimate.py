@@ -24,7 +24,7 @@ from parallel3d.topology.price.step import Paths, price_transfer
 from parallel3d.topology.tiling import SNAKED, Tiling
 
 if TYPE_CHECKING:
-    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.sizes.transfer import Transfer
     from parallel3d.topology.cluster.parts import Link
 
 SAMPLE = 2048  # GPUs looked at, and the most of a stretch

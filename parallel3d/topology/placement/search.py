@@ -45,7 +45,7 @@ from parallel3d.topology.tiling import Placement, Tiling
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
-    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.sizes.transfer import Transfer
 
 BEAM = 10  # ways to fill a domain that are priced
 REFINED = 3  # tilings whose units are split

@@ -38,7 +38,7 @@ from parallel3d.topology.price.links import Wiring, inner_size, members
 from parallel3d.topology.tiling import Placement
 
 if TYPE_CHECKING:
-    from parallel3d.sizes.traffic import Transfer
+    from parallel3d.sizes.transfer import Transfer
 
 ALGORITHMS = ("ring", "tree", "hierarchical")
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")

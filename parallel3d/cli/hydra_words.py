@@ -1,0 +1,70 @@
+"""The words that Hydra is given, in the order that it wants, and what it says of a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+
+from parallel3d.config.overrides import check_length, explain_override_error
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+
+# Typed → key: `async` is a word of Python's own, which no dataclass can have as a field.
+ALIASES = {"checkpoint.async": "checkpoint.async_save"}
+
+
+def without_alias(word: str) -> str:
+    """The override with its key's own name."""
+    key, equals, value = word.partition("=")
+    bare = key.lstrip("+~")
+    return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
+
+
+def numbered(config: Config) -> Config:
+    """The configuration with a run name of its own in a sweep, whose jobs would share one."""
+    if config.run is None or not is_sweep():
+        return config
+    return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
+
+
+def failed_elsewhere(code: int) -> str:
+    """What the one who typed a sweep is told of a job that said its error into a log."""
+    sweep = HydraConfig.get()
+    log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
+    return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
+
+
+def is_sweep() -> bool:
+    return HydraConfig.get().mode is not None and HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def order_words(words: list[str]) -> list[str]:
+    """The same words, flags first: argparse wants all overrides side by side.
+
+    Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
+    """
+    parser = get_args_parser()
+    parser.error = _raise_argument_error  # type: ignore[method-assign]
+    known, rest = parser.parse_known_args(words)
+    for word in rest:
+        if word.startswith("-"):
+            raise explain_override_error(f"unrecognized arguments: {word}")
+    commands = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name.replace('_', '-')}" for name in commands if getattr(known, name)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
+    if known.resolve and not (known.cfg or known.help):
+        raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
+    overrides = [*known.overrides, *rest]
+    flags = list(words)
+    for word in overrides:
+        check_length(word)
+        flags.remove(word)
+    return [*flags, *overrides]
+
+
+def _raise_argument_error(message: str) -> NoReturn:
+    raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")

@@ -1,0 +1,157 @@
+"""Cross-checks of the model, and of what splits it over tp; part of `check_config`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from parallel3d.config.fields import show
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import UserError, closest
+
+
+def check_chunks(config: Config) -> None:
+    """Pieces of the sequence are equal, and there is a sequence to cut.
+
+    Raises:
+        UserError: pieces without sequence parallelism, or that do not come out even.
+    """
+    chunks, local = config.tensor_parallel.chunks, config.model.seq_length // config.tp
+    if chunks > 1 and not config.sp:
+        raise UserError(
+            f"tensor_parallel.chunks={chunks} needs sp=true, as it cuts what sequence parallelism "
+            "gathers and scatters; without sp the nearest is tensor_parallel.chunks=1."
+        )
+    if config.sp and local % chunks:
+        close = closest(chunks, lambda n: local % n == 0, local) or 1
+        raise UserError(
+            f"tensor_parallel.chunks={chunks} must divide model.seq_length / tp = {local}; the "
+            f"nearest is tensor_parallel.chunks={close}."
+        )
+
+
+def check_attention(config: Config) -> None:
+    """Gathered heads are an eager path; raises UserError."""
+    if config.tensor_parallel.attention == "gather_qk" and config.compile:
+        raise UserError(
+            "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
+            "nearest is tensor_parallel.attention=heads, or compile=false."
+        )
+
+
+def divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
+    common = math.gcd(*dividends.values())
+    return lambda divisor: common % divisor == 0
+
+
+def check_model(model: ModelConfig) -> None:
+    hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
+    if hidden % heads:
+        raise UserError(
+            f"model.hidden_size={hidden} must be a multiple of model.num_attention_heads={heads}; "
+            f"the nearest is model.hidden_size={nearest_multiple(hidden, heads)}."
+        )
+    if heads % kv_heads:
+        close = closest(kv_heads, lambda n: heads % n == 0, heads) or 1
+        raise UserError(
+            f"model.num_query_groups={kv_heads} must divide model.num_attention_heads={heads}; "
+            f"the nearest is model.num_query_groups={close}."
+        )
+    if model.position_embedding == "learned" and model.seq_length > model.max_positions:
+        raise UserError(
+            f"model.seq_length={model.seq_length} must be at most "
+            f"model.max_position_embeddings={model.max_positions} with learned positions; the "
+            f"nearest is model.seq_length={model.max_positions}."
+        )
+    if model.position_embedding == "rope" and int(model.head_dim * model.rotary_percent) < 2:
+        _refuse_rotary(model)
+
+
+def _refuse_rotary(model: ModelConfig) -> None:
+    """RoPE turns pairs of dimensions: fewer than two turn nothing."""
+    if model.head_dim < 2:
+        raise UserError(
+            f"model.position_embedding=rope needs heads at least 2 wide, but model.hidden_size="
+            f"{model.hidden_size} over model.num_attention_heads={model.num_attention_heads} makes "
+            f"them {model.head_dim}; the nearest is model.hidden_size="
+            f"{2 * model.num_attention_heads}."
+        )
+    # Rounded up, so that the product with head_dim is not a hair below 2.
+    least = math.ceil(2 / model.head_dim * 1e4) / 1e4
+    raise UserError(
+        f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
+        f"{model.head_dim} dimensions of a head; the nearest is model.rotary_percent={least:g}."
+    )
+
+
+def _tp_dividends(config: Config) -> dict[str, int]:
+    """Everything that tp must divide; the padded vocabulary comes last."""
+    model = config.model
+    sizes = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_size,
+        "the padded vocabulary": model.padded_vocab_size,
+    }
+    if config.sp:
+        sizes["model.seq_length"] = model.seq_length
+    return sizes
+
+
+def tp_splits(config: Config) -> Callable[[int], bool]:
+    """Whether a tensor-parallel size splits this model."""
+    divides = divides_all(_tp_dividends(config))
+    return lambda tp: divides(tp) and _splits_key_value_heads(config.model, tp)
+
+
+def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
+    """Each rank has whole key-value heads, or each head is on equally many ranks."""
+    return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
+def _nearest_tp(config: Config) -> int:
+    """The tensor-parallel size closest to the one asked for that this model can be split by."""
+    close = closest(config.tp, tp_splits(config), min(_tp_dividends(config).values()))
+    return close or 1  # which splits everything
+
+
+def check_tensor_parallel(config: Config) -> None:
+    tp, model = config.tp, config.model
+    sizes = _tp_dividends(config)
+    vocabulary = sizes.pop("the padded vocabulary")
+    sizes.pop("model.seq_length", None)  # has a sentence of its own, which names sp
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if not _splits_key_value_heads(model, tp):
+        wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
+    if wrong:
+        raise UserError(
+            f"tp={tp} must divide {' and '.join(wrong)}; the nearest that fits this model is "
+            f"tp={_nearest_tp(config)}."
+        )
+    if vocabulary % tp:
+        multiple = closest(
+            model.vocab_multiple,
+            lambda m: -(-model.vocab_size // m) * m % tp == 0,
+            model.vocab_multiple + tp,
+        )
+        raise UserError(
+            f"tp={tp} must divide the padded vocabulary, {vocabulary} rows by model.vocab_size="
+            f"{model.vocab_size} and model.vocab_multiple={model.vocab_multiple}; the nearest is "
+            f"model.vocab_multiple={multiple or tp} or tp={_nearest_tp(config)}."
+        )
+
+
+def check_sequence(config: Config) -> None:
+    """With sp the sequence is split over tp; sp=true with tp=1 splits nothing and is accepted."""
+    tp, length = config.tp, config.model.seq_length
+    if config.sp and length % tp:
+        raise UserError(
+            f"sp=true needs tp={tp} to divide model.seq_length={length}; the nearest is "
+            f"model.seq_length={nearest_multiple(length, tp)} or tp={_nearest_tp(config)}."
+        )
+
+
+def nearest_multiple(value: int, unit: int) -> int:
+    """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
+    below = value // unit * unit
+    return max(unit, below if value - below <= below + unit - value else below + unit)
