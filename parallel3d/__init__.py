@@ -1,3 +1,66 @@
-"""parallel3d: transformer training with tensor, pipeline and data parallelism."""
+"""parallel3d: transformer training with tensor, pipeline and data parallelism.
+
+What a library user needs, found when it is first asked for: `import parallel3d` alone imports no
+torch. docs/library.md trains a model with it. All else is private by its place.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
+    from parallel3d.commands.verify import verify
+    from parallel3d.config.checks import check_config
+    from parallel3d.config.composing import compose
+    from parallel3d.config.schema import Config
+    from parallel3d.data.corpus import open_corpus
+    from parallel3d.data.sampler import Sample
+    from parallel3d.errors import UserError
+    from parallel3d.run.launch import Worker
+    from parallel3d.topology.layout import Layout
+    from parallel3d.trainer import Trainer
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "Layout",
+    "ProcessGroups",
+    "Sample",
+    "Trainer",
+    "UserError",
+    "Worker",
+    "__version__",
+    "check_config",
+    "compose",
+    "open_corpus",
+    "verify",
+]
+
+_HOME = {
+    "Config": "parallel3d.config.schema",
+    "Layout": "parallel3d.topology.layout",
+    "ProcessGroups": "parallel3d.comm.process_groups",
+    "Sample": "parallel3d.data.sampler",
+    "Trainer": "parallel3d.trainer",
+    "UserError": "parallel3d.errors",
+    "Worker": "parallel3d.run.launch",
+    "check_config": "parallel3d.config.checks",
+    "compose": "parallel3d.config.composing",
+    "open_corpus": "parallel3d.data.corpus",
+    "verify": "parallel3d.commands.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # Python asks here for what the module lacks: once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

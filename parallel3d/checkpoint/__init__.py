@@ -1,1 +1,1 @@
-"""Parameters as logical full tensors, whatever layout holds them."""
+"""State in files that prove themselves and fit any layout."""

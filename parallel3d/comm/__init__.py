@@ -1,1 +1,1 @@
-"""Groups of ranks and what they do together: collectives, shared memory, the log of both."""
+"""Groups of ranks and what they do together: collectives, their clock and log."""

@@ -1,1 +1,1 @@
-"""One file or folder a subcommand: what it needs, composed."""
+"""The subcommands, one file or folder each."""

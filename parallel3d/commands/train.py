@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
 from parallel3d.faults.inquiry import HANG_FILE
 from parallel3d.faults.watchdog import start_watchdog
+from parallel3d.files.durable import flush, flush_folder
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
@@ -59,10 +61,7 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "looking for a checkpoint"
     checkpoints = Checkpoints(config, worker.run_dir, groups, say)
     first_step = checkpoints.restore(trainer)
-    if first_step > config.train.steps and status(worker.run_dir) == "finished":
-        if worker.rank == 0:
-            done = f"run={config.run} is finished: {first_step - 1} steps are done"
-            say(f"{done}; a larger train.steps goes on")
+    if is_over(config, worker, first_step):
         groups.close()
         worker.watchdog.stop()
         return
@@ -98,6 +97,16 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def is_over(config: Config, worker: Worker, first_step: int) -> bool:
+    """Whether an earlier start has done all that the configuration asks for; says so."""
+    if first_step <= config.train.steps or status(worker.run_dir) != "finished":
+        return False
+    if worker.rank == 0:
+        done = f"run={config.run} is finished: {first_step - 1} steps are done"
+        say(f"{done}; a larger train.steps goes on")
+    return True
 
 
 def run_steps(
@@ -218,6 +227,19 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
 
 
 def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
+    """Puts the parameters in the place of `path` in one step, and flushes them.
+
+    A run that is called finished would not write them again after a power cut.
+    """
     from safetensors.torch import save_file
 
-    save_file({name: p.contiguous() for name, p in parameters.items()}, path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: p.contiguous() for name, p in parameters.items()}, partial)
+        flush(partial)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)

@@ -1,1 +1,1 @@
-"""Data parallelism: gradient buckets and their reduction during the backward pass."""
+"""Gradient buckets and their reduction, ZeRO, FSDP2, compressed sums."""

@@ -1,1 +1,1 @@
-"""What goes wrong while a run runs: hangs, and steps that are not healthy."""
+"""Hangs found and explained, and steps that are not healthy."""

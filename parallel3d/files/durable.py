@@ -58,7 +58,12 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 def flush_folder(folder: Path) -> None:
     """Flush a folder's entries (new names, renames) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """Flush to the disk what a file or folder holds, whoever wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

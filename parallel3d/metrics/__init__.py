@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl`, progress, W&B, `summary.json`; and what MFU is made of.
+"""What a run tells of itself: metrics.jsonl, progress, W&B, MFU, breakdown.
 
 Rank 0 alone makes a `recorder.Recorder`; nothing here communicates. Importing the package
 imports neither torch nor wandb: take what is needed from its modules.

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -88,12 +87,7 @@ class Bar:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
     def update(self, record: StepRecord) -> None:
@@ -128,18 +122,12 @@ class Bar:
         return Group(top, self._figures())
 
     def _figures(self) -> Text:
-        record = self._record
+        record, is_utf = self._record, self._console.encoding.startswith("utf")
         if record is None:
-            return Text(
-                "first step …" if self._console.encoding.startswith("utf") else "first step"
-            )
-        loss = (
-            "loss",
-            f"{record.loss:.4f}",
-            "bold green" if math.isfinite(record.loss) else "bold red",
-        )
+            return Text("first step …" if is_utf else "first step")
+        good = "bold green" if math.isfinite(record.loss) else "bold red"
         parts = [
-            loss,
+            ("loss", f"{record.loss:.4f}", good),
             ("grad", f"{record.grad_norm:#.3g}", ""),
             ("lr", f"{record.lr:.2e}", ""),
             ("", f"{si(record.tokens_per_s)} tok/s".replace("  ", " "), ""),
@@ -157,7 +145,7 @@ class Bar:
         room = min(MAX_SPARK, self._console.width - line.cell_len - 3)
         if room >= 4:
             line.append("  " + sparkline(self._curve.values(), room), style="green")
-        if not self._console.encoding.startswith("utf"):
+        if not is_utf:
             return Text(encodable(line.plain, self._console.encoding), no_wrap=True)
         return line
 
@@ -178,12 +166,7 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Nothing is held."""
 
     def update(self, record: StepRecord) -> None:

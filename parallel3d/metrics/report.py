@@ -51,23 +51,17 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
 
 def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
     """A panel of labelled lines."""
-    table = _table()
-    for label, text in facts.items():
-        _row(table, console, label, text)
-    _panel(console, title, table, "cyan")
+    _panel(console, title, _table(console, facts), "cyan")
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], losses: list[float]) -> None:
     """The closing panel: curve, figures of `summary` (summary.json's), then where things are."""
-    table = _table()
-    for label, text in _figures(summary).items():
-        _row(table, console, label, text)
     finished = summary["status"] == "finished"
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
     for line in _chart(losses, summary, width):
         outer.add_row(Text(encodable(line, console.encoding), style="green", no_wrap=True))
-    outer.add_row(table)
+    outer.add_row(_table(console, _figures(summary)))
     steps = f"{summary['steps']:,} step{'' if summary['steps'] == 1 else 's'}"
     for line in _breakdown(summary, width):
         outer.add_row(Text(encodable(line, console.encoding), no_wrap=True))
@@ -172,30 +166,19 @@ def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
-def _table() -> Table:
+def _table(console: Console, facts: Mapping[str, str]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True, width=LABEL_WIDTH)
     table.add_column(overflow="fold")
+    for label, text in facts.items():
+        table.add_row(label, Text(encodable(text, console.encoding)))
     return table
-
-
-def _row(table: Table, console: Console, label: str, text: str) -> None:
-    table.add_row(label, Text(encodable(text, console.encoding)))
 
 
 def _panel(console: Console, title: str, content: Table, style: str) -> None:
     heading = Text(encodable(title, console.encoding), style="bold")
-    width = min(MAX_WIDTH, console.width)
-    console.print(
-        Panel(
-            content,
-            title=heading,
-            title_align="left",
-            border_style=style,
-            width=width,
-            padding=(0, 1),
-        )
-    )
+    look = {"border_style": style, "width": min(MAX_WIDTH, console.width), "padding": (0, 1)}
+    console.print(Panel(content, title=heading, title_align="left", **look))
 
 
 def bits_per_byte(eval_loss: float | None, tokenizer: str) -> float | None:

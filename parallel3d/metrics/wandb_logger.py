@@ -11,7 +11,6 @@ Secrets stay where they are: this module asks whether a key exists and never rea
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import netrc
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from parallel3d.config.schema import Config, LoggerConfig
-from parallel3d.errors import UserError
+from parallel3d.config.schema import Config
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.records import StepRecord
@@ -44,25 +42,6 @@ _NAMES = {
     "step_time_s": "speed/step_time_s",
 }
 _TABLES = {"times": "time", "memory": "memory"}  # figures with parts, each part one of W&B's
-
-
-def check_logger(logger: LoggerConfig) -> None:
-    """Raise UserError if `logger` cannot work, before anything has started.
-
-    wandb must be installed, and `logger.mode=online` needs a key; nothing is contacted.
-    """
-    if logger.name != "wandb":
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logger=wandb needs the wandb package, which is not installed: pip install wandb, "
-            "or logger=none (metrics.jsonl is always written)"
-        )
-    if logger.mode == "online" and not has_credentials():
-        raise UserError(
-            "logger.mode=online needs a W&B key and none was found in WANDB_API_KEY or the netrc "
-            "file: run `wandb login`, or choose logger.mode=auto or logger.mode=offline"
-        )
 
 
 def has_credentials() -> bool:

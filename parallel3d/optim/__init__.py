@@ -1,1 +1,1 @@
-"""Learning-rate schedules, the global gradient norm, and optimizers on flat buckets."""
+"""Learning rates, the global gradient norm, optimizers on flat buckets."""

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data (no torch), their checker, clock and pictures."""
+"""Schedules as data, their checker, clock and pictures; one executor."""

@@ -1,4 +1,4 @@
-"""An accelerator that is played on the CPU: what a GPU would object to is found without one.
+"""An accelerator played on the CPU: what a GPU would object to is found without one.
 
 `device=pretend` trains on it. Tensors have their values on the CPU, or nowhere (`dryrun`), but they
 are on a device of its own: with streams and events, a current device for each thread, pinned

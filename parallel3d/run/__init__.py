@@ -1,1 +1,1 @@
-"""A run and its ranks: who they are, how they meet, where they write, how they end."""
+"""A run's ranks: how they meet, where they write, how they end."""

@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: the layers that split a transformer block over one group."""
+"""Layers, embedding and loss split over one group, and their sequence."""

@@ -1,21 +1,20 @@
 """The autograd pairs of tensor and sequence parallelism.
 
 Shoeybi et al. 2019 (Megatron-LM) §3 names f and g; Korthikanti et al. 2022 §4.2.2 names the
-sequence-parallel pair. Activations are (batch, sequence, hidden).
+sequence-parallel pair. f and the gather of a sequence are in the linears' own nodes, beside their
+GEMMs (`linear_nodes`). Activations are (batch, sequence, hidden).
 
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
-| copy_to_tensor_parallel (f)   | identity                  | all-reduce                |
 | reduce_from_tensor_parallel (g) | all-reduce              | identity                  |
-| gather_from_sequence          | all-gather along sequence | reduce-scatter            |
 | scatter_to_sequence           | reduce-scatter            | all-gather                |
 | gather_from_vocabulary        | all-gather of last dim    | this rank's part          |
 | gather_heads                  | all-gather, ranks first   | reduce-scatter            |
 | rows_of_replicated            | this rank's rows          | all rows (see there)      |
 
-The backward of a gather depends on who reads the result. `gather_from_sequence` feeds a layer that
-is itself split, so the gradients of the ranks differ and must be summed; `gather_from_vocabulary`
-feeds replicated work, so they are equal and a sum would multiply them by tp.
+The backward of a gather depends on who reads the result. `gather_heads` feeds work that is itself
+split, so the gradients of the ranks differ and must be summed; `gather_from_vocabulary` feeds
+replicated work, so they are equal and a sum would multiply them by tp.
 """
 
 from __future__ import annotations
@@ -44,17 +43,6 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad.clone(), ctx.group), None
-
-
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -64,17 +52,6 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_gather_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_sequence(grad, ctx.group), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -126,19 +103,9 @@ class _RowsOfReplicated(torch.autograd.Function):
         return full, None, None
 
 
-def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """f: hands a replicated `x` to split work, whose partial gradients are added."""
-    return _Copy.apply(x, group) if group.size > 1 else x
-
-
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
     """g: adds the partial results of split work, in place; the gradient is the same for each."""
     return _Reduce.apply(x, group) if group.size > 1 else x
-
-
-def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
-    """(b, s/tp, h) → (b, s, h) in front of split work."""
-    return _GatherSequence.apply(x, group) if group.size > 1 else x
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:

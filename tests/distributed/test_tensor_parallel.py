@@ -65,9 +65,7 @@ def pairs_are_adjoint(size: int) -> list[float]:
     tp = ProcessGroups.create(Layout(tp=size), "cpu").tp
     sums = []
     cases = [  # function, shape of x, x replicated, result replicated
-        (mappings.copy_to_tensor_parallel, (2, 4, 3), True, False),
         (mappings.reduce_from_tensor_parallel, (2, 4, 3), False, True),
-        (mappings.gather_from_sequence, (2, 4, 3), False, False),
         (mappings.scatter_to_sequence, (2, 8, 3), False, False),
         (mappings.gather_from_vocabulary, (2, 4, 3), False, True),
         (mappings.gather_heads, (2, 4, 3), False, False),

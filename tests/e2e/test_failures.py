@@ -146,7 +146,6 @@ def test_killed_launcher_leaves_no_rank(shell: Shell) -> None:
 
 LINE_LOST = """
 import os, pty, sys
-from tests.pace import pace
 METRICS = "runs/mine/metrics.jsonl"
 pid, terminal = pty.fork()
 if pid == 0:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,8 +416,11 @@ def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
     assert time.perf_counter() - start < 2 * pace()
 
 
-def test_neither_the_schema_nor_its_checks_import_torch() -> None:
-    modules = "parallel3d.config.checks, parallel3d.config.docs"
-    code = f"import sys, {modules}; print('torch' in sys.modules)"
+def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.py"
+    code = (
+        f"import runpy, sys, parallel3d.config.checks; runpy.run_path({str(page)!r}); "
+        "print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

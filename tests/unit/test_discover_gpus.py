@@ -12,13 +12,12 @@ import pytest
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import discover
-from parallel3d.topology.cluster.gpu_facts import GpuMatrix, parse_fabric, parse_gpu_matrix
-from parallel3d.topology.cluster.gpus import NodeFacts, cluster_of_nodes, local_cluster
+from parallel3d.topology.cluster.gpu_facts import GpuMatrix, parse_gpu_matrix
+from parallel3d.topology.cluster.gpus import local_cluster
 from parallel3d.topology.cluster.parts import Cluster
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "topology"
 TOPO_FILES = sorted(path.name for path in FIXTURES.glob("topo_*.txt"))
-QUERY_FILES = sorted(path.name for path in FIXTURES.glob("query_*.txt"))
 
 
 def fixture(name: str) -> str:
@@ -29,15 +28,14 @@ def matrix(name: str) -> GpuMatrix:
     return parse_gpu_matrix(fixture(name))
 
 
-def machine(topo: str, query: str):
-    """A command runner of a machine whose nvidia-smi prints these texts."""
-    printed = {("nvidia-smi", "topo", "-m"): topo, ("nvidia-smi", "-q"): query}
-    return lambda command: printed[tuple(command)]
+def machine(topo: str):
+    """A command runner of a machine whose nvidia-smi prints this text."""
+    return lambda command: {("nvidia-smi", "topo", "-m"): topo}[tuple(command)]
 
 
-def found(topo: str, query: str, environ: dict[str, str] | None = None, **keys: Any) -> Cluster:
+def found(topo: str, environ: dict[str, str] | None = None, **keys: Any) -> Cluster:
     config = ClusterConfig(source="local", **keys)
-    return local_cluster(config, environ or {}, machine(fixture(topo), fixture(query)))
+    return local_cluster(config, environ or {}, machine(fixture(topo)))
 
 
 # --- the matrix ------------------------------------------------------------------------------
@@ -61,11 +59,9 @@ def test_domains_and_rails_of_real_machines(name: str, domains: list[int], rails
     assert read.rails() == (None if rails is None else tuple(rails))
 
 
-def test_names_of_the_nics_come_from_the_legend_or_the_head():
-    assert matrix("topo_dgx_a100").nic_names[8:] == ("mlx5_8", "mlx5_9")
-    assert matrix("topo_gb200").nic_names == tuple(f"NIC{n}" for n in range(6))
+def test_the_head_of_older_drivers_names_the_nics():
     older = "\tGPU0\tmlx5_0\tCPU Affinity\nGPU0\t X \tPHB\t0-9\nmlx5_0\tPHB\t X \n"
-    assert parse_gpu_matrix(older) == GpuMatrix((("X",),), (("PHB",),), ("mlx5_0",))
+    assert parse_gpu_matrix(older) == GpuMatrix((("X",),), (("PHB",),))
 
 
 def test_a_nic_for_two_gpus_is_one_rail_for_both():
@@ -111,162 +107,58 @@ def test_matrices_that_are_none_are_refused_in_a_sentence(text: str, said: str):
     assert said in str(raised.value)
 
 
-# --- the fabric ------------------------------------------------------------------------------
-
-
-def test_fabric_of_real_machines():
-    rack = parse_fabric(fixture("query_gb200"))
-    assert [gpu.domain for gpu in rack] == [("9c6f5af3-53bf-49b5-a436-b66766c413c3", 4026)] * 4
-    for name, gpus in (("query_h200", 8), ("query_old_driver", 8), ("query_l40s", 4)):
-        assert [gpu.domain for gpu in parse_fabric(fixture(name))] == [None] * gpus
-
-
-def test_a_gpu_that_did_not_join_has_no_domain():
-    failed = parse_fabric(fixture("query_gb200_not_joined"))
-    assert [(gpu.state, gpu.domain) for gpu in failed] == [("Completed", None)] * 4
-    waiting = fixture("query_gb200").replace(": Completed", ": In Progress")
-    assert {gpu.domain for gpu in parse_fabric(waiting)} == {None}
-
-
-def test_words_of_other_sections_are_not_the_fabrics():
-    text = "GPU 00000000:1B:00.0\n    Inforom\n        State : Odd\n        CliqueId : 9\n"
-    assert parse_fabric(text)[0].clique is None
-    text += (
-        "    Fabric\n        State : Completed\n        Status : Success\n        CliqueId : 3\n"
-    )
-    text += "    Clocks\n        CliqueId : 7\n        State : Odd\n"
-    assert parse_fabric(text)[0].clique == 3
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("GPU 0", "Gpu 0", "printed no GPU"),
-        ("State                             : Completed", "State : Maybe", "State=Maybe"),
-        ("Status                            : Success", "", "Status=None"),
-        (": 4026", ": many", "CliqueId 'many' of GPU 0"),
-        (": 9c6f5af3-53bf", ": 9c6f5af3", "is no UUID"),
-    ],
-)
-def test_fabrics_that_are_none_are_refused_in_a_sentence(old: str, new: str, said: str):
-    text = fixture("query_gb200")
-    assert old in text
-    with pytest.raises(UserError) as raised:
-        parse_fabric(text.replace(old, new))
-    assert said in str(raised.value)
-
-
 # --- the cluster -----------------------------------------------------------------------------
 
 
 def test_one_box_becomes_a_cluster():
-    made = found("topo_dgx_a100", "query_h200", rail_gb_per_s=25)
+    made = found("topo_dgx_a100", rail_gb_per_s=25)
     assert (made.nodes, made.size, made.domain_gpus, made.rails) == (1, 8, 8, 8)
     assert (made.rail.gb_per_s, made.local_rail) == (25, ())
 
 
 def test_boxes_wired_otherwise_keep_their_rails_and_domains():
-    reversed_nics = found("topo_h100_reversed", "query_h200", nodes=2)
+    reversed_nics = found("topo_h100_reversed", nodes=2)
     assert reversed_nics.rail_of.tolist() == [7, 6, 5, 4, 3, 2, 1, 0] * 2
-    one_off = found("topo_b200_gpu2_off", "query_h200", nodes=2)
+    one_off = found("topo_b200_gpu2_off", nodes=2)
     assert one_off.domain.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 2, 2, 3, 2, 2, 2, 2, 2]
-    pcie = found("topo_l40s_pcie", "query_l40s")
+    pcie = found("topo_l40s_pcie")
     assert (pcie.domain_gpus, pcie.domain.tolist(), pcie.rails) == (1, [0, 1, 2, 3], 4)
 
 
 def test_the_configuration_says_what_one_box_cannot_know():
-    racks = found("topo_gb200", "query_gb200", nodes=4, domain_gpus=8, unit_nodes=2, rails=2)
+    racks = found("topo_gb200", nodes=4, domain_gpus=8, unit_nodes=2, rails=2)
     assert racks.domain.tolist()[::4] == [0, 0, 1, 1]
     assert (racks.rails, racks.unit.tolist()[::4]) == (2, [0, 0, 1, 1])
 
 
 def test_visible_devices_choose_and_order_the_gpus():
-    made = found("topo_h200_shuffled", "query_h200", {"CUDA_VISIBLE_DEVICES": "4,1,0"})
+    made = found("topo_h200_shuffled", {"CUDA_VISIBLE_DEVICES": "4,1,0"})
     assert (made.size, made.domain_gpus) == (3, 3)
     assert made.rail_of.tolist() == [2, 0, 1]  # NICs 6, 1 and 4
     for text in ("", "8", "0,0", "GPU-24fb92fc", "-1", "0,,1"):
         with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"):
-            found("topo_h200_shuffled", "query_h200", {"CUDA_VISIBLE_DEVICES": text})
+            found("topo_h200_shuffled", {"CUDA_VISIBLE_DEVICES": text})
 
 
 @pytest.mark.parametrize(
-    ("topo", "query", "keys", "said"),
+    ("topo", "keys", "said"),
     [
-        ("topo_gb200", "query_h200", {}, "topo -m has 4 GPUs and -q has 8"),
-        ("topo_gb200", "query_gb200", {"domain_gpus": 6}, "nearest is cluster.domain_gpus=4"),
-        ("topo_gb200", "query_gb200", {"rails": 5}, "nearest is cluster.rails=4"),
+        ("topo_gb200", {"domain_gpus": 6}, "nearest is cluster.domain_gpus=4"),
+        ("topo_gb200", {"rails": 5}, "nearest is cluster.rails=4"),
     ],
 )
-def test_sizes_that_contradict_the_box_are_refused(
-    topo: str, query: str, keys: dict[str, Any], said: str
-):
+def test_sizes_that_contradict_the_box_are_refused(topo: str, keys: dict[str, Any], said: str):
     with pytest.raises(UserError) as raised:
-        found(topo, query, **keys)
+        found(topo, **keys)
     assert said in str(raised.value)
 
 
 def test_discover_makes_as_many_boxes_as_the_ranks_need():
-    run = machine(fixture("topo_gb200"), fixture("query_gb200"))
+    run = machine(fixture("topo_gb200"))
     config = ClusterConfig(source="local")
     assert discover(config, {}, run, world_size=9).nodes == 3
     with pytest.raises(UserError, match=r"too few for 9 ranks; the nearest is cluster\.nodes=3"):
         discover(ClusterConfig(source="local", nodes=2), {}, run, world_size=9)
-
-
-# --- many nodes ------------------------------------------------------------------------------
-
-
-def tray(name: str, clique: int = 4026, query: str = "query_gb200", gpus: int = 4) -> NodeFacts:
-    fabric = parse_fabric(fixture(query).replace(": 4026", f": {clique}"))
-    chosen = list(range(gpus))
-    return NodeFacts(name, matrix("topo_gb200").select(chosen), fabric[:gpus])
-
-
-def test_cliques_join_nodes_to_domains_in_any_order():
-    nodes = [tray("a"), tray("b", 7), tray("c"), tray("d", query="query_gb200_not_joined")]
-    made = cluster_of_nodes(ClusterConfig(), nodes)
-    assert (made.node_domain, made.domain_gpus) == ((0, 1, 0, 2), 8)
-    assert made.sorted_slots().tolist()[:8] == [0, 1, 2, 3, 8, 9, 10, 11]
-
-
-def test_a_tray_with_a_missing_gpu_is_in_its_domain_all_the_same():
-    made = cluster_of_nodes(ClusterConfig(), [tray("a"), tray("b", gpus=3)])
-    assert made.domain.tolist() == [0] * 7
-    assert (made.gpus_per_node, made.node_gpus) == (4, (4, 3))
-
-
-def box(name: str, topo: str) -> NodeFacts:
-    return NodeFacts(name, matrix(topo), parse_fabric(fixture("query_h200")))
-
-
-def test_boxes_without_a_fabric_are_domains_of_their_own():
-    made = cluster_of_nodes(ClusterConfig(), [box("a", "topo_dgx_a100"), box("b", "topo_dgx_a100")])
-    assert made.domain.tolist() == [0] * 8 + [1] * 8
-    assert made.slot_name(9) == "b GPU 1"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "said"),
-    [
-        ([], "at least one node"),
-        ([box("a", "topo_hgx_h100"), box("b", "topo_h100_reversed")], "differ in which NIC"),
-        ([box("a", "topo_hgx_h100"), box("b", "topo_b200_gpu2_off")], "differ in their NVLinks"),
-    ],
-)
-def test_nodes_that_cannot_be_one_cluster_are_refused(nodes: list[NodeFacts], said: str):
-    with pytest.raises(UserError) as raised:
-        cluster_of_nodes(ClusterConfig(), nodes)
-    assert said in str(raised.value)
-
-
-def test_a_node_in_two_fabrics_and_a_fabric_without_nvlink_are_refused():
-    text = fixture("query_gb200").replace(": 4026", ": 7", 1)
-    torn = NodeFacts("a", matrix("topo_gb200"), parse_fabric(text))
-    with pytest.raises(UserError, match="in 2 NVLink fabrics or partly in none"):
-        cluster_of_nodes(ClusterConfig(), [torn])
-    cut = NodeFacts("a", matrix("topo_l40s_pcie"), parse_fabric(fixture("query_gb200")))
-    with pytest.raises(UserError, match="contradicts itself"):
-        cluster_of_nodes(ClusterConfig(), [cut])
 
 
 # --- mangled -----------------------------------------------------------------------------------
@@ -288,39 +180,15 @@ def test_mangled_matrices_end_in_a_sentence_or_a_cluster(topo: str):
     rng = random.Random(topo)
     good = (FIXTURES / topo).read_text(encoding="utf-8")
     head = good.index("Legend:")
-    query = fixture("query_gb200" if topo == "topo_gb200.txt" else "query_h200")
-    if topo == "topo_l40s_pcie.txt":
-        query = fixture("query_l40s")
     ends = {"cluster": 0, "sentence": 0}
     for _ in range(1000):
         text = mangled(good[:head], rng) + good[head:]
         try:
-            made = local_cluster(ClusterConfig(source="local"), {}, machine(text, query))
+            made = local_cluster(ClusterConfig(source="local"), {}, machine(text))
         except UserError as error:
             ends["sentence"] += 1
             assert "\n" not in str(error) and len(str(error)) < 400
         else:
             ends["cluster"] += 1
             assert made.domain.size == made.rail_of.size == made.size
-    assert min(ends.values()) > 50
-
-
-@pytest.mark.parametrize("query", QUERY_FILES)
-def test_mangled_queries_end_in_a_sentence_or_a_cluster(query: str):
-    rng = random.Random(query)
-    good = (FIXTURES / query).read_text(encoding="utf-8")
-    topo = fixture("topo_gb200" if "gb200" in query else "topo_hgx_h100")
-    if query == "query_l40s.txt":
-        topo = fixture("topo_l40s_pcie")
-    ends = {"cluster": 0, "sentence": 0}
-    for _ in range(1000):
-        run = machine(topo, mangled(good, rng))
-        try:
-            made = cluster_of_nodes(ClusterConfig(), [NodeFacts.ask({}, run)])
-        except UserError as error:
-            ends["sentence"] += 1
-            assert "\n" not in str(error) and len(str(error)) < 400
-        else:
-            ends["cluster"] += 1
-            assert made.domain.size == made.size
     assert min(ends.values()) > 50

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# The readers' own, in examples.
+THEIRS = {"page.py", "small.py"}
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -20,3 +26,29 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "search_index.json" in {path.name for path in tmp_path.rglob("*.json")}
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert pages == {path.parent.name for path in tmp_path.glob("*/index.html")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    """Whole paths, or their ends: `comm/clock.py`. A page about one folder may say `clock.py`."""
+    folders = ("parallel3d", "tests", "benchmarks", "docs", "conf", "launch", "slurm")
+    there = [
+        f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.*")
+    ]
+    named = re.findall(
+        r"(?<![\w/.*-])(?:\./)?((?:[\w-]+/)*[\w-]+\.(?:py|sh|sbatch))\b",
+        page.read_text("utf-8"),
+    )
+    gone = {name for name in named if not any(path.endswith(f"/{name}") for path in there)}
+    assert gone - THEIRS == set()
+
+
+def test_dotted_names_of_modules_lead_somewhere() -> None:
+    gone = {}
+    for page in PAGES:
+        for name in re.findall(r"\bparallel3d(?:\.\w+)+", page.read_text("utf-8")):
+            parts = name.split(".")
+            tried = [ROOT.joinpath(*parts[:end]) for end in range(2, len(parts) + 1)]
+            if not any(path.is_dir() or path.with_suffix(".py").exists() for path in tried):
+                gone[name] = page.name
+    assert not gone

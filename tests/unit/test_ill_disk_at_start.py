@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
 from parallel3d.commands.generate.start import checkpoints_of
+from parallel3d.commands.train import write_safetensors
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
 from parallel3d.data.sources import Document
@@ -189,3 +191,28 @@ def test_text_whose_file_cannot_be_closed_is_no_traceback(
         read = b"".join(p for p in cache._pieces(document) if p)
     assert (read, calls.failed) == (book.read_bytes(), 2)
     assert capsys.readouterr().err == ""
+
+
+def test_weights_are_on_the_disk_before_they_have_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, done = tmp_path / "weights-final.safetensors", []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_safetensors(path, {"w": torch.ones(3)})
+    assert done == [f".{path.name}.partial", "renamed", tmp_path.name]
+    monkeypatch.setattr(os, "fsync", refuse)
+    before = path.read_bytes()
+    with pytest.raises(OSError, match="Stale"):
+        write_safetensors(path, {"w": torch.zeros(3)})
+    assert os.listdir(tmp_path) == [path.name] and path.read_bytes() == before

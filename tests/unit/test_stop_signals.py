@@ -20,7 +20,6 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     with kept_handlers():
-        signal.signal(HUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         yield
 
 

@@ -122,7 +122,7 @@ def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
 def test_the_price_is_found_without_torch() -> None:
     code = (
         "import sys; from parallel3d.sizes import traffic; "
-        "from parallel3d.topology.price import costs, nccl_model; "
+        "from parallel3d.topology.price import costs; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

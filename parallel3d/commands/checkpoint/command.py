@@ -6,7 +6,7 @@ imports torch, so that `ls` and every refusal answer at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -104,7 +104,7 @@ def checkpoint(words: Sequence[str]) -> int:
         return 0
     given, overrides = parse(name, rest)
     try:
-        return _RUNNERS[name](given, overrides)
+        return _run(name, given, overrides)
     except OSError as error:
         where = plain(f"{error.filename}: ") if error.filename else ""
         raise UserError(f"checkpoint {name}: {where}{reason(error)}") from None
@@ -193,50 +193,26 @@ def _help(name: str) -> str:
     )
 
 
-def _runs_dir(given: Mapping[str, str]) -> Path:
-    return Path(given.get(RUNS_DIR, Config().runs_dir))
+def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
+    runs_dir, run = Path(given.get(RUNS_DIR, Config().runs_dir)), given.get("run", "")
+    if name == "ls":
+        from parallel3d.commands.checkpoint.listing import list_runs
 
-
-def _ls(given: dict[str, str], overrides: list[str]) -> int:
-    from parallel3d.commands.checkpoint.listing import list_runs
-
-    return list_runs(_runs_dir(given), given.get("run"))
-
-
-def _verify(given: dict[str, str], overrides: list[str]) -> int:
-    from parallel3d.commands.checkpoint.compare import verify
-
-    return verify(_runs_dir(given), given["run"], step_of(given))
-
-
-def _export(given: dict[str, str], overrides: list[str]) -> int:
+        return list_runs(runs_dir, run or None)
     dtype = given.get("dtype")
     if dtype is not None and dtype not in DTYPES:
         close = nearest(dtype, DTYPES)
         hint = f"; the nearest is dtype={close}" if close else ""
         raise UserError(f"dtype={show(dtype)} must be one of {', '.join(DTYPES)}{hint}")
     step = step_of(given)
-    from parallel3d.commands.checkpoint.huggingface import export_run
+    if name in ("verify", "diff"):
+        from parallel3d.commands.checkpoint import compare
 
-    return export_run(_runs_dir(given), given["run"], Path(given["to"]), step, dtype)
+        if name == "diff":
+            return compare.diff(runs_dir, given["a"], given["b"])
+        return compare.verify(runs_dir, run, step)
+    from parallel3d.commands.checkpoint import huggingface
 
-
-def _import(given: dict[str, str], overrides: list[str]) -> int:
-    from parallel3d.commands.checkpoint.huggingface import import_run
-
-    return import_run(Path(given["from"]), given["run"], _runs_dir(given), overrides)
-
-
-def _diff(given: dict[str, str], overrides: list[str]) -> int:
-    from parallel3d.commands.checkpoint.compare import diff
-
-    return diff(_runs_dir(given), given["a"], given["b"])
-
-
-_RUNNERS: dict[str, Callable[[dict[str, str], list[str]], int]] = {
-    "ls": _ls,
-    "verify": _verify,
-    "export": _export,
-    "import": _import,
-    "diff": _diff,
-}
+    if name == "export":
+        return huggingface.export_run(runs_dir, run, Path(given["to"]), step, dtype)
+    return huggingface.import_run(Path(given["from"]), run, runs_dir, overrides)

@@ -17,14 +17,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
 )
 from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
-from parallel3d.commands.checkpoint.listing import (
-    condition,
-    find_checkpoint,
-    find_run,
-    said_of,
-    step_number,
-    table,
-)
+from parallel3d.commands.checkpoint import listing
 from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
 from parallel3d.files.reading import plain
@@ -37,18 +30,18 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
     """Prove a run's checkpoints, or one. Returns 0 if all are whole, 1 if one is not, or cannot be
     read."""
     if step is None:
-        folders = list_checkpoints(find_run(runs_dir, run))
+        folders = list_checkpoints(listing.find_run(runs_dir, run))
         if not folders:
             raise UserError(f"run={run} has no checkpoint in {runs_dir / run}")
     else:
-        folders = [find_checkpoint(runs_dir, run, step)]
+        folders = [listing.find_checkpoint(runs_dir, run, step)]
     code = 0
     for folder in folders:
         started = time.perf_counter()
         try:
             manifest = verify_checkpoint(folder)
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
-            print(f"{folder.name}  {condition(problem)}")
+            print(f"{folder.name}  {listing.condition(problem)}")
             code = 1
             continue
         seconds = time.perf_counter() - started
@@ -93,7 +86,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
     print(_summary(compared))
     if differing:
         print(_differences(differing))
-    with said_of(f"{_title(folders[0])} or {_title(folders[1])}"):
+    with listing.said_of(f"{_title(folders[0])} or {_title(folders[1])}"):
         manifests = [read_manifest(folder) for folder in folders]
     same &= _say_facts("progress", manifests[0].progress, manifests[1].progress)
     _say_facts("configuration", flat(manifests[0].config), flat(manifests[1].config))
@@ -104,19 +97,19 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
 def _named(runs_dir: Path, word: str) -> Path:
     run, at, step = word.rpartition("@")
     if not at:
-        return find_checkpoint(runs_dir, word, None)
+        return listing.find_checkpoint(runs_dir, word, None)
     if not step.isascii() or not step.isdigit():
         raise UserError(f"{word}: behind the @ must stand a step, as in {run}@100")
-    return find_checkpoint(runs_dir, run, int(step))
+    return listing.find_checkpoint(runs_dir, run, int(step))
 
 
 def _title(folder: Path) -> str:
-    return f"run={folder.parents[1].name} step={step_number(folder)}"
+    return f"run={folder.parents[1].name} step={listing.step_number(folder)}"
 
 
 def _read(folder: Path, kind: str) -> dict[str, Tensor]:
     """One kind of tensors at a time: two checkpoints need not fit the memory whole."""
-    with said_of(_title(folder)):
+    with listing.said_of(_title(folder)):
         return read_whole(folder, (kind,))
 
 
@@ -178,7 +171,7 @@ def _differences(differing: list[Difference]) -> str:
         for d in order[:SHOWN]
     ]
     numbers = ("max abs", "max rel", "elements")
-    text = table(("tensor", *numbers), rows, numbers)
+    text = listing.table(("tensor", *numbers), rows, numbers)
     more = f"\n… and {len(order) - SHOWN} more" if len(order) > SHOWN else ""
     return f"{text}{more}\n(max rel: the largest difference over the tensor's largest magnitude)"
 

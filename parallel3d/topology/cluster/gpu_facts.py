@@ -1,9 +1,7 @@
-"""What nvidia-smi says of a node: the matrix of `topo -m`, the Fabric section of `-q`.
+"""What nvidia-smi says of a node: the matrix of `topo -m`.
 
-The matrix has a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near to far
+It has a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near to far
 PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS (another socket).
-The Fabric section names the NVLink domain that a GPU has joined: cluster UUID and clique together,
-as the clique alone is not unique (https://github.com/NVIDIA/nccl/issues/1301).
 """
 
 from __future__ import annotations
@@ -15,12 +13,10 @@ from dataclasses import dataclass
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.slurm_names import shortened
 
-TOPO, QUERY = "nvidia-smi topo -m", "nvidia-smi -q"
+TOPO = "nvidia-smi topo -m"
 NEAR_TO_FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 NVLINK = re.compile(r"NV[1-9][0-9]?")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the head of the matrix
-UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-STATES = ("Completed", "In Progress", "Not Started", "Not Supported", "N/A")
 
 
 @dataclass(frozen=True)
@@ -29,12 +25,11 @@ class GpuMatrix:
 
     gpus: tuple[tuple[str, ...], ...]
     nics: tuple[tuple[str, ...], ...]
-    nic_names: tuple[str, ...]
 
     def select(self, chosen: list[int]) -> GpuMatrix:
         """The matrix of some of the GPUs, in that order, as CUDA_VISIBLE_DEVICES takes them."""
         gpus = tuple(tuple(self.gpus[a][b] for b in chosen) for a in chosen)
-        return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen), self.nic_names)
+        return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen))
 
     def domains(self) -> tuple[int, ...]:
         """For each GPU the number of its island: GPUs that NVLink joins, directly or in steps."""
@@ -102,9 +97,7 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
                 raise UserError(
                     f"{TOPO}: GPU{a} to GPU{b} is {gpus[a][b]}, but back it is {gpus[b][a]}."
                 )
-    legend = {words[0][:-1]: words[1] for words in lines if len(words) == 2 and words[0][-1] == ":"}
-    names = tuple(legend.get(name, name) for name in columns[count:])
-    return GpuMatrix(tuple(gpus), tuple(nics), names)
+    return GpuMatrix(tuple(gpus), tuple(nics))
 
 
 def _columns(words: list[str]) -> list[str]:
@@ -129,75 +122,3 @@ def _check_cells(gpu: int, cells: list[str], count: int) -> None:
                 f"{TOPO}: {shortened(code)!r} in the row of GPU{gpu} is not known: it must be "
                 f"{', '.join(NEAR_TO_FAR)}, NV and a number between GPUs, X for itself."
             )
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """What one GPU says of the NVLink fabric beyond its node."""
-
-    state: str
-    status: str
-    clique: int | None
-    cluster_uuid: str | None
-
-    @property
-    def domain(self) -> tuple[str, int] | None:
-        """The domain that the GPU has joined; None where there is none beyond the node.
-
-        Boxes of one node say Completed as well, with a cluster UUID of zeros (H100 and H200); and
-        Completed with another status than Success has not joined
-        (https://github.com/Azure/azhpc-images/pull/506).
-        """
-        if (self.state, self.status) != ("Completed", "Success") or self.clique is None:
-            return None
-        if self.cluster_uuid is None or not self.cluster_uuid.strip("0-"):
-            return None
-        return self.cluster_uuid.lower(), self.clique
-
-
-def parse_fabric(text: str) -> tuple[Fabric, ...]:
-    """Read the Fabric section of each GPU of `nvidia-smi -q`.
-
-    Raises:
-        UserError: no GPU in it, a GPU without the section, or values that cannot be.
-    """
-    sections: list[dict[str, str] | None] = []
-    depth = None  # of the word Fabric, while inside its section
-    for line in text.splitlines():
-        indent = len(line) - len(line.lstrip())
-        name, colon, value = (part.strip() for part in line.partition(":"))
-        if re.match(r"GPU [0-9A-Fa-f]{4,8}:", line):
-            sections.append(None)
-            depth = None
-        elif line.strip() == "Fabric" and sections:
-            sections[-1] = {}
-            depth = indent
-        elif depth is not None and line.strip() and indent <= depth:
-            depth = None
-        elif depth is not None and colon and sections[-1] is not None:
-            sections[-1].setdefault(name, value)
-    if not sections:
-        raise UserError(f"{QUERY} printed no GPU, but {shortened(text)!r}.")
-    return tuple(_fabric(gpu, section) for gpu, section in enumerate(sections))
-
-
-def _fabric(gpu: int, section: dict[str, str] | None) -> Fabric:
-    if section is None:  # drivers before the fabric was there
-        return Fabric("N/A", "N/A", None, None)
-    state, status = section.get("State"), section.get("Status")
-    if state not in STATES or not status:
-        raise UserError(
-            f"{QUERY}: the Fabric section of GPU {gpu} has State={state} and Status={status}: the "
-            f"state must be one of {', '.join(STATES)}; is it cut off?"
-        )
-    clique, uuid = section.get("CliqueId", "N/A"), section.get("ClusterUUID", "N/A")
-    if clique != "N/A" and not re.fullmatch(r"[0-9]{1,10}", clique):
-        raise UserError(f"{QUERY}: CliqueId {shortened(clique)!r} of GPU {gpu} is no number.")
-    if uuid != "N/A" and not UUID.fullmatch(uuid):
-        raise UserError(f"{QUERY}: ClusterUUID {shortened(uuid)!r} of GPU {gpu} is no UUID.")
-    return Fabric(
-        state,
-        status,
-        None if clique == "N/A" else int(clique),
-        None if uuid == "N/A" else uuid,
-    )

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.configured import (
-    check_domain,
-    check_rails,
-    nearest_multiple,
-    wires,
-)
+from parallel3d.topology.cluster import configured
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.cluster.slurm_names import expand_hostlist, expand_tasks_per_node
 from parallel3d.topology.cluster.slurm_topology import (
@@ -71,7 +66,7 @@ def slurm_cluster(
         )
     node_domain, domain_gpus = _domains(config, names, domains, most)
     rails = most if config.rails is None else config.rails
-    check_rails(rails, most)
+    configured.check_rails(rails, most)
     return Cluster(
         nodes=len(names),
         gpus_per_node=most,
@@ -83,7 +78,7 @@ def slurm_cluster(
         node_unit=_numbered(names, units),
         node_domain=node_domain,
         origin=_origin(source, units, domains),
-        **wires(config),
+        **configured.wires(config),
     )
 
 
@@ -191,7 +186,7 @@ def _domains(
     node_domain = _numbered(names, domains)
     if not node_domain:
         size = most if config.domain_gpus is None else config.domain_gpus
-        check_domain(size, most)
+        configured.check_domain(size, most)
         return (), size
     fullest, count = Counter(node_domain).most_common(1)[0]
     largest = count * most
@@ -200,7 +195,7 @@ def _domains(
         raise UserError(
             f"cluster.domain_gpus={config.domain_gpus} contradicts Slurm, whose block {block} "
             f"holds {largest} GPUs of the job; the nearest is "
-            f"cluster.domain_gpus={nearest_multiple(largest, most)}, or null."
+            f"cluster.domain_gpus={configured.nearest_multiple(largest, most)}, or null."
         )
     return node_domain, largest
 

@@ -70,59 +70,44 @@ class Canvas:
         width: float,
         height: float,
         fill: str,
-        stroke: str | None = None,
+        stroke: str = "",
         *,
         radius: float = 0,
-        dash: str | None = None,
-        cls: str | None = None,
-        data: Mapping[str, object] | None = None,
-        tip: str | None = None,
+        dash: str = "",
+        tip: str = "",
+        **marks: object,
     ) -> None:
-        """A box; `tip` is what a browser shows under the pointer."""
+        """A box; `tip` is what a browser shows under the pointer.
+
+        `marks`, of every shape: its class, `cls`, and what it stands for, as `data-` words.
+        """
         self._grow(x + width, y + height)
         edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
         edge += f" stroke-dasharray='{dash}'" if dash else ""
         edge += f" rx='{radius:g}'" if radius else ""
         head = (
             f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{fill}'{edge}"
-            f"{_attributes(cls, data)}"
+            f"{_attributes(marks)}"
         )
         self.parts.append(f"{head}><title>{escape(tip)}</title></rect>" if tip else f"{head}/>")
 
     def line(
-        self,
-        x1: float,
-        y1: float,
-        x2: float,
-        y2: float,
-        colour: str,
-        width: float,
-        *,
-        cls: str | None = None,
-        data: Mapping[str, object] | None = None,
+        self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
     ) -> None:
         """A straight line; a hairline (under 1) is dashed."""
         self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
         dash = " stroke-dasharray='2 2'" if width < 1 else ""
         self.parts.append(
             f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' stroke='{colour}' "
-            f"stroke-width='{width:.3g}'{dash}{_attributes(cls, data)}/>"
+            f"stroke-width='{width:.3g}'{dash}{_attributes(marks)}/>"
         )
 
-    def path(
-        self,
-        commands: str,
-        colour: str,
-        width: float,
-        *,
-        cls: str | None = None,
-        data: Mapping[str, object] | None = None,
-    ) -> None:
+    def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
         """A path that lies inside what other elements span; width 0 fills it."""
         ink = f"fill='{colour}'"
         if width:
             ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
-        self.parts.append(f"<path d='{commands}' {ink}{_attributes(cls, data)}/>")
+        self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
 
     def svg(self, title: str) -> str:
         """The document, with a background of its own and a margin around everything."""
@@ -136,6 +121,6 @@ class Canvas:
         return "\n".join([head, tip, back, *self.parts, "</svg>"]) + "\n"
 
 
-def _attributes(cls: str | None, data: Mapping[str, object] | None) -> str:
-    text = f" class='{cls}'" if cls else ""
-    return text + "".join(f" data-{k}='{escape(str(v))}'" for k, v in (data or {}).items())
+def _attributes(marks: Mapping[str, object]) -> str:
+    words = {"class" if name == "cls" else f"data-{name}": mark for name, mark in marks.items()}
+    return "".join(f" {name}='{escape(str(mark))}'" for name, mark in words.items())

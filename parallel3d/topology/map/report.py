@@ -12,23 +12,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields, show
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.sizes.traffic import transfers
+from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.map.assumptions import assume_batch, assume_model
+from parallel3d.topology.map.report_facts import facts_of
+from parallel3d.topology.map.report_text import cluster_line, job_line, width_of, write_report
+from parallel3d.topology.map.svg import cluster_svg
+from parallel3d.topology.placement.advice import warnings_for
+from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
+from parallel3d.topology.placement.search import Candidate, place, search
 from parallel3d.topology.price.links import DimLinks, classify
+from parallel3d.topology.price.loads import loads_of
 from parallel3d.topology.price.step import StepPrice, price_step
 from parallel3d.topology.tiling import Placement
-
-if TYPE_CHECKING:
-    from parallel3d.config.schema import Config
-    from parallel3d.sizes.transfer import Transfer
-    from parallel3d.topology.placement.search import Candidate
 
 MADE_BY = "parallel3d topology"
 READER_LEFT = 128 + signal.SIGPIPE
@@ -69,9 +76,6 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
     what cannot work.
     """
-    from parallel3d.topology.map.report_facts import facts_of
-    from parallel3d.topology.map.report_text import width_of, write_report
-
     for name in ("svg", "json"):
         _check_free(config, name)
     report = make_report(config, typed, os.environ)
@@ -95,10 +99,6 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     Raises:
         UserError: a cluster, layout, placement or model that cannot work together.
     """
-    from parallel3d.sizes.traffic import transfers
-    from parallel3d.topology.placement.advice import warnings_for
-    from parallel3d.topology.placement.search import place, search
-
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
     config, assumed = assume_model(config, typed)
@@ -120,16 +120,9 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     links = classify(placement)
     rows = config.topology.search
     found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
-    return Report(
-        config=config,
-        assumed=[*assumed, *more],
-        placement=placement,
-        transfers=sent,
-        links=links,
-        price=price_step(placement, sent),
-        candidates=found,
-        warnings=warnings_for(placement, links, sent),
-    )
+    price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
+    told = [*assumed, *more]
+    return Report(config, told, placement, sent, links, price, found, warnings)
 
 
 def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
@@ -160,10 +153,6 @@ def _data_parallel(config: Config, cluster: Cluster) -> int:
 
 def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
     """The placement of `rank_file` over the GPUs of the cluster, named by node and local index."""
-    import numpy as np
-
-    from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
-
     path = Path(config.rank_file or "")  # check_config wants it named
     try:
         text = path.read_text(encoding="utf-8")
@@ -180,10 +169,6 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
 
 def picture_of(report: Report, facts: dict[str, Any]) -> str:
     """The map as an SVG document; `facts` are those of the report."""
-    from parallel3d.topology.map.report_text import cluster_line, job_line
-    from parallel3d.topology.map.svg import cluster_svg
-    from parallel3d.topology.price.loads import loads_of
-
     loads = loads_of(report.placement, report.price)
     sizes, _, job = job_line(facts).partition("; ")
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
@@ -221,8 +206,7 @@ def _check_free(config: Config, name: str) -> None:
 
 
 def _write(config: Config, name: str, text: str) -> None:
-    wanted = getattr(config.topology, name)
-    path = Path(wanted)
+    path = Path(wanted := getattr(config.topology, name))
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         half.write_text(text, encoding="utf-8")

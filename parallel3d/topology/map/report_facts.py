@@ -18,8 +18,6 @@ from parallel3d.topology.price.routes import routes
 
 if TYPE_CHECKING:
     from parallel3d.topology.map.report import Report
-    from parallel3d.topology.placement.search import Candidate
-    from parallel3d.topology.price.links import DimLinks
 
 SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
 WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
@@ -132,19 +130,18 @@ def _group(report: Report, dim: str) -> dict[str, Any]:
 def _search(report: Report) -> list[dict[str, Any]]:
     """The first `topology.search` candidates, and the default order wherever it stands."""
     rows = report.config.topology.search
-    shown = [c for i, c in enumerate(report.candidates) if i < rows or c.is_default]
-    return [_candidate(c) for c in shown] if rows else []
-
-
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "placement": str(candidate),
-        "override": "default" if candidate.is_default else "auto",
-        "tiling": str(candidate.tiling),
-        "seconds": _finite(candidate.seconds),
-        "estimated": candidate.price is None,
-        "default": candidate.is_default,
-    }
+    return [
+        {
+            "placement": str(candidate),
+            "override": "default" if candidate.is_default else "auto",
+            "tiling": str(candidate.tiling),
+            "seconds": _finite(candidate.seconds),
+            "estimated": candidate.price is None,
+            "default": candidate.is_default,
+        }
+        for place, candidate in enumerate(report.candidates)
+        if rows and (place < rows or candidate.is_default)
+    ]
 
 
 def _rank(report: Report) -> dict[str, Any]:
@@ -195,9 +192,12 @@ def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
     None where there is none, or nothing but scalars.
     """
     found = []
+    rail, slots = report.cluster.rail_of, report.placement.slots
     for dim, links in report.links.items():
         priced = report.price.dims.get(dim)
-        ends = _pair_on_two_rails(report, links)
+        pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
+        # The first neighbours that are on different rails and in different domains.
+        ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
         if priced is None or ends is None:
             continue
         for p in priced.transfers:
@@ -208,16 +208,6 @@ def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
                 found.append((-(-p.transfer.nbytes // pieces), *ends, f"{dim}: {p.transfer.what}"))
     largest = max(found, default=None)
     return largest if largest and largest[0] >= SCALARS else None
-
-
-def _pair_on_two_rails(report: Report, links: DimLinks) -> tuple[int, int] | None:
-    """The slots of the first neighbours that are on different rails and in different domains."""
-    rail, slots = report.cluster.rail_of, report.placement.slots
-    for pair in links.offending:
-        source, target = (int(slots[r]) for r in pair.ranks)
-        if rail[source] != rail[target]:
-            return source, target
-    return None
 
 
 def _example(report: Report) -> tuple[int, int, int, None] | None:

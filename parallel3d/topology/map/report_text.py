@@ -31,21 +31,14 @@ def width_of(config: Config, stream: TextIO) -> int:
 def write_report(report: Report, facts: Facts, stream: TextIO, width: int) -> None:
     """Print everything; colours on a terminal only."""
     spine = facts["bytes"].get("spine", 0.0)
-    drawn = terminal_map(report.placement, report.rank, width, spine)
-    parts: list[list[Line]] = [
+    tables = (group_table, traffic, search_table, route_lines, warning_lines)
+    parts = [
         _lines(heading(facts, width)),
-        drawn,
-        _lines(group_table(facts, width)),
-        _lines(traffic(facts, width)),
-        _lines(search_table(facts, width)),
-        _lines(route_lines(facts, width)),
-        _lines(warning_lines(facts, width)),
+        terminal_map(report.placement, report.rank, width, spine),
+        *(_lines(table(facts, width)) for table in tables),
         _lines(file_lines(report, width)),
     ]
-    whole: list[Line] = []
-    for part in parts:
-        if part:
-            whole += [*part, []]
+    whole = [line for part in parts if part for line in [*part, []]]
     _print(whole[:-1], stream)
 
 
@@ -78,11 +71,10 @@ def cluster_line(facts: Facts) -> str:
     if c["oversubscription"] is not None:
         spine = f"spine {c['oversubscription']:g}:1"
     units = f"{_count(c['units'], 'unit')} with {_count(c['leaf_switches'], 'leaf switch')}"
-    nodes = f"{_count(c['nodes'], 'node')} of {_count(c['gpus_per_node'], 'GPU')}"
+    nodes = f"{_count(c['nodes'], 'node')}, {_count(c['gpus'], 'GPU')}"
     if c["nodes"] * c["gpus_per_node"] == c["gpus"]:
-        nodes += f" = {c['gpus']:,}"
-    else:
-        nodes = f"{_count(c['nodes'], 'node')}, {_count(c['gpus'], 'GPU')}"
+        each = _count(c["gpus_per_node"], "GPU")
+        nodes = f"{_count(c['nodes'], 'node')} of {each} = {c['gpus']:,}"
     domains = f"{_count(c['domains'], 'NVLink domain')} of {c['domain_gpus']}"
     return f"{nodes}, {domains}, {_count(c['rails'], 'rail')}, {units}, {spine}"
 
@@ -125,22 +117,16 @@ def group_table(facts: Facts, width: int) -> list[str]:
     """One row a dimension: size, groups, links of its neighbours, algorithm, bytes, time."""
     rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
     for group in facts["groups"]:
-        rows.append(
-            (
-                group["dim"],
-                f"{group['size']:,}",
-                f"{group['groups']:,}",
-                _pairs(group),
-                ", ".join(group["algorithms"]),
-                byte_text(sum(group["bytes"].values())),
-                _ms(group["seconds"]),
-            )
-        )
-    rows.append(
-        ("all", "", "", "", "", byte_text(sum(facts["bytes"].values())), _ms(facts["seconds"]))
-    )
+        sizes = (f"{group['size']:,}", f"{group['groups']:,}")
+        ways = (_pairs(group), ", ".join(group["algorithms"]))
+        rows.append((group["dim"], *sizes, *ways, *_bytes_and_ms(group)))
+    rows.append(("all", "", "", "", "", *_bytes_and_ms(facts)))
     head = "one step's communication: bytes of all ranks, time if nothing overlaps"
     return [*_wrap(head, width), *_table(rows, "<>><<>>", width)]
+
+
+def _bytes_and_ms(facts: Facts) -> tuple[str, str]:
+    return byte_text(sum(facts["bytes"].values())), _ms(facts["seconds"])
 
 
 def _pairs(group: Facts) -> str:
@@ -191,10 +177,7 @@ def route_lines(facts: Facts, width: int) -> list[str]:
         return []
     (a, b), size = route["rails"], byte_text(route["bytes"])
     ends = f"from {route['from']} (rail {a}) to {route['to']} (rail {b})"
-    if route["what"]:
-        lines = _wrap(f"between rails, {route['what']}, {size} {ends}:", width)
-    else:
-        lines = _wrap(f"between rails, as an example, {size} {ends}:", width)
+    lines = _wrap(f"between rails, {route['what'] or 'as an example'}, {size} {ends}:", width)
     for way in route["ways"]:
         text = f"{_ms(way['seconds'])} ms  {way['path']}"
         lines += _wrap(text, width, initial_indent="  ", subsequent_indent="    ")
@@ -223,9 +206,7 @@ def _ms(seconds: float | None) -> str:
     if seconds is None:
         return "no path"
     ms = seconds * 1e3
-    if ms >= 99.95:
-        return f"{ms:,.0f}"
-    return f"{ms:.3g}"
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"
 
 
 def _percent(share: float) -> str:
@@ -241,13 +222,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _labelled(label: str, text: str, width: int) -> list[str]:
-    indent = " " * LABEL
-    return _wrap(
-        text,
-        width,
-        initial_indent=label.ljust(LABEL - 1) + " ",
-        subsequent_indent=indent,
-    )
+    first = label.ljust(LABEL - 1) + " "
+    return _wrap(text, width, initial_indent=first, subsequent_indent=" " * LABEL)
 
 
 def _wrap(text: str, width: int, **indents: str) -> list[str]:

@@ -6,17 +6,9 @@ of the chosen rank, beside an overview in which a dot is a GPU.
 
 from __future__ import annotations
 
+from parallel3d.topology.map import scene
 from parallel3d.topology.map.canvas import Canvas
 from parallel3d.topology.map.palette import GROUP_COLOURS, NVLINK, SPINE, rail_colour
-from parallel3d.topology.map.scene import (
-    CHOSEN,
-    GROUP_WORDS,
-    GROUPS,
-    Tile,
-    byte_text,
-    shown_nodes,
-    tiles,
-)
 from parallel3d.topology.map.svg_overview import draw_overview
 from parallel3d.topology.map.svg_unit import Picture
 from parallel3d.topology.price.loads import Loads
@@ -34,7 +26,7 @@ def cluster_svg(placement: Placement, rank: int, loads: Loads, title: str, subti
     for line, words in enumerate(canvas.wrap(subtitle, 1000, size=13)):
         canvas.text(24, 62 + 18 * line, words, size=13, fill=NVLINK)
     top = canvas.bottom + 22
-    every = tiles(placement.cluster)
+    every = scene.tiles(placement.cluster)
     if placement.cluster.nodes <= MAX_EXPANDED:
         _small(picture, every, top)
     else:
@@ -55,7 +47,7 @@ def _spine(picture: Picture, x: float, y: float, width: float) -> None:
         )
         picture.canvas.text(x + width / 2, y + 17, text, size=12, anchor="middle", fill="#c92a2a")
         return
-    total = byte_text(float(picture.loads.uplink.sum()))
+    total = scene.byte_text(float(picture.loads.uplink.sum()))
     rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
     text = f"spine: {rate}; {total} a step over it"
     if Canvas.measure(text, 13) > width - 16:
@@ -64,9 +56,9 @@ def _spine(picture: Picture, x: float, y: float, width: float) -> None:
     picture.canvas.text(x + width / 2, y + 17.5, text, size=13, anchor="middle", fill="#ffffff")
 
 
-def _small(picture: Picture, every: list[Tile], top: float) -> None:
+def _small(picture: Picture, every: list[scene.Tile], top: float) -> None:
     """Every node, all units beside each other under one spine."""
-    units: dict[int, list[tuple[Tile, list[int]]]] = {}
+    units: dict[int, list[tuple[scene.Tile, list[int]]]] = {}
     for tile in every:
         units.setdefault(tile.unit, []).append((tile, tile.nodes.tolist()))
     widths = [picture.unit_width(own) for own in units.values()]
@@ -80,11 +72,11 @@ def _small(picture: Picture, every: list[Tile], top: float) -> None:
     _spine(picture, 24, top, max(x - 40 - 24, 260))
 
 
-def _large(picture: Picture, every: list[Tile], top: float) -> None:
+def _large(picture: Picture, every: list[scene.Tile], top: float) -> None:
     """The tile of the chosen rank in full, and beside it all tiles, a dot a GPU."""
     node = int(picture.cluster.node[picture.placement.slots[picture.rank]])
     mine = next(tile for tile in every if node in tile.nodes)
-    wanted = set(shown_nodes(picture.placement, picture.rank, 32).tolist())
+    wanted = set(scene.shown_nodes(picture.placement, picture.rank, 32).tolist())
     nodes = mine.nodes.tolist()
     if len(nodes) > 32:
         near = [n for n in nodes if n in wanted]
@@ -102,10 +94,10 @@ def _legend(picture: Picture, y: float) -> None:
     layout, canvas = picture.placement.layout, picture.canvas
     x = 24.0
     place = layout.coordinates(picture.rank)
-    entries = [(CHOSEN, f"rank {picture.rank} ({place})")]
+    entries = [(scene.CHOSEN, f"rank {picture.rank} ({place})")]
     entries += [
-        (d, f"its {GROUP_WORDS[d]} group ({d}={layout.size(d)})")
-        for d in GROUPS
+        (d, f"its {scene.GROUP_WORDS[d]} group ({d}={layout.size(d)})")
+        for d in scene.GROUPS
         if layout.size(d) > 1
     ]
     for kind, words in entries:
@@ -119,7 +111,7 @@ def _legend(picture: Picture, y: float) -> None:
     largest = picture.loads.largest
     for nbytes in (largest, largest / 4, largest / 16, 0.0) if largest else (0.0,):
         canvas.line(x, y - 4, x + 34, y - 4, NVLINK, picture.width(nbytes), cls="sample")
-        words = byte_text(nbytes)
+        words = scene.byte_text(nbytes)
         canvas.text(x + 42, y + 1, words, size=13)
         x += 42 + Canvas.measure(words, 13) + 22
     x, y = 24.0, y + 30

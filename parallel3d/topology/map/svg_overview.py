@@ -98,9 +98,9 @@ def _draw(picture: Picture, mini: _Mini, x: float, y: float, wide: float, gpus: 
         name = f"{mini.nodes[0]}–{mini.nodes[-1]}"
     canvas.text(x + 1, y + 14, name, size=10.5)
     top = y + 20
-    data = {"unit": tile.unit, "first": mini.nodes[0]}
+    place = {"cls": "tile", "unit": tile.unit, "first": mini.nodes[0]}
     height = len(mini.nodes) * PITCH + 6
-    canvas.rect(x, top, wide, height, "#f1f3f5", "#adb5bd", radius=4, cls="tile", data=data)
+    canvas.rect(x, top, wide, height, "#f1f3f5", "#adb5bd", radius=4, **place)
     plain: list[str] = []
     left = x + (wide - gpus * PITCH) / 2 + 1
     for row, node in enumerate(mini.nodes):
@@ -113,8 +113,7 @@ def _draw(picture: Picture, mini: _Mini, x: float, y: float, wide: float, gpus: 
                 plain.append(f"M{px:g},{py:g}h{DOT}v{DOT}h-{DOT}z")
                 continue
             size, colour = DOT + 2, GROUP_COLOURS[kind]
-            data = {"rank": rank}
-            canvas.rect(px - 1, py - 1, size, size, colour, cls=f"dot {kind}", data=data)
+            canvas.rect(px - 1, py - 1, size, size, colour, cls=f"dot {kind}", rank=rank)
     if plain:
         canvas.path("".join(plain), "#ced4da", 0, cls="dots")
 
@@ -129,16 +128,11 @@ def _switches(
     canvas, cluster = picture.canvas, picture.cluster
     if cluster.oversubscription is not None and not again:
         middle, sent = (x + right) / 2, float(picture.loads.port[unit].max())
-        data = {"bytes": f"{sent:.0f}", "unit": unit}
-        width = picture.width(sent)
-        canvas.line(middle, y, middle, y + 24, SPINE, width, cls="wire uplink", data=data)
+        picture.wire("uplink", middle, y, middle, y + 24, SPINE, sent, unit=unit)
     each = (right - x) / cluster.rails
     for rail in range(cluster.rails):
         sent = byte_text(float(picture.loads.uplink[unit, rail]))
         tip = f"leaf switch of rail {rail}, unit {unit}: {sent} a step to the spine"
         cls = "small-leaf again" if again else "small-leaf"
-        data = {"unit": unit, "rail": rail}
-        colour = rail_colour(rail)
-        canvas.rect(
-            x + rail * each, y + 24, max(each - 1, 0.5), 9, colour, cls=cls, data=data, tip=tip
-        )
+        left, width, place = x + rail * each, max(each - 1, 0.5), {"unit": unit, "rail": rail}
+        canvas.rect(left, y + 24, width, 9, rail_colour(rail), tip=tip, cls=cls, **place)

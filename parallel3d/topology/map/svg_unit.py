@@ -40,6 +40,22 @@ class Picture:
         largest = self.loads.largest
         return 0.6 if nbytes <= 0 else 1.2 + (THICKEST - 1.2) * float(np.sqrt(nbytes / largest))
 
+    def wire(
+        self,
+        kind: str,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        colour: str,
+        nbytes: float,
+        **marks: object,
+    ) -> None:
+        """A line as wide as its bytes of a step say."""
+        size = f"{nbytes:.0f}"
+        cls, width = f"wire {kind}", self.width(nbytes)
+        self.canvas.line(x1, y1, x2, y2, colour, width, cls=cls, bytes=size, **marks)
+
     def column(self, local: int) -> float:
         """Offset of a GPU's cell from its node's left edge; domains inside a node stand apart."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
@@ -102,18 +118,8 @@ class Picture:
             ends[(rail, x + self.cell + GAP / 2)] = top + CELL_H / 2
 
     def _domain(self, domain: int, x: float, y: float, width: float, height: float) -> None:
-        self.canvas.rect(
-            x,
-            y,
-            width,
-            height,
-            "#f1f3f5",
-            "#adb5bd",
-            radius=7,
-            cls="domain",
-            data={"domain": domain},
-            tip=f"NVLink domain {domain}",
-        )
+        place = {"cls": "domain", "domain": domain, "tip": f"NVLink domain {domain}"}
+        self.canvas.rect(x, y, width, height, "#f1f3f5", "#adb5bd", radius=7, **place)
 
     def _gpu(self, slot: int, x: float, y: float) -> None:
         rank = int(self.placement.ranks[slot])
@@ -121,53 +127,20 @@ class Picture:
         sent, network = float(self.loads.nvlink[slot]), float(self.loads.nic[slot])
         rail = int(self.cluster.rail_of[slot])
         middle = x + self.cell / 2
-        self.canvas.line(
-            middle,
-            y + CELL_H,
-            middle,
-            y + CELL_H + STUB,
-            NVLINK,
-            self.width(sent),
-            cls="wire nvlink",
-            data={"bytes": f"{sent:.0f}"},
-        )
-        self.canvas.line(
-            x + self.cell,
-            y + CELL_H / 2,
-            x + self.cell + GAP / 2,
-            y + CELL_H / 2,
-            rail_colour(rail),
-            self.width(network),
-            cls="wire nic",
-            data={"bytes": f"{network:.0f}"},
-        )
+        bottom, right, half = y + CELL_H, x + self.cell, y + CELL_H / 2
+        self.wire("nvlink", middle, bottom, middle, bottom + STUB, NVLINK, sent)
+        self.wire("nic", right, half, right + GAP / 2, half, rail_colour(rail), network)
         place = f"rank {rank}" if rank >= 0 else "no rank"
         tip = (
             f"{place} on {self.cluster.slot_name(slot)}, rail {rail}: NVLink {byte_text(sent)}, "
             f"NIC {byte_text(network)} a step"
         )
         fill = GROUP_COLOURS[kind] if kind else "#ffffff"
-        self.canvas.rect(
-            x,
-            y,
-            self.cell,
-            CELL_H,
-            fill,
-            fill if kind else GREY,
-            radius=4,
-            cls=f"gpu {kind}" if kind else "gpu",
-            data={"rank": rank},
-            tip=tip,
-        )
-        self.canvas.text(
-            middle,
-            y + 15.5,
-            str(rank) if rank >= 0 else "–",
-            size=12,
-            anchor="middle",
-            fill="#ffffff" if kind else "#212529",
-            weight=600 if kind else 400,
-        )
+        edge, cls = (fill, f"gpu {kind}") if kind else (GREY, "gpu")
+        self.canvas.rect(x, y, self.cell, CELL_H, fill, edge, radius=4, tip=tip, cls=cls, rank=rank)
+        word, ink = str(rank) if rank >= 0 else "–", "#ffffff" if kind else "#212529"
+        weight = 600 if kind else 400
+        self.canvas.text(middle, y + 15.5, word, size=12, anchor="middle", fill=ink, weight=weight)
 
     def unit(self, own: list[tuple[Tile, list[int]]], x: float, top: float, spine: float) -> None:
         """One unit's tiles beside each other, its leaf switches above them, wires to the spine.
@@ -208,9 +181,7 @@ class Picture:
         path = "".join(
             f"M{at:g},{self._lowest[(unit, rail, at)]:g}V{top:g}" for at in sorted(columns)
         )
-        self.canvas.path(
-            path, rail_colour(rail), 2.5, cls="rail", data={"unit": unit, "rail": rail}
-        )
+        self.canvas.path(path, rail_colour(rail), 2.5, cls="rail", unit=unit, rail=rail)
 
     def _leaf(
         self, unit: int, rail: int, x: float, y: float, end: float, uplink: float, spine: float
@@ -218,38 +189,14 @@ class Picture:
         colour = rail_colour(rail)
         sent, port = float(self.loads.uplink[unit, rail]), float(self.loads.port[unit, rail])
         if self.cluster.oversubscription is not None:
-            self.canvas.line(
-                uplink,
-                y,
-                uplink,
-                spine,
-                colour,
-                self.width(port),
-                cls="wire uplink",
-                data={"bytes": f"{port:.0f}"},
-            )
+            self.wire("uplink", uplink, y, uplink, spine, colour, port)
         tip = (
             f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine, "
             f"{byte_text(port)} an uplink"
         )
-        self.canvas.rect(
-            x,
-            y,
-            end - x,
-            LEAF,
-            colour,
-            radius=4,
-            cls="leaf",
-            data={"unit": unit, "rail": rail},
-            tip=tip,
-        )
-        name = f"leaf r{rail}" if end - x > 60 else f"r{rail}"
-        self.canvas.text(
-            x + (end - x) / 2 if end - x < 60 else x + 34,
-            y + 13,
-            name,
-            size=11,
-            anchor="middle",
-            fill=ink_on(rail),
-            weight=600,
-        )
+        place = {"cls": "leaf", "unit": unit, "rail": rail}
+        self.canvas.rect(x, y, end - x, LEAF, colour, radius=4, tip=tip, **place)
+        wide = end - x
+        name = f"leaf r{rail}" if wide > 60 else f"r{rail}"
+        at, ink = x + (wide / 2 if wide < 60 else 34), ink_on(rail)
+        self.canvas.text(at, y + 13, name, size=11, anchor="middle", fill=ink, weight=600)

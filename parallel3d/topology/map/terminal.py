@@ -11,29 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.map import scene
 from parallel3d.topology.map.palette import GROUP_COLOURS
-from parallel3d.topology.map.scene import (
-    CHOSEN,
-    GROUP_WORDS,
-    GROUPS,
-    Nodes,
-    Tile,
-    byte_text,
-    domains_span_nodes,
-    hidden_marks,
-    marks,
-    shown_nodes,
-    tiles,
-)
 from parallel3d.topology.tiling import Placement
 
 Line = list[tuple[str, str]]
 
-MARKS = {CHOSEN: "*", "tp": "t", "cp": "c", "pp": "p", "dp": "d"}
+MARKS = {scene.CHOSEN: "*", "tp": "t", "cp": "c", "pp": "p", "dp": "d"}
 RAIL_STYLES = ("blue", "yellow", "green", "red", "cyan", "magenta", "bright_blue", "bright_black")
 STYLES = {
     **{kind: f"bold white on {colour}" for kind, colour in GROUP_COLOURS.items()},
-    CHOSEN: "bold reverse",  # on a dark terminal and on a light one
+    scene.CHOSEN: "bold reverse",  # on a dark terminal and on a light one
     "box": "bold",
     "spine": "bold",
     "quiet": "dim",
@@ -58,9 +46,9 @@ def terminal_map(
     placement: Placement, rank: int, width: int, spine_bytes: float | None = None
 ) -> list[Line]:
     """The whole map, `width` columns at most; the groups of `rank` carry marks and colours."""
-    drawing = _Map(placement, marks(placement.layout, rank), width)
-    limit = MAX_WIDE_NODES if domains_span_nodes(placement.cluster) else MAX_NODES
-    shown = shown_nodes(placement, rank, limit)
+    drawing = _Map(placement, scene.marks(placement.layout, rank), width)
+    limit = MAX_WIDE_NODES if scene.domains_span_nodes(placement.cluster) else MAX_NODES
+    shown = scene.shown_nodes(placement, rank, limit)
     blocks = drawing.blocks(shown)
     body = _flow(blocks, width)
     widest = max(_length(line) for line in body)
@@ -83,11 +71,11 @@ class _Map:
         fullest = int(cluster.first_slot[self.gpus.argmax()])
         self.rails = cluster.rail_of[fullest : fullest + int(self.gpus.max())].tolist()
 
-    def blocks(self, shown: Nodes) -> list[list[Line]]:
+    def blocks(self, shown: scene.Nodes) -> list[list[Line]]:
         """One block a tile that has shown nodes; a line for each run of tiles that has none."""
         visible = set(shown.tolist())
         names = [self.placement.cluster.node_name(n) for n in visible]
-        units = [f"unit {tile.unit}" for tile in tiles(self.placement.cluster)[-1:]]
+        units = [f"unit {tile.unit}" for tile in scene.tiles(self.placement.cluster)[-1:]]
         self.label = max(6, *(len(name) for name in names + units)) + 1
         # The edge, the number and its mark; a blank behind where a whole node then still fits.
         most, room = int(self.gpus.max()), self.width - self.label - 2
@@ -97,8 +85,8 @@ class _Map:
         if self.columns < most and self.columns >= 4:
             self.columns -= self.columns % 4
         found: list[list[Line]] = []
-        gap: list[Tile] = []
-        for tile in tiles(self.placement.cluster):
+        gap: list[scene.Tile] = []
+        for tile in scene.tiles(self.placement.cluster):
             if not visible.isdisjoint(tile.nodes.tolist()):
                 found += self._gap(gap)
                 found.append(self._block(tile, visible))
@@ -107,7 +95,7 @@ class _Map:
                 gap.append(tile)
         return found + self._gap(gap)
 
-    def _gap(self, skipped: list[Tile]) -> list[list[Line]]:
+    def _gap(self, skipped: list[scene.Tile]) -> list[list[Line]]:
         if not skipped:
             return []
         nodes = sum(len(tile.nodes) for tile in skipped)
@@ -117,7 +105,7 @@ class _Map:
             what = _span("domain", skipped[0].domain, skipped[-1].domain or 0)
         return [[[(f"⋮ {what} ({nodes:,} nodes)"[: self.width], "quiet")]]]
 
-    def _block(self, tile: Tile, visible: set[int]) -> list[Line]:
+    def _block(self, tile: scene.Tile, visible: set[int]) -> list[Line]:
         domain = None if tile.domain is None else f" domain {tile.domain} "
         lines: list[Line] = [self._leaves(tile.unit), self._border("╭", "─", "╮", domain)]
         skipped = 0
@@ -192,7 +180,7 @@ def _spine(cluster: Cluster, spine_bytes: float | None, width: int) -> list[Line
         return [[(text.center(width, "╌")[:width], "quiet")]]
     text = f" spine, {cluster.oversubscription:g}:1"
     if spine_bytes is not None:
-        text += f", {byte_text(spine_bytes)} a step"
+        text += f", {scene.byte_text(spine_bytes)} a step"
     return [[((text + " ").center(width, "═")[:width], "spine")]]
 
 
@@ -226,19 +214,19 @@ def _flow(blocks: list[list[Line]], width: int) -> list[Line]:
 
 
 def _legend(
-    placement: Placement, rank: int, marked: dict[int, str], shown: Nodes, width: int
+    placement: Placement, rank: int, marked: dict[int, str], shown: scene.Nodes, width: int
 ) -> list[Line]:
     """What the marks mean, and the members of each group, those not on the map counted."""
     layout = placement.layout
-    hidden = hidden_marks(placement, marked, shown)
+    hidden = scene.hidden_marks(placement, marked, shown)
     place = layout.coordinates(rank)
     head = f"rank {rank} = ({place}) on {placement.cluster.slot_name(int(placement.slots[rank]))}"
-    lines: list[Line] = [[("*", CHOSEN), (f" {head}"[: width - 1], "")]]
-    for dim in GROUPS:
+    lines: list[Line] = [[("*", scene.CHOSEN), (f" {head}"[: width - 1], "")]]
+    for dim in scene.GROUPS:
         if layout.size(dim) == 1:
             continue
         group = layout.group_of(rank, dim)
-        text = f" {GROUP_WORDS[dim]} group ({dim}={layout.size(dim)}): "
+        text = f" {scene.GROUP_WORDS[dim]} group ({dim}={layout.size(dim)}): "
         away = hidden.get(dim, {})
         if away:
             nodes = f"{len(away):,} node{'s' if len(away) > 1 else ''}"

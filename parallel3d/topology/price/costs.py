@@ -6,7 +6,6 @@ all-reduce, a broadcast or a send; all that is gathered by all-gather and gather
 before reduce-scatter, scatter and all-to-all. Arithmetic on the data costs nothing here. Every
 function gives 0 for one rank, and raises ValueError for fewer, or for less than no bytes.
 
-`nccl_model` prices the same collectives as NCCL's tuner does, with its algorithms and protocols.
 docs/collectives.md draws what each collective does.
 """
 

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses: `python -m parallel3d.config.docs > FILE`.
+"""Writes docs/configuration.md from the dataclasses: `python docs/configuration.py > FILE`.
 
 A test compares the committed page with this text, so that the page cannot drift.
 """
@@ -23,7 +23,7 @@ from parallel3d.config.schema import SECTIONS, Config, conf_dir
 INTRO = """\
 # Configuration
 
-This page is written by `python -m parallel3d.config.docs > docs/configuration.md`; edit the
+This page is written by `python docs/configuration.py > docs/configuration.md`; edit the
 dataclasses in `parallel3d/config/` instead.
 
 Every key has a default, and whatever follows `parallel3d train` overrides some of them:
@@ -39,7 +39,7 @@ parallel3d train --cfg job tp=2                         # print the configuratio
 - `null` stands for "left out"; lists are written `[3,5]`; no spaces around `=`.
 - A value with special characters is quoted twice: `'data.path="a=b.txt"'`.
 - A bad key or value ends in one sentence that names the nearest good one, with exit code 2.
-- From Python: `parallel3d.config.checks.check_config(Config(tp=2), world_size=4)`.
+- From Python: `parallel3d.compose("tp=2", world_size=4)` ([library.md](library.md)).
 
 `world size = tp × pp × cp × dp`, and
 `global_batch_size = micro_batch_size × micro-batches × dp`, in sequences.

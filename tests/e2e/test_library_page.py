@@ -1,0 +1,52 @@
+"""docs/library.md runs as it stands: on one process, and on two with all that it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+TRAINS, OWN_SAMPLES, PROOF = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def run(folder: Path, script: str, *command: str) -> str:
+    """What the script prints, in a folder with a book, with three steps for a hundred."""
+    shorter = script.replace('"train.steps=100"', '"train.steps=3"')
+    assert shorter != script
+    (folder / "small.py").write_text(shorter, encoding="utf-8")
+    (folder / "book.txt").write_text(PAGE * 4, encoding="utf-8")
+    paths = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        (sys.executable, *command, "small.py"),
+        cwd=folder,
+        env=os.environ | paths,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_page_trains_the_same_model_on_one_process_and_on_two(tmp_path: Path) -> None:
+    """On two with what else the page shows, before the groups are closed."""
+    assert len(TRAINS.splitlines()) <= 30
+    alone = run(tmp_path, TRAINS)
+    assert (tmp_path / "weights.pt").stat().st_size > 1_000_000
+    training, closing = TRAINS.split("groups.close()")
+    whole = "\n".join((training, OWN_SAMPLES, PROOF, "groups.close()" + closing))
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    both = run(tmp_path, whole, *launched)
+    losses = [
+        [float(loss) for loss in re.findall(r"^step \d: loss (.*)$", out, re.MULTILINE)]
+        for out in (alone, both)
+    ]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    assert "The layout does not change the model." in both
+    assert (tmp_path / "verify.json").exists()

@@ -1,0 +1,78 @@
+"""The front door: what `import parallel3d` offers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallel3d
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+
+
+def test_the_door_opens_without_anything_heavy() -> None:
+    code = (
+        "import sys, parallel3d; print(dir(parallel3d)); parallel3d.Layout(tp=2); "
+        "print({'torch', 'numpy', 'hydra', 'omegaconf', 'wandb', 'rich'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed, heavy = out.stdout.splitlines()
+    assert set(parallel3d.__all__) < set(ast.literal_eval(listed))
+    assert heavy == "set()"
+
+
+def test_every_name_is_there_and_a_type_checker_finds_it_in_the_same_place() -> None:
+    tree = ast.parse(Path(parallel3d.__file__).read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == parallel3d._HOME
+    assert sorted([*typed, "__version__"]) == sorted(parallel3d.__all__)
+    for name, module in typed.items():
+        assert getattr(parallel3d, name).__module__ == module
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Trainor'"):
+        _ = parallel3d.Trainor
+
+
+def test_the_page_names_what_the_door_offers() -> None:
+    table = "\n".join(re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)", table)) == set(parallel3d.__all__) - {"__version__"}
+
+
+def test_composing_is_what_the_command_does() -> None:
+    config = parallel3d.compose("tp=2", "model=llama_tiny", "train.steps=7", world_size=4)
+    assert isinstance(config, Config)
+    assert (config.tp, config.dp, config.train.steps) == (2, 2, 7)
+    assert config.model.activation == "swiglu"
+    assert parallel3d.compose().dp == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("tpp=2", "nearest is tp"),
+        ("tp=3", "tp=3 must divide"),
+        ("tp=1,2", "several values"),
+        ("model=gpt_tinny", "nearest is model=gpt_tiny"),
+        ("--tp=2", "without dashes"),
+    ],
+)
+def test_a_word_that_cannot_work_is_one_sentence(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        parallel3d.compose(word)
