@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.clock import KINDS, Clock
+from parallel3d.comm.clock import Clock
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups, with_clock
 from parallel3d.config.checks import check_config
@@ -31,7 +31,7 @@ from parallel3d.device.precision import (
     set_determinism,
     set_matmul_precision,
 )
-from parallel3d.metrics.breakdown import RankTimes
+from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.transformer import BuildContext, Stage
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (
@@ -48,7 +48,6 @@ from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.schedule import schedule
 from parallel3d.sizes.stages import layers_of_stages
-from parallel3d.tensor_parallel.overlap import overlap_of
 
 log = logging.getLogger(__name__)
 
@@ -111,20 +110,11 @@ class Trainer:
         wide = torch.promote_types(self.dtype, torch.float32)
         # The engine below draws the parameters, where it keeps them.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
-        overlap = overlap_of(config, groups.tp, self.device)
-        context = BuildContext(
-            initializer,
-            groups.tp,
-            config.sp,
-            config.recompute,
-            config.loss,
-            overlap,
-            gather_qk=config.tensor_parallel.attention == "gather_qk",
-        )
+        context = BuildContext.of_run(config, initializer, groups.tp)
         layers = layers_of_stages(config)[groups.pp.index]
         first, last = groups.is_first_stage, groups.is_last_stage
         self.stage = Stage(model, layers, first, last, context)
-        self.tied_name = self._name_of_tied_table()
+        self.tied_name = self.stage.tied_table
         tied = () if self.tied_name is None else (self.tied_name,)
         self.data_parallel = data_parallel_engine(
             config, self.stage, initializer, self.dtype, groups, tied
@@ -138,11 +128,7 @@ class Trainer:
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
-        boxes = None
-        on_cpu = self.device.type == "cpu"
-        if groups.pp.size > 1 and on_cpu and config.launch.shared_memory:
-            timeout_s = config.launch.timeout_s
-            boxes = Mailboxes.open(groups.pp.handle, groups.pp.index, groups.pp.size, timeout_s)
+        boxes = Mailboxes.of_run(config.launch, groups.pp, self.device)
         self.executor = Executor(
             self.stage, groups.pp, hidden_shape, self.dtype, self.device, boxes, self.clock
         )
@@ -272,14 +258,6 @@ class Trainer:
             loss, count, square, stops = sums.tolist()
         return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
 
-    def _name_of_tied_table(self) -> str | None:
-        """Local name of the word table that first and last stage of a pipeline both hold."""
-        if not self.config.model.tie_embeddings or self.groups.pp.size == 1:
-            return None
-        if self.groups.is_first_stage:
-            return "embedding.word.weight"
-        return "head.table" if self.groups.is_last_stage else None
-
     def parameter_slices(self) -> list[ParameterSlice]:
         """What this rank steps: masters and optimizer state, as live views."""
         replicas, tied = self.data_parallel.replicas, self.config.model.tie_embeddings
@@ -314,15 +292,7 @@ class Trainer:
 
     def step_times(self) -> list[RankTimes]:
         """What the steps so far went into, of every rank in rank order; collective."""
-        mine = torch.tensor([list(self.clock.means().values())], dtype=torch.float64)
-        everyone = collectives.all_gather(mine.to(self.device), self.groups.world)
-        with blocking(self.groups.world):
-            rows = everyone.tolist()
-        layout = self.groups.layout
-        return [
-            RankTimes(rank, layout.coordinates(rank), dict(zip(KINDS, row, strict=True)))
-            for rank, row in enumerate(rows)
-        ]
+        return times_of_ranks(self.clock, self.groups, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Logical name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""

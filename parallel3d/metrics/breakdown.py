@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.comm.clock import KINDS
+import torch
+
+from parallel3d.comm import collectives
+from parallel3d.comm.clock import KINDS, Clock
+from parallel3d.comm.operation_log import blocking
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Coordinates
 
 
@@ -22,6 +27,18 @@ class RankTimes:
     def step(self) -> float:
         """Seconds of the whole step."""
         return sum(self.seconds.values())
+
+
+def times_of_ranks(clock: Clock, groups: ProcessGroups, device: torch.device) -> list[RankTimes]:
+    """What the steps so far went into, of every rank in rank order; collective."""
+    mine = torch.tensor([list(clock.means().values())], dtype=torch.float64)
+    everyone = collectives.all_gather(mine.to(device), groups.world)
+    with blocking(groups.world):
+        rows = everyone.tolist()
+    return [
+        RankTimes(rank, groups.layout.coordinates(rank), dict(zip(KINDS, row, strict=True)))
+        for rank, row in enumerate(rows)
+    ]
 
 
 def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:

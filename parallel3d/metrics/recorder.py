@@ -28,10 +28,9 @@ from parallel3d.metrics.records import (
     Evaluation,
     StepRecord,
     Throughput,
-    best_evaluation,
     is_whole,
 )
-from parallel3d.metrics.summary import layout_of, mfu, mfu_with_terms, paths_of
+from parallel3d.metrics.summary import held_out, layout_of, mfu, mfu_with_terms, paths_of
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
 from parallel3d.sizes.flops import parameter_count
@@ -269,9 +268,6 @@ class Recorder:
         A figure that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
         """
         config, last = self._config, self._last
-        evaluation = self._evaluations[-1] if self._evaluations else None
-        best = best_evaluation(self._evaluations)
-        eval_loss = evaluation.loss if evaluation else None
         content: dict[str, Any] = {
             "run": self._run_dir.name,
             "status": status,
@@ -281,11 +277,7 @@ class Recorder:
             "loss": last.loss if last else None,
             "grad_norm": last.grad_norm if last else None,
             "skipped_steps": self._skipped,
-            "eval_loss": eval_loss,
-            "eval_step": evaluation.step if evaluation else None,
-            "best_eval_loss": best.loss if best else None,
-            "best_eval_step": best.step if best else None,
-            "bits_per_byte": report.bits_per_byte(eval_loss, config.data.tokenizer),
+            **held_out(self._evaluations, config.data.tokenizer),
             "tokens_per_s": self._throughput.summary(),
             "mfu": mfu_with_terms(
                 self._throughput.mean, self._flops_per_token, self._peak, self._world_size

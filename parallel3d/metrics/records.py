@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parallel3d.comm.clock import WARMUP_STEPS
@@ -100,7 +100,7 @@ def is_whole(row: Mapping[str, Any]) -> bool:
         return False
 
 
-def best_evaluation(evaluations: list[Evaluation]) -> Evaluation | None:
+def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The lowest finite held-out loss, the earliest of equals; None without one."""
     usable = [e for e in evaluations if math.isfinite(e.loss)]
     return min(usable, key=lambda e: e.loss, default=None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel3d.config.schema import Config
 from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.records import Evaluation, best_evaluation
+from parallel3d.metrics.report import bits_per_byte
 from parallel3d.sizes.flops import FLOPS_FORMULA, MFU_FORMULA
 
 
@@ -29,6 +32,19 @@ def mfu_with_terms(
         "peak_flops_per_device": peak.flops,
         "peak_source": peak.source,
         "world_size": world_size,
+    }
+
+
+def held_out(evaluations: Sequence[Evaluation], tokenizer: str) -> dict[str, float | None]:
+    """The last held-out loss and the best one, in nats per token, and their steps."""
+    last = evaluations[-1] if evaluations else None
+    best, loss = best_evaluation(evaluations), last.loss if last else None
+    return {
+        "eval_loss": loss,
+        "eval_step": last.step if last else None,
+        "best_eval_loss": best.loss if best else None,
+        "best_eval_step": best.step if best else None,
+        "bits_per_byte": bits_per_byte(loss, tokenizer),
     }
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.comm.group import Group
-from parallel3d.config.schema import LossConfig, ModelConfig
+from parallel3d.config.schema import Config, LossConfig, ModelConfig
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
+from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,19 @@ class BuildContext:
     loss: LossConfig = field(default_factory=LossConfig)
     overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
     gather_qk: bool = False  # see `Attention.project`
+
+    @classmethod
+    def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
+        """What the configuration of a run says; collective over the group on GPUs."""
+        return cls(
+            init,
+            tp,
+            config.sp,
+            config.recompute,
+            config.loss,
+            overlap_of(config, tp, init.device),
+            gather_qk=config.tensor_parallel.attention == "gather_qk",
+        )
 
     @property
     def sequence_parallel(self) -> bool:

@@ -177,6 +177,10 @@ class Stage(nn.Module):
         self.first, self.last, self.drops = first, last, model.dropout > 0
         self.before_use: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
+        # Local name of the word table that first and last stage of a pipeline both hold.
+        self.tied_table: str | None = None
+        if model.tie_embeddings and first != last:
+            self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if first and last and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
         self.layers = nn.ModuleDict({str(i): Block(i, model, ctx) for i in layers})

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
 from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.group import Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
+from parallel3d.config.schema import LaunchConfig
 
 SLOT_BYTES = 4 << 20  # larger messages take the backend's way
 SLOTS = 2
@@ -43,6 +46,13 @@ class Mailboxes:
         data = links * SLOTS * SLOT_BYTES
         memory = open_shared_memory(handle, index, size, semaphores, data, timeout_s)
         return None if memory is None else cls(memory)
+
+    @classmethod
+    def of_run(cls, launch: LaunchConfig, pp: Group, device: torch.device) -> Mailboxes | None:
+        """Those of a run's stages on CPU ranks that may share memory; collective over `pp`."""
+        if pp.size == 1 or device.type != "cpu" or not launch.shared_memory:
+            return None
+        return cls.open(pp.handle, pp.index, pp.size, launch.timeout_s)
 
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
