@@ -11,28 +11,18 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    import torch
-
+    from parallel3d.optim.state import ParameterSlice
     from parallel3d.parameters.pieces import ParameterSpec, Piece
 
 # Holders of equal values share a slice by rows if each gets at least so many elements; of smaller
 # ones each is written by one of them, or the file would be all names.
 SHARED_ELEMENTS = 4096
-
-
-class Slice(Protocol):
-    """What `optim.state.ParameterSlice` says of a part of a local parameter and its state."""
-
-    name: str
-    spec: ParameterSpec
-    start: int
-    values: dict[str, Tensor]
-    replica: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ def _rectangles(piece: Piece, low: int, high: int) -> Iterator[tuple[Box, int]]:
         yield Box((piece.start[0] + row, piece.start[1] + column), sizes), a
 
 
-def share(part: Slice) -> tuple[int, int]:
+def share(part: ParameterSlice) -> tuple[int, int]:
     """(first element, number) of what this holder of a slice writes; together: each exactly once.
 
     Counted from the slice's own start. The local parameter is divided among its holders at the ends
@@ -114,7 +104,7 @@ def share(part: Slice) -> tuple[int, int]:
     return (first - part.start, end - first) if first < end else (0, 0)
 
 
-def logical_tensors(parts: Iterable[Slice], *, shared: bool) -> dict[str, LogicalTensor]:
+def logical_tensors(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, LogicalTensor]:
     """`kind/logical name` → what the slices hold of it, as views of their values.
 
     With `shared` only what this rank writes of values that several ranks hold (see `share`).
@@ -138,8 +128,6 @@ def whole_tensors(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, LogicalTensor]:
     """Room for full tensors on the CPU, each a single box."""
-    import torch
-
     tensors = {}
     for name, shape in shapes.items():
         box = Box((0,) * len(shape), tuple(shape))

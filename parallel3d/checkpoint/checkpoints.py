@@ -6,7 +6,6 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from parallel3d.config import identity
 from parallel3d.config.schema import Config
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files.reading import plain
+from parallel3d.metrics.provenance import versions
 from parallel3d.sizes.flops import parameter_count
 from parallel3d.trainer import Trainer
 
@@ -263,18 +263,13 @@ class Checkpoints:
         self.say(f"run={self.config.run} {'; '.join(parts)}")
 
     def _facts(self, trainer: Trainer) -> Manifest:
-        versions = {"torch": torch.__version__}
-        try:
-            versions["parallel3d"] = version("parallel3d")
-        except PackageNotFoundError:
-            versions["parallel3d"] = "source"
         return Manifest(
             step=trainer.steps_done,
             progress=trainer.progress(),
             config=dataclasses.asdict(self.config),
             data=facts_of(trainer.corpus) if trainer.corpus is not None else {},
             saved_at="",
-            versions=versions,
+            versions=versions(),
             files=(),
         )
 

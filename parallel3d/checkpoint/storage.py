@@ -20,11 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -39,12 +35,7 @@ from torch.futures import Future
 from parallel3d.checkpoint.boxes import Box, LogicalTensor, whole_tensors
 from parallel3d.checkpoint.manifest import DamagedCheckpoint, FileDigest, Manifest, read_manifest
 from parallel3d.checkpoint.planners import FillPlanner, StatePlanner, chunk_of, narrowed
-from parallel3d.checkpoint.tensor_file import (
-    BoxToWrite,
-    StoredBox,
-    TensorFile,
-    write_tensor_file,
-)
+from parallel3d.checkpoint.tensor_file import BoxToWrite, StoredBox, TensorFile, write_tensor_file
 
 # Said by DCP whenever ranks plan for themselves, which is what we want.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

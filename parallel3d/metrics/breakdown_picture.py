@@ -76,7 +76,7 @@ def _bar(canvas: Canvas, times: dict[str, float], x: float, y: float, scale: flo
         if width < 0.05:
             continue
         words = three_digits(1e3 * seconds)
-        _box(canvas, kind, x, y, width, HEIGHT, f"{WORDS.get(kind, kind)}: {words} ms")
+        _box(canvas, kind, x, y, width, HEIGHT, tip=f"{WORDS.get(kind, kind)}: {words} ms")
         if Canvas.measure(words, 11) + 6 < width:
             ink = "#ffffff" if kind in DARK else "#212529"
             middle = x + width / 2
@@ -87,18 +87,9 @@ def _bar(canvas: Canvas, times: dict[str, float], x: float, y: float, scale: flo
     )
 
 
-def _box(
-    canvas: Canvas,
-    kind: str,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    tip: str | None = None,
-) -> None:
-    hollow = kind == "idle"
-    edge, dash = (GREY, "3 3") if hollow else (None, None)
-    canvas.rect(x, y, width, height, COLOURS[kind], edge, dash=dash, cls=kind, tip=tip)
+def _box(canvas: Canvas, kind: str, *place: float, tip: str = "") -> None:
+    edge, dash = (GREY, "3 3") if kind == "idle" else ("", "")
+    canvas.rect(*place, COLOURS[kind], edge, dash=dash, cls=kind, tip=tip)
 
 
 def _axis(canvas: Canvas, left: float, y: float, longest: float, scale: float) -> None:

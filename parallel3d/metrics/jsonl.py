@@ -152,10 +152,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_before(
-    path: Path,
-    first_step: int,
-    seen: Callable[[dict[str, Any]], None],
-    say: Callable[[str], None],
+    path: Path, first_step: int, seen: Callable[[dict[str, Any]], None], say: Callable[[str], None]
 ) -> None:
     """Drop the lines from `first_step` on, keeping a copy of the old file if there were any."""
     try:

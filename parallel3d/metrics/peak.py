@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from parallel3d.device import accelerator
+from parallel3d.device.precision import COMPUTE
 from parallel3d.metrics.text import si
 
 TERA = 1e12
@@ -53,14 +54,7 @@ DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     (r"\bMI300X\b", _MI300X, "AMD Instinct MI300X datasheet"),
 )
 
-_TORCH_TYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # a plain matmul takes no fp8
-}
+_TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
 
 
 @dataclass(frozen=True)

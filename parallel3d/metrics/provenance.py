@@ -23,9 +23,9 @@ class Provenance(NamedTuple):
     def collect(cls) -> Provenance:
         """Ask the package metadata, git and the host. Takes some milliseconds."""
         return cls(
-            parallel3d=_version("parallel3d"),
+            parallel3d=version_of("parallel3d"),
             git_commit=git_commit(Path(__file__).resolve()),
-            torch=_version("torch"),
+            torch=version_of("torch"),
             hostname=socket.gethostname(),
         )
 
@@ -55,7 +55,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def versions() -> dict[str, str]:
+    """What a checkpoint keeps of them."""
+    found = {package: version_of(package) for package in ("torch", "parallel3d")}
+    return {package: version or "source" for package, version in found.items()}
+
+
+def version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -130,10 +130,7 @@ class Block(nn.Module):
         self.recompute = ctx.recompute == "full"
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        samples: Tensor | None = None,
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None = None
     ) -> Tensor:
         """Dropout for `samples`, (b,) numbers in the run; None: without it."""
         if self.recompute:

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.parameters.pieces import (
-    Initializer,
-    ParameterSpec,
-    Piece,
-)
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 
 

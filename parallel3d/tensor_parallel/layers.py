@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
-from parallel3d.parameters.pieces import (
-    Initializer,
-    ParameterSpec,
-    Piece,
-    add_gradient,
-)
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece, add_gradient
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_nodes import (
     ColumnNode,
@@ -142,11 +137,7 @@ class RowParallelLinear(nn.Module):
         self.group, self.sp = group, _communication(sp, group, overlap)
         local = inputs // group.size
         piece = Piece(
-            f"{name}.weight",
-            (outputs, inputs),
-            (0, local * group.index),
-            (outputs, local),
-            std=std,
+            f"{name}.weight", (outputs, inputs), (0, local * group.index), (outputs, local), std=std
         )
         replicated = group.size == 1
         self.weight = init.parameter(ParameterSpec((outputs, local), (piece,), replicated))

@@ -60,9 +60,7 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         linears["mlp.gate"] = (ffn, hidden)
     vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
 
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding.word.weight": (model.vocab_size, hidden),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
     if model.position_embedding == "learned":
         shapes["embedding.position.weight"] = (model.max_positions, hidden)
     for layer in range(model.num_layers):
@@ -135,8 +133,5 @@ def _shaped(tensor: HFTensor, shapes: dict[str, tuple[int, ...]]) -> HFTensor:
     rows = sum(shapes[part][0] for part in tensor.parts)
     shape = (rows, *shapes[tensor.parts[0]][1:])
     return HFTensor(
-        tensor.name,
-        tensor.parts,
-        shape[::-1] if tensor.transposed else shape,
-        tensor.transposed,
+        tensor.name, tensor.parts, shape[::-1] if tensor.transposed else shape, tensor.transposed
     )

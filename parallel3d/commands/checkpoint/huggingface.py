@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, say
 from parallel3d.files.reading import plain
+from parallel3d.metrics.provenance import versions
 from parallel3d.run.directory import make_run_directory
 from parallel3d.sizes.flops import parameter_count
 
@@ -208,12 +208,7 @@ def _save(config: Config, run_dir: Path, state: dict[str, LogicalTensor]) -> str
     scale = LossScale(config.precision)
     progress = {"steps": 0, "consumed_samples": 0, "updates": 0}
     progress |= {"loss_scale": scale.scale, "good_steps": 0, "overflows": 0}
-    versions = {"torch": torch.__version__}
-    try:
-        versions["parallel3d"] = version("parallel3d")
-    except PackageNotFoundError:
-        versions["parallel3d"] = "source"
-    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions, ())
+    facts = Manifest(0, progress, dataclasses.asdict(config), {}, "", versions(), ())
     saver = Saver(run_dir, config.checkpoint, 0, 1, "import", config.launch.timeout_s)
     elements = parameter_count(config.model)
     saver.start(Save(0, 1, state, facts, elements), background=False)

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from parallel3d.config.checks import check_config
-from parallel3d.config.fields import show
 from parallel3d.config.schema import ClusterConfig, Config, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.map.assumptions import chosen_keys
+from parallel3d.topology.map.output import check_free, write
 from parallel3d.topology.placement.search import place
-
-if TYPE_CHECKING:
-    from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import Placement
 
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
@@ -39,11 +35,13 @@ def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
     `typed`: the overrides of the command line, which tell what the user chose himself; None (a
     caller with a configuration of its own) for: everything. Raises UserError for what cannot work.
     """
-    _check_free(config)
+    wanted = config.dryrun.json
+    check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
     config, assumed = assume_cluster(config, typed)
     facts = find_facts(config) | {"assumed": assumed}
-    if config.dryrun.json:
-        _write(config, json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False) + "\n")
+    if wanted:
+        text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)
+        write("dryrun.json", wanted, text + "\n")
     from parallel3d.commands.dryrun.report import print_report
 
     print_report(facts, sys.stdout)
@@ -99,43 +97,3 @@ def _placement(config: Config) -> Placement:
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     return place(config, cluster, layout, transfers(config, layout))
-
-
-# --- the file --------------------------------------------------------------------------------
-
-
-def _check_free(config: Config) -> None:
-    """Refuse to overwrite what this command did not write, before any work is done."""
-    if config.dryrun.json is None:
-        return
-    path, key = Path(config.dryrun.json), f"dryrun.json={show(config.dryrun.json)}"
-    if path.is_dir():
-        raise UserError(f"{key} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{key} is no regular file; name one, or a new one.")
-    if not path.exists():
-        return
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            ours = f'"made_by": "{MADE_BY}"' in file.read(1000)
-    except OSError as error:
-        raise UserError(f"{key} cannot be read: {error.strerror}.") from None
-    if not ours:
-        raise UserError(
-            f"{key} exists and was not written by {MADE_BY}; it stays as it is: name another "
-            f"file, or remove it."
-        )
-
-
-def _write(config: Config, text: str) -> None:
-    path = Path(config.dryrun.json or "")
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    except OSError as error:
-        half.unlink(missing_ok=True)
-        key = f"dryrun.json={show(config.dryrun.json)}"
-        raise UserError(f"{key} cannot be written: {error.strerror}.") from None

@@ -15,6 +15,9 @@ from parallel3d.sizes.flops import flops_per_token, parameter_count
 from parallel3d.topology.layout import Layout
 
 Facts = dict[str, Any]
+ROW = ("rank", "stage", "peak_bytes", "peak_in", "between_steps_bytes", "start_peak_bytes")
+ROW += ("launches", "flops", "seconds")
+SETTINGS = ("zero", "sp", "recompute", "micro_batch_size", "global_batch_size", "num_microbatches")
 
 
 def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> Facts:
@@ -62,12 +65,7 @@ def step_seconds(row: Dry, config: Config) -> float:
 def _settings(config: Config) -> dict[str, Any]:
     return {
         "precision": config.precision.name,
-        "zero": config.zero,
-        "sp": config.sp,
-        "recompute": config.recompute,
-        "micro_batch_size": config.micro_batch_size,
-        "global_batch_size": config.global_batch_size,
-        "num_microbatches": config.num_microbatches,
+        **{name: getattr(config, name) for name in SETTINGS},
         "seq_length": config.model.seq_length,
         "schedule": config.schedule.name,
         "optimizer": config.optim.name,
@@ -101,15 +99,5 @@ def _of_rank(row: Dry) -> Facts:
 
 
 def _row(row: Dry, usable: float) -> Facts:
-    return {
-        "rank": row.rank,
-        "stage": row.stage,
-        "peak_bytes": row.peak,
-        "peak_in": row.peak_phase,
-        "between_steps_bytes": sum(row.live.values()),
-        "start_peak_bytes": row.start_peak,
-        "launches": row.counts.sum("launches"),
-        "flops": row.counts.sum("flops"),
-        "seconds": row.counts.sum("seconds"),
-        "fits": row.peak <= usable,
-    }
+    facts = _of_rank(row)
+    return {name: facts[name] for name in ROW} | {"fits": row.peak <= usable}

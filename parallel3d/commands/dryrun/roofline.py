@@ -83,9 +83,5 @@ def gpu_of(config: Config) -> Gpu:
     if own is not None:
         peaks[precision] = peak.flops
     return Gpu(
-        cluster.gpu,
-        peak,
-        peaks,
-        1e9 * cluster.gpu_memory_gb_per_s,
-        1e9 * cluster.gpu_memory_gb,
+        cluster.gpu, peak, peaks, 1e9 * cluster.gpu_memory_gb_per_s, 1e9 * cluster.gpu_memory_gb
     )

@@ -33,10 +33,7 @@ def _visible(environ: Mapping[str, str], count: int) -> list[int]:
 
 
 def local_cluster(
-    config: ClusterConfig,
-    environ: Mapping[str, str],
-    run: Run,
-    world_size: int | None = None,
+    config: ClusterConfig, environ: Mapping[str, str], run: Run, world_size: int | None = None
 ) -> Cluster:
     """A cluster of nodes like this one: `config.nodes`, or as many as `world_size` needs.
 

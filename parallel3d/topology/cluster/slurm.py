@@ -140,10 +140,7 @@ def _topology(
     """What is known of the network, and where from: a file, addresses, or scontrol."""
     if config.topology_file is not None:
         return _from_file(config.topology_file), f"cluster.topology_file={config.topology_file}"
-    own = (
-        environ.get("SLURM_TOPOLOGY_ADDR", ""),
-        environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
-    )
+    own = (environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
     if addresses is not None:
         known = {node: addresses[node] for node in names if node in addresses}
         return topology_of_addresses(known), "SLURM_TOPOLOGY_ADDR"

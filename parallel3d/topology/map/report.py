@@ -26,6 +26,7 @@ from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.map.assumptions import assume_batch, assume_model
+from parallel3d.topology.map.output import check_free, write
 from parallel3d.topology.map.report_facts import facts_of
 from parallel3d.topology.map.report_text import cluster_line, job_line, width_of, write_report
 from parallel3d.topology.map.svg import cluster_svg
@@ -76,14 +77,15 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
     what cannot work.
     """
-    for name in ("svg", "json"):
-        _check_free(config, name)
+    svg, json_file = config.topology.svg, config.topology.json
+    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
+    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
     report = make_report(config, typed, os.environ)
     facts = facts_of(report, MADE_BY)
-    if config.topology.json:
-        _write(config, "json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    if config.topology.svg:
-        _write(config, "svg", picture_of(report, facts))
+    if json_file:
+        write("topology.json", json_file, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    if svg:
+        write("topology.svg", svg, picture_of(report, facts))
     try:
         write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
         sys.stdout.flush()
@@ -174,45 +176,3 @@ def picture_of(report: Report, facts: dict[str, Any]) -> str:
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
     words = f"{cluster_line(facts)}. {job}"
     return cluster_svg(report.placement, report.rank, loads, title, words)
-
-
-# --- files -----------------------------------------------------------------------------------
-
-
-def _check_free(config: Config, name: str) -> None:
-    """Refuse to overwrite what this command did not write, before any work is done."""
-    wanted = getattr(config.topology, name)
-    if wanted is None:
-        return
-    path, key = Path(wanted), f"topology.{name}={show(wanted)}"
-    mark = "data-by='parallel3d'" if name == "svg" else f'"made_by": "{MADE_BY}"'
-    if path.is_dir():
-        raise UserError(f"{key} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{key} is no regular file; name one, or a new one.")
-    if path.exists():
-        try:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                ours = mark in file.read(1000)
-        except OSError as error:
-            raise UserError(f"{key} cannot be read: {error.strerror}.") from None
-        if not ours:
-            raise UserError(
-                f"{key} exists and was not written by {MADE_BY}; it stays as it is: name another "
-                f"file, or remove it."
-            )
-
-
-def _write(config: Config, name: str, text: str) -> None:
-    path = Path(wanted := getattr(config.topology, name))
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    except OSError as error:
-        half.unlink(missing_ok=True)
-        raise UserError(
-            f"topology.{name}={show(wanted)} cannot be written: {error.strerror}."
-        ) from None

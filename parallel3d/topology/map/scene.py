@@ -111,14 +111,8 @@ def hidden_marks(
 
 def byte_text(nbytes: float) -> str:
     """`1.25 GB`: three digits, decimal units."""
-    for unit, size in (
-        ("EB", 1e18),
-        ("PB", 1e15),
-        ("TB", 1e12),
-        ("GB", 1e9),
-        ("MB", 1e6),
-        ("kB", 1e3),
-    ):
+    sizes = (1e18, 1e15, 1e12, 1e9, 1e6, 1e3)
+    for unit, size in zip(("EB", "PB", "TB", "GB", "MB", "kB"), sizes, strict=True):
         if nbytes >= 0.9995 * size:
             return f"{_three_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"

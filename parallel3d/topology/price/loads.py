@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.cluster.parts import LinkClass, Slots
 from parallel3d.topology.price.links import Wiring, members, outer_order
-from parallel3d.topology.price.step import DimPrice, Flows, StepPrice, flows_of
+from parallel3d.topology.price.step import Flows, StepPrice, flow_bytes, flows_of
 from parallel3d.topology.tiling import Placement
 
 
@@ -55,7 +54,7 @@ def loads_of(placement: Placement, price: StepPrice) -> Loads:
     for dim, priced in price.dims.items():
         ranks = members(placement.layout, dim)
         groups = wiring[ranks]
-        flat, inside, between = _flow_bytes(priced)
+        flat, inside, between = flow_bytes(priced.transfers, priced.paths)
         ring, outer = flows_of(dim, groups)
         if dim == "pp":  # half of the bytes goes forward, half back
             add(ring, ranks[:, :-1].ravel(), flat / 2)
@@ -73,17 +72,3 @@ def loads_of(placement: Placement, price: StepPrice) -> Loads:
     )
     ports = np.maximum(nics, 1).reshape(uplink.shape) / (cluster.oversubscription or 1.0)
     return Loads(nvlink, nic, uplink, uplink / ports)
-
-
-def _flow_bytes(priced: DimPrice) -> tuple[float, float, float]:
-    """Bytes of each flow: of the flat ring or chain, in two levels inside and between domains."""
-    flat = inside = between = 0.0
-    paths = priced.paths
-    for p in priced.transfers:
-        op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
-        if p.algorithm == "hierarchical":
-            inside += total * bus_factor(op, paths.inner)
-            between += total / paths.inner * bus_factor(op, paths.domains)
-        else:
-            flat += total * (1.0 if op == "send_recv" else bus_factor(op, paths.n))
-    return flat, inside, between
