@@ -93,6 +93,7 @@ def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
     finally:
         socket.gethostname = original
     found = [groups.tp.shared is not None, groups.dp.shared is not None]
+    dist.barrier()  # a rank that is done at once must not leave while another still connects
     groups.close()
     return found
 
