@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import pickle
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,13 +60,14 @@ class Outcome:
 class Composer:
     """Composes overrides as `hydra.main` does, a base for each choice of presets made once.
 
-    Composing the presets takes most of Hydra's time and is the same for most configurations.
+    Composing the presets takes most of Hydra's time and is the same for most configurations. A
+    base is kept pickled: to make it again from bytes takes a third of a deep copy's time.
     """
 
     def __init__(self) -> None:
         register_schema()
         self._parser = OverridesParser.create()
-        self._bases: dict[tuple[str, ...], DictConfig] = {}
+        self._bases: dict[tuple[str, ...], bytes] = {}
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
         ordered = hydra_words.order_words([hydra_words.without_alias(word) for word in words])
@@ -74,8 +75,8 @@ class Composer:
         if not all(_is_a_choice(word) for word in chosen):
             return _composed(ordered)
         if chosen not in self._bases:
-            self._bases[chosen] = _composed(chosen)
-        made = deepcopy(self._bases[chosen])
+            self._bases[chosen] = pickle.dumps(_composed(chosen))
+        made = pickle.loads(self._bases[chosen])
         OmegaConf.set_struct(made, True)
         overrides = self._parser.parse_overrides([word for word in ordered if word not in chosen])
         ConfigLoaderImpl.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=True)

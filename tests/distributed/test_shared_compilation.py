@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
@@ -11,22 +13,27 @@ from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
 
 
-def compiled_and_found(cache: str) -> tuple[int, int]:
-    """Graphs of a compiled step that this rank lowered, and that it found lowered."""
-    from torch._dynamo.utils import counters
+def compiled_and_found(folder: str) -> tuple[int, int]:
+    """Graphs of a compiled step that this rank lowered, and that it found lowered.
 
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    The graphs are this test's own, named by `folder`, where their locks are too. What the compiler
+    keeps for all graphs (its headers, what it knows of the processor) is the cache's as ever.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
+    from torch._inductor.runtime import runtime_utils
+
     counters.clear()
     groups = plain_groups(Layout(tp=1, dp=2))
     try:
-        problem = Problem("gpt_tiny", "sgd", True, layers=1)
-        make_trainer(Case(problem, compile=True), groups).train_step()
+        with (
+            torch.compiler.config.patch(cache_key_tag=folder),
+            mock.patch.object(runtime_utils, "cache_dir", lambda: folder),
+        ):
+            problem = Problem("gpt_tiny", "sgd", True, layers=1)
+            make_trainer(Case(problem, compile=True), groups).train_step()
     finally:
         groups.close()
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        if before is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
     found = counters["inductor"]
     return found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]
 

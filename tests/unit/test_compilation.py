@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
+from torch._inductor.runtime import runtime_utils
 
 from parallel3d.models import compilation
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage
@@ -15,7 +17,8 @@ from tests.unit.test_recompute import NOTHING, hidden, middle_stage
 def test_ranks_take_turns_on_a_cpu_alone(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    """The locks are in `tmp_path`; the compiler itself keeps its cache, and so its headers."""
+    monkeypatch.setattr(runtime_utils, "cache_dir", lambda: str(tmp_path))
     if on_accelerator:
         monkeypatch.setattr(compilation, "is_on_accelerator", lambda tensor: True)
     torch._dynamo.reset()
