@@ -29,8 +29,9 @@ HANGS = {
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
     r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "
     rf"rank 0 waits in {WORLD} in train step 3, for \d+ s",
-    # gloo aborts the process that is sent more than it asked for; its peer knows why.
-    "shape:1:3": rf"{WHO} failed in train step 4 at \S+: called all_reduce \d+ of world "
+    # gloo aborts the process that is sent more than it asked for; its peer knows why, whether it
+    # learns of that in this step or has gone on.
+    "shape:1:3": rf"{WHO} failed in train step [34] at \S+: called all_reduce \d+ of world "
     r"\(float64\[12\]\), where a step before it was float64\[4\]; .*",
 }
 
