@@ -65,6 +65,8 @@ class Checkpoints:
         self.last_failed = False
         self.number = 0
         self.said: set[str] = set()
+        self.lines: tuple[str, ...] = ()  # those of the manifest that the run goes on from
+        self.waiting: Callable[[], tuple[str, ...]] = tuple  # gives those of the next one
         self.device = torch.device("cpu")  # the trainer's, as soon as there is one
 
     @property
@@ -90,7 +92,7 @@ class Checkpoints:
             manifest = self._load(trainer, self.run_dir / CHECKPOINTS / name)
             if manifest is not None:
                 trainer.restore(manifest.progress)
-                self.saved_step = manifest.step
+                self.saved_step, self.lines = manifest.step, manifest.lines
                 first_step = manifest.step + 1
                 break
         else:
@@ -271,6 +273,7 @@ class Checkpoints:
             saved_at="",
             versions=versions(),
             files=(),
+            lines=self.waiting(),
         )
 
     def _word_of_first_rank(self, make: Callable[[], Any]) -> Any:

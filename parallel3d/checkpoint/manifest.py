@@ -97,6 +97,7 @@ class Manifest:
         data: fingerprint of the training text and its tokens; empty if the caller had own samples.
         saved_at: ISO 8601, UTC. versions: of parallel3d and torch.
         files: one for each rank that had something to write.
+        lines: of metrics.jsonl, which its disk had not taken by then.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Manifest:
     saved_at: str
     versions: dict[str, str]
     files: tuple[FileDigest, ...]
+    lines: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -194,7 +196,10 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"{file.name!r} is no file of a checkpoint")
         if not _is_count(file.size) or not isinstance(file.header, str):
             raise ValueError(f"{file.name} has no size or no digest")
-    manifest = Manifest(**content, files=files)
+    lines = tuple(content.pop("lines", ()))
+    if not all(isinstance(line, str) for line in lines):
+        raise ValueError("lines are no text")
+    manifest = Manifest(**content, files=files, lines=lines)
     progress, config, data = manifest.progress, manifest.config, manifest.data
     for name in _COUNTS:
         if not _is_count(progress[name]):

@@ -75,7 +75,8 @@ def train(config: Config, worker: Worker) -> None:
         worker.watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
-            recorder.start(header_facts(config, corpus, device))
+            recorder.start(header_facts(config, corpus, device), checkpoints.lines)
+            checkpoints.waiting = recorder.waiting
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         said = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -147,8 +148,6 @@ def run_steps(
         health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
         checkpoints.after_step(trainer)
-        if recorder is not None:
-            recorder.checkpoint(checkpoints.saved_step)
         if result.stop and step < settings.steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:

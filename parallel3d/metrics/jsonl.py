@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -43,10 +43,12 @@ class MetricsFile:
 
     Lines of `first_step` and later, and a last line torn by a crash, belong to steps that will run
     again. They are not lost: the file as it was is kept beside, as `metrics.jsonl.1`, `.2`, …
-    Lines that are no rows go the same way, and are said.
+    Lines that are no rows go the same way, and are said; so are steps that have no line, which a
+    run that died before its disk took them leaves behind.
 
     A line that cannot be written, to a full disk, is said once and kept for the next try; no line
-    is ever torn.
+    is ever torn. What still waits when a checkpoint is made goes along with it (`waiting`), and
+    comes back as `waited`: a run that goes on has the lines of all steps before.
     """
 
     def __init__(
@@ -55,17 +57,24 @@ class MetricsFile:
         first_step: int = 1,
         seen: Callable[[dict[str, Any]], None] = lambda row: None,
         say: Callable[[str], None] = lambda sentence: None,
+        waited: Sequence[str] = (),
     ) -> None:
         """`seen` takes each line that stays, in order. Raises OSError."""
         self.path, self._say = path, say
-        _keep_before(path, first_step, seen, say)
+        late = _keep_before(path, first_step, seen, say, waited)
         appending = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.fdopen(no_link(path, appending), "ab", buffering=0)
         flush_folder(path.parent)
         self._size = os.fstat(self._file.fileno()).st_size
         self._unsure = False  # whether bytes of a write that failed may be in the file
-        self._waiting = bytearray()  # from the first byte on that is not in the file
+        self._begun = b""  # what the file has of a line whose rest waits
+        self._waiting = bytearray().join(late)  # from the first byte on that is not in the file
         self._said = False
+        self._try(self._drain)
+
+    def waiting(self) -> tuple[str, ...]:
+        """The lines that are not in the file, or not whole."""
+        return tuple((self._begun + self._waiting).decode().splitlines(keepends=True))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system: it survives SIGKILL."""
@@ -82,9 +91,9 @@ class MetricsFile:
         if self._file.closed:
             return
         self.flush()
-        self._file.close()
+        self._try(self._file.close)  # closed it is in any case
         if lost := self._waiting.count(b"\n"):
-            self._say(f"{lost} lines of {self.path} could not be written: they are lost")
+            self._say(f"{lost} lines of {self.path} could not be written")
 
     def _drain(self) -> None:
         if self._unsure:  # an error may be all that came back of a write that was done
@@ -100,6 +109,7 @@ class MetricsFile:
     def _took(self, count: int) -> None:
         """So many bytes are in the file now."""
         self._size += count
+        self._begun = (self._begun + self._waiting[:count]).rpartition(b"\n")[2]
         del self._waiting[:count]
 
     def _try(self, action: Callable[[], None]) -> None:
@@ -152,13 +162,29 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_before(
-    path: Path, first_step: int, seen: Callable[[dict[str, Any]], None], say: Callable[[str], None]
-) -> None:
-    """Drop the lines from `first_step` on, keeping a copy of the old file if there were any."""
+    path: Path,
+    first_step: int,
+    seen: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+    waited: Sequence[str],
+) -> list[bytes]:
+    """Drop the lines from `first_step` on, keeping a copy of the old file if there were any.
+
+    Returns those of `waited` that the file lacks: the last ones before the checkpoint.
+    """
+    late = [line.encode() for line in waited if _row(line.encode())]
+    last, gaps = 0, []  # steps without a line
+
+    def stays(row: dict[str, Any]) -> None:
+        nonlocal last, gaps
+        seen(row)
+        gaps += _between(last, row["step"])
+        last = max(last, row["step"])
+
     try:
         file = os.fdopen(no_link(path, os.O_RDONLY), "rb")
     except FileNotFoundError:
-        return
+        return late
     with file:
         kept: list[list[int]] = []  # begin and end of the parts that stay, in bytes
         damaged = end = 0
@@ -169,16 +195,32 @@ def _keep_before(
             # Before the first step there may be an evaluation at step 0: a fresh start repeats it.
             if row is None or first_step == 1 or row["step"] >= first_step:
                 continue
-            seen(row)
+            stays(row)
+            if line in late:
+                late.remove(line)
             if kept and kept[-1][1] == begin:
                 kept[-1][1] = end
             else:
                 kept.append([begin, end])
+        for line in late:
+            stays(_row(line))
+        gaps += _between(last, first_step)
+        if gaps:
+            lost = "an earlier start could not write it"
+            say(f"{path} has no line of step {', '.join(gaps)}: {lost}")
         if kept == [[0, end]] or end == 0:
-            return
+            return late
         old = _put_aside(file, kept, path)
     if damaged:
         say(f"{path} had {damaged} damaged lines: they are left out, {old.name} has all of it")
+    return late
+
+
+def _between(last: int, step: int) -> list[str]:
+    """The steps after `last` and before `step`, as one says them."""
+    if step <= last + 1:
+        return []
+    return [f"{last + 1}" if step == last + 2 else f"{last + 1} to {step - 1}"]
 
 
 def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:

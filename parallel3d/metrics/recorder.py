@@ -64,6 +64,7 @@ class Recorder:
         self._config = config
         self._run_dir = run_dir
         self._world_size = world_size
+        self._step_tokens = config.global_batch_size * config.model.seq_length
         self._flops_per_token = flops_per_token
         self._peak = peak
         self._first_step = first_step
@@ -75,26 +76,24 @@ class Recorder:
         self._evaluations: list[Evaluation] = []
         self._last: StepRecord | None = None
         self._skipped = 0
-        self._flushed = first_step - 1  # the checkpoint up to whose step metrics.jsonl is flushed
         self._ranks: Sequence[RankTimes] = ()
         self._memory: Sequence[Memory] = ()
         self._started_at: str | None = None
         self._error: str | None = None
         self._summary: dict[str, Any] | None = None
 
-    def start(self, facts: Mapping[str, str]) -> None:
+    def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
         """Open everything and print the header.
 
         `facts` are lines of the header, label to text. They replace those that the configuration
         gives ("model", "layout", "batch", "data", "precision", "device", "peak per rank") or
-        follow them.
+        follow them. `waited`: the `waiting` lines of the start before, from its checkpoint.
         """
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
-        per_step = self._config.global_batch_size * self._config.model.seq_length
-        self._tokens = (self._first_step - 1) * per_step
+        self._tokens = (self._first_step - 1) * self._step_tokens
         try:
-            file = MetricsFile(path, self._first_step, self._recall, self._say)
+            file = MetricsFile(path, self._first_step, self._recall, self._say, waited)
         except OSError as error:
             raise UserError(
                 f"run={self._config.run}: {path} cannot be written ({error.strerror}): make room "
@@ -177,14 +176,13 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens)
 
-    def checkpoint(self, step: int) -> None:
-        """Call after every step with the newest checkpoint's, also if it is still being written.
+    def waiting(self) -> tuple[str, ...]:
+        """Flushes metrics.jsonl to the disk; what that does not take a checkpoint must carry.
 
-        What the run has computed until then must be on the disk as well.
+        Whenever the run dies, the lines up to its newest checkpoint are there or in it.
         """
-        if step != self._flushed:
-            self._flushed = step
-            self._metrics.flush()
+        self._metrics.flush()
+        return self._metrics.waiting()
 
     def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[Memory] = ()) -> None:
         """What the steps went into, of every rank: for the summary, its panel and breakdown.svg.
@@ -239,7 +237,7 @@ class Recorder:
         """Take up the curve, evaluations and token count of the sessions before this one."""
         if not is_whole(row):
             return
-        self._tokens = row["tokens"]
+        self._tokens = row["tokens"] + (self._first_step - 1 - row["step"]) * self._step_tokens
         if "eval_loss" in row:
             self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
             return

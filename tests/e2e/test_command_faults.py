@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,36 @@ from tests.e2e.command import ROOT
 
 PAIRS, BLOCKS, CUTS = 6, 1, 1
 SCENARIOS = ("a new run", "goes on, settings changed")
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+from benchmarks.command_cases import SETTINGS
+from parallel3d.cli.command_line import main
+from tests.tools.failing_files import FailingFiles, Fault
+
+ill = [("write", 2)] if sys.argv[1] == "ill" else []
+with FailingFiles(Path("runs/run/metrics.jsonl").absolute(), Fault("EIO", "kind"), *ill):
+    sys.exit(main(["train", "run=run", "runs_dir=runs", *SETTINGS, *sys.argv[2:]]))
+"""
+
+
+def test_lines_that_the_disk_did_not_take_come_back_with_the_checkpoint(tmp_path: Path) -> None:
+    for disk, steps, found in (("ill", 4, [1, 2]), ("well", 6, [1, 2, 3, 3, 4, 4, 5, 6, 6])):
+        ended = subprocess.run(
+            [sys.executable, "-c", TRAIN, disk, f"train.steps={steps}"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+        lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == found  # evaluations after 3, 4, 6
+        lost = "4 lines of runs/run/metrics.jsonl could not be written"
+        assert (lost in ended.stdout) == (disk == "ill")
 
 
 def test_command_on_an_ill_disk_loses_nothing_and_ends_with_a_sentence(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.metrics.jsonl import MetricsFile, finite, read_metrics, value, write_json
+from tests.tools.failing_files import FailingFiles, Fault
 
 
 def test_every_line_survives_sigkill(tmp_path: Path) -> None:
@@ -175,12 +176,12 @@ def test_c12_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str)
     path.write_bytes(before)
     said: list[str] = []
     stay: list[dict] = []
-    MetricsFile(path, 9, stay.append, said.append).close()
+    MetricsFile(path, 4, stay.append, said.append).close()
     assert [row["step"] for row in stay] == [1, 2, 3]
     assert path.read_bytes() == rows(1, 2, 3)
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == before
     assert len(said) == 1 and "had 2 damaged lines" in said[0] and "metrics.jsonl.1" in said[0]
-    MetricsFile(path, 9, say=pytest.fail).close()
+    MetricsFile(path, 4, say=pytest.fail).close()
 
 
 def test_c11_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
@@ -243,3 +244,51 @@ def test_c3_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
         for step in (1, 2):
             file.write({"step": step})
     assert len(said) == 2 and said[1].startswith("2 lines of ")
+
+
+@pytest.mark.parametrize(
+    ("there", "first_step", "gaps"),
+    [((1, 2, 3), 5, "4"), ((2, 2, 6), 10, "1, 3 to 5, 7 to 9"), ((), 3, "1 to 2")],
+)
+def test_steps_without_a_line_are_said_at_each_going_on(
+    tmp_path: Path, there: tuple[int, ...], first_step: int, gaps: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(rows(*there))
+    for _ in range(2):
+        said: list[str] = []
+        MetricsFile(path, first_step, say=said.append).close()
+        assert len(said) == 1 and f"{path} has no line of step {gaps}: " in said[0]
+
+
+def test_lines_that_are_lost_are_counted_though_the_file_cannot_be_closed(tmp_path: Path) -> None:
+    said: list[str] = []
+    fault, path = Fault("ESTALE", "all"), tmp_path / "metrics.jsonl"
+    with (
+        FailingFiles(tmp_path, fault, ("write", 0)) as calls,
+        MetricsFile(path, say=said.append) as file,
+    ):
+        file.write({"step": 1})
+    assert calls.counts["close"] >= 1
+    assert len(said) == 2 and said[1].startswith("1 lines of ")
+
+
+@limits_are_lifted()
+def test_lines_that_waited_come_back_once_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    limited(40)  # in the middle of the second line
+    for step in (1, 2, 3):
+        file.write({"step": step, "tokens": 10 * step})
+    waited = file.waiting()
+    limited(None)
+    assert waited == tuple(rows(2, 3).decode().splitlines(keepends=True))
+    torn = path.read_bytes()
+    file.write({"step": 4, "tokens": 40})
+    assert file.waiting() == ()
+    for there in (torn, path.read_bytes(), rows(1)):
+        path.write_bytes(there)
+        stay: list[dict] = []
+        MetricsFile(path, 4, stay.append, pytest.fail, waited).close()
+        assert path.read_bytes() == rows(1, 2, 3)
+        assert [row["step"] for row in stay] == [1, 2, 3]

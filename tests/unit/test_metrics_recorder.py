@@ -10,15 +10,13 @@ import os
 import statistics
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
 from parallel3d.comm.clock import KINDS
-from parallel3d.commands import train
-from parallel3d.config.schema import Config, ModelConfig, TrainConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.jsonl import read_metrics
@@ -29,8 +27,8 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.records import StepRecord
 from parallel3d.sizes.flops import parameter_count
 from parallel3d.topology.layout import Layout
-from parallel3d.trainer import StepResult
 from tests.pace import pace
+from tests.tools.failing_files import FailingFiles, Fault
 
 STEP_KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s"]
 PEAK = Peak(1e9, "a datasheet")
@@ -173,6 +171,18 @@ def test_resume_continues_tokens_curve_and_best_evaluation(tmp_path: Path) -> No
     assert steps == [1, 2, 3, 4]
     assert summary["tokens"] == 4 * 4096
     assert (summary["best_eval_loss"], summary["eval_loss"]) == (1.0, 2.0)
+
+
+def test_a_step_without_a_line_counts_its_tokens_all_the_same(tmp_path: Path) -> None:
+    first, _ = make_recorder(tmp_path, make_config(4))
+    with first:
+        first.start({})
+        run_steps(first, 1, 2)
+    second, _ = make_recorder(tmp_path, make_config(4), first_step=4)
+    with second:
+        second.start({})
+        run_steps(second, 4, 4)
+        assert second.finish()["tokens"] == 4 * 4096
 
 
 def test_without_a_terminal_only_plain_lines_at_the_asked_steps(tmp_path: Path) -> None:
@@ -378,36 +388,17 @@ def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
     assert "memory" not in screen.getvalue()
 
 
-def test_b3_lines_are_flushed_to_the_disk_at_each_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[int] = []
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("/metrics.jsonl"):
-            flushed.append(len(read_metrics(tmp_path / "metrics.jsonl")))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    recorder, _ = make_recorder(tmp_path, make_config(5))
-    with recorder:
+def test_b3_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path: Path) -> None:
+    fault, path = Fault("EIO", "kind"), tmp_path / "metrics.jsonl"
+    with FailingFiles(path, fault, ("write", 3)) as calls:
+        recorder, _ = make_recorder(tmp_path, make_config(5))
         recorder.start({})
-        for step, newest in enumerate((0, 2, 2, 4, 4), start=1):
-            run_steps(recorder, step, step)
-            recorder.checkpoint(newest)
-        assert flushed == [2, 4]
-
-
-def test_b3_the_training_loop_tells_the_recorder_of_checkpoints() -> None:
-    recorder, checkpoints, trainer = Mock(), Mock(saved_step=2), Mock(steps_done=2)
-    trainer.config.train = TrainConfig(steps=3, eval_batches=0)
-    trainer.train_step.return_value = StepResult(3, 1.0, 1.0, 1.0, 1, False, False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Health", Mock())
-        patch.setattr(train, "peak_memory", Mock())
-        train.run_steps(trainer, Mock(), recorder, checkpoints)
-    recorder.checkpoint.assert_called_once_with(2)
+        run_steps(recorder, 1, 3)
+        assert calls.counts["fsync"] == 0
+        assert recorder.waiting() == ()
+        assert calls.counts["fsync"] == 1
+        run_steps(recorder, 4, 5)
+        assert [json.loads(line)["step"] for line in recorder.waiting()] == [4, 5]
 
 
 def test_c3_a_full_disk_at_the_end_is_said_and_no_failure(tmp_path: Path) -> None:
@@ -439,4 +430,4 @@ def test_c12_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
         recorder.start({})
         run_steps(recorder, 3, 3)
         summary = recorder.finish()
-    assert (summary["tokens"], summary["eval_loss"]) == (2 * 4096, None)
+    assert (summary["tokens"], summary["eval_loss"]) == (3 * 4096, None)
