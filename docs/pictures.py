@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from parallel3d.cli import command_line
-from parallel3d.pipeline.render import render_svg
-from parallel3d.pipeline.schedule import schedule
-from parallel3d.pipeline.simulate import simulate
+from parallel3d.schedules.render import render_svg
+from parallel3d.schedules.schedule import schedule
+from parallel3d.schedules.simulate import simulate
 from parallel3d.topology.layout import Coordinates, Layout
 
 HERE = Path(__file__).resolve().parent

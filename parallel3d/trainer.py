@@ -46,7 +46,7 @@ from parallel3d.parameters.pieces import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.schedule import schedule
+from parallel3d.schedules.schedule import schedule
 from parallel3d.sizes.stages import layers_of_stages
 
 log = logging.getLogger(__name__)

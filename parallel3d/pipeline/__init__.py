@@ -1,1 +1,1 @@
-"""Schedules as data, their checker, clock and pictures; one executor."""
+"""Runs pipeline schedules: stages send to each other, one executor."""

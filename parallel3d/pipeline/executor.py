@@ -20,7 +20,8 @@ from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.models.transformer import Stage
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Transfer, post
-from parallel3d.pipeline.schedule import Action, Kind, Step, add_communication
+from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.messages import add_communication
 
 Loader = Callable[[int], MicroBatch]
 

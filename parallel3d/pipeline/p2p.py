@@ -13,7 +13,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import noted_message
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.actions import Action, Kind
 
 
 @dataclass

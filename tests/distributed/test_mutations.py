@@ -24,7 +24,7 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer, Piece
 from parallel3d.parameters.segments import Segment
 from parallel3d.pipeline.executor import Executor, Loader
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases

@@ -10,7 +10,7 @@ from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline import floors
 from parallel3d.pipeline.p2p import post
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.actions import Action, Kind
 
 PP = Group("pp", (3, 7, 11), 1, None)
 

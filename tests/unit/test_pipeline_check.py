@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from parallel3d.pipeline.check import ScheduleError, check
-from parallel3d.pipeline.schedule import SCHEDULES, Action, Kind, Plan, Step, schedule
+from parallel3d.schedules.actions import Action, Kind, Plan, Step
+from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.schedule import SCHEDULES, schedule
 from tests.pace import cpu_pace
 
 

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.pipeline.render import render_svg, render_text
-from parallel3d.pipeline.schedule import SCHEDULES, schedule
-from parallel3d.pipeline.simulate import simulate
+from parallel3d.schedules.render import render_svg, render_text
+from parallel3d.schedules.schedule import SCHEDULES, schedule
+from parallel3d.schedules.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,15 +9,9 @@ from itertools import pairwise
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.pipeline.schedule import (
-    SCHEDULES,
-    Action,
-    Kind,
-    Plan,
-    add_communication,
-    compute_order,
-    schedule,
-)
+from parallel3d.schedules.actions import Action, Kind, Plan
+from parallel3d.schedules.messages import add_communication
+from parallel3d.schedules.schedule import SCHEDULES, compute_order, schedule
 
 
 def words(steps: list) -> str:
@@ -34,7 +28,7 @@ def test_action_text_round_trip() -> None:
                 action = Action(kind, microbatch, chunk)
                 assert Action.parse(str(action)) == action
     compact = [str(Action(kind, number)) for number, kind in enumerate(Kind)]
-    assert compact == ["F0", "B1", "SF2", "RF3", "SB4", "RB5"]
+    assert compact == ["F0", "B1", "I2", "W3", "SF4", "RF5", "SB6", "RB7"]
     assert str(Action(Kind.F, 3, 1)) == "F3.1"
 
 
@@ -115,20 +109,15 @@ def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4)])
 def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
-    with pytest.raises(ValueError, match="needs a stage and a micro-batch"):
+    with pytest.raises(ValueError, match="needs a rank, a chunk and a micro-batch"):
         schedule("gpipe", stages, microbatches)
-
-
-def test_chunks_are_refused_by_the_lowering() -> None:
-    with pytest.raises(ValueError, match="rank 1 has several chunks"):
-        add_communication([[Action(Kind.F, 0)], [Action(Kind.F, 0, chunk=1)]])
 
 
 def test_pipeline_plans_need_no_torch() -> None:
     code = (
         "import sys\n"
         "from parallel3d.sizes import balance\n"
-        "from parallel3d.pipeline import check, render, schedule, simulate\n"
+        "from parallel3d.schedules import check, render, schedule, simulate\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

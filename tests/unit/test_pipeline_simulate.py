@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.pipeline.check import ScheduleError
-from parallel3d.pipeline.schedule import SCHEDULES, Action, Kind, compute_order, schedule
-from parallel3d.pipeline.simulate import Timeline, simulate
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.check import ScheduleError
+from parallel3d.schedules.schedule import SCHEDULES, compute_order, schedule
+from parallel3d.schedules.simulate import Timeline, simulate
 
 
 def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:

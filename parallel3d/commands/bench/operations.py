@@ -20,7 +20,7 @@ from parallel3d.comm.group_options import GLOO_ON
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import post
-from parallel3d.pipeline.schedule import Action, Kind
+from parallel3d.schedules.actions import Action, Kind
 
 PERIOD = 251
 ITEM = 4  # bytes of an fp32

@@ -19,10 +19,10 @@ from parallel3d.commands.dryrun.roofline import Gpu
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.pipeline.schedule import schedule
 from parallel3d.pretend import enable
 from parallel3d.pretend.device import TYPE
 from parallel3d.pretend.machine import Machine
+from parallel3d.schedules.schedule import schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import Placement

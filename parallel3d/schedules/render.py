@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from parallel3d.pipeline.schedule import Kind, Step
-from parallel3d.pipeline.simulate import Span, Timeline, simulate
+from parallel3d.schedules.actions import Kind, Step
+from parallel3d.schedules.simulate import Span, Timeline, simulate
 
 _FILL = {Kind.F: "─", Kind.B: "━"}
 _IDLE = "·"

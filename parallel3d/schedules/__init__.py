@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: their forms, checker, clock, search, tables and pictures; no process."""

@@ -1,0 +1,110 @@
+"""V-Half: a pattern that every micro-batch repeats, chosen for the little memory that it takes.
+
+Qi et al. 2024 (arXiv:2405.15362): where F, I and W take the same time, a rank of two chunks spends
+six units of it on a micro-batch. If the six actions of one micro-batch start at times that differ
+by no multiple of six on any rank, all other micro-batches can follow it, six units apart, with
+nothing idle; and what a rank holds is how long it holds each chunk, over six.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import NamedTuple
+
+from parallel3d.schedules.actions import Kind, Orders, action
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.simulate import Costs, clock
+
+PERIOD = 6
+HALF = 0.6  # of 1F1B's peak: what a pattern may hold and still go by its name
+# Units from a stage to the next one: forward down and up the V, backward down and up it. Two
+# passes in opposite directions must not meet: their sum has a divisor of the period in common.
+PACES = ((1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1))
+TRIED = 8  # patterns, the shortest of those that hold little, whose step is timed
+_PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
+
+
+class _Pattern(NamedTuple):
+    """Starts of the first micro-batch's six actions on each rank, in the order of _PASSES."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def length(self) -> int:
+        return max(map(max, self.rows))
+
+    @property
+    def peak(self) -> int:
+        """The most chunk-activations that a rank holds once all follow each other."""
+        return max(
+            sum(
+                (time - row[f]) // PERIOD - (time - row[w] - 1) // PERIOD
+                for f, w in ((0, 5), (1, 4))
+            )
+            for row in self.rows
+            for time in row
+        )
+
+
+def v_half(ranks: int, microbatches: int) -> Orders:
+    """V-Half: about half of 1F1B's activations for about half of its bubble, two chunks as a V.
+
+    On two ranks it holds 3/4 of them, on three 2/3: no pattern has less.
+    """
+    return _orders(_pattern(ranks), microbatches)
+
+
+def _orders(pattern: _Pattern, microbatches: int) -> Orders:
+    """What the micro-batches do when each starts a period after the one before, in order."""
+    return [
+        [
+            action(kind, m, chunk)
+            for _, m, kind, chunk in sorted(
+                (start + PERIOD * m, m, kind, chunk)
+                for start, (kind, chunk) in zip(row, _PASSES, strict=True)
+                for m in range(microbatches)
+            )
+        ]
+        for row in pattern.rows
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(ranks: int) -> _Pattern:
+    """Of the patterns that hold HALF of 1F1B's peak, or else the least, the fastest."""
+    found = []
+    for paces in PACES:
+        for turns in product(range(1, PERIOD + 1), repeat=3):
+            pattern = _made(ranks, paces, turns)
+            if pattern is not None:
+                over = max(pattern.peak - int(HALF * 2 * ranks), 0)
+                found.append((over, pattern.length, pattern.peak, pattern))
+    placement = Placement(ranks, 2, "v")
+    costs = Costs.even(placement)
+
+    def seconds(choice: tuple[int, int, int, _Pattern]) -> tuple[int, float]:
+        _, ends = clock(_orders(choice[-1], 2 * ranks), placement, costs)
+        return choice[0], max(end[-1] for end in ends)
+
+    return min(sorted(found)[:TRIED], key=seconds)[-1]
+
+
+def _made(ranks: int, paces: tuple[int, ...], turns: tuple[int, ...]) -> _Pattern | None:
+    """The pattern of these paces and of these times at the three turns; None if actions meet."""
+    last = ranks - 1
+    begin = [0]
+    for pace, turn in zip(paces, turns, strict=False):
+        begin.append(begin[-1] + last * pace + turn)
+    rows = []
+    for rank in range(ranks):
+        row = [begin[leg] + paces[leg] * (last - rank if leg % 2 else rank) for leg in range(4)]
+        taken = {start % PERIOD for start in row}
+        if len(taken) < 4:
+            return None
+        for after in (row[2], row[3]):
+            start = next(t for t in range(after + 1, after + PERIOD) if t % PERIOD not in taken)
+            taken.add(start % PERIOD)
+            row.append(start)
+        rows.append(tuple(row))
+    return _Pattern(tuple(rows))

@@ -1,0 +1,183 @@
+"""The schedule that the clock would choose, for given costs, hops and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from parallel3d.errors import UserError
+from parallel3d.schedules.actions import Kind, Orders
+from parallel3d.schedules.listed import Rule, list_schedule
+from parallel3d.schedules.orders import interleaved_zero_bubble
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.simulate import Costs, clock
+
+WORK = 1_500_000  # actions that the search may place: some seconds
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule with what it costs: the step beyond its busiest rank's compute, the idle share of
+    all ranks, and the peak of live activations as a fraction of 1F1B's."""
+
+    schedule: Schedule
+    seconds: float
+    overhead: float
+    bubble: float
+    peak_live: float
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes per micro-batch: seconds of all its layers, spread over its chunks."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    hop: float = 0.0
+
+    def costs(self, placement: Placement) -> Costs:
+        return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
+
+
+def measure(schedule: Schedule, work: Work) -> Choice:
+    """Time a schedule and count its activations. Raises ScheduleError for what can never run."""
+    costs = work.costs(schedule.placement)
+    _, ends = clock(schedule.orders, schedule.placement, costs)
+    seconds = max(end[-1] for end in ends)
+    busy = (work.forward + work.input + work.weight) * schedule.microbatches
+    ranks, chunks = schedule.placement.ranks, schedule.placement.chunks
+    most = min(ranks, schedule.microbatches) * chunks
+    return Choice(
+        schedule, seconds, seconds / busy - 1, 1 - busy / seconds, peak_live(schedule.orders) / most
+    )
+
+
+def peak_live(orders: Orders) -> int:
+    """The most chunk-activations that a rank holds at once, from F to the end of B or W."""
+    most = 0
+    for order in orders:
+        live = 0
+        for step in order:
+            if step.kind == Kind.F:
+                live += 1
+                most = max(most, live)
+            elif step.kind != Kind.I:
+                live -= 1
+    return most
+
+
+def fixed_forms(ranks: int, microbatches: int, chunks: int) -> list[Schedule]:
+    """Every schedule with a name, each with the chunks that it can have of `chunks`."""
+    found = []
+    for name in FORMS:
+        if name in V_SHAPED:
+            found.append(make(name, ranks, microbatches, 2))
+        elif name not in LOOPED:
+            found.append(make(name, ranks, microbatches))
+        elif chunks > 1:
+            found.append(make(name, ranks, microbatches, chunks))
+    return found
+
+
+def choose(
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    work: Work,
+    memory: float = 1.0,
+    forms: Sequence[Choice] | None = None,
+) -> Choice:
+    """The fastest on the clock that holds at most `memory` times 1F1B's peak of activations.
+
+    Tried: all fixed forms (`forms`, where they have been measured), and list schedules of up to
+    `chunks` chunks per rank. Of equals the one that holds less, then the simpler one: so it is at
+    least as good as each of them. `why` says what it beats.
+
+    Raises UserError where the cap is below one micro-batch.
+    """
+    if memory * min(ranks, microbatches) < 1 - SAME:
+        raise UserError(
+            f"schedule.memory={memory:g} of 1F1B's {min(ranks, microbatches)} micro-batches is "
+            "less than one, and a rank has to hold one; the nearest is "
+            f"schedule.memory={_rounded_up(1 / min(ranks, microbatches)):g}."
+        )
+    if forms is None:
+        forms = [measure(form, work) for form in fixed_forms(ranks, microbatches, chunks)]
+    fitting = [form for form in forms if form.peak_live <= memory + SAME]
+    fitting.sort(key=_merit)
+    found = [measure(s, work) for s in _lists(ranks, microbatches, chunks, work, memory)]
+    found = [choice for choice in found if choice.peak_live <= memory + SAME]
+    best = min([*fitting, *found], key=_merit, default=None)
+    if best is None:
+        raise UserError(
+            f"schedule.memory={memory:g}: no schedule of pp={ranks} and num_microbatches="
+            f"{microbatches} holds as little; the nearest is schedule.memory=1."
+        )
+    return Choice(best.schedule, *_figures(best), why=_why(best, fitting, memory))
+
+
+def _rounded_up(value: float) -> float:
+    return -(-value * 1000 // 1) / 1000
+
+
+def _figures(choice: Choice) -> tuple[float, float, float, float]:
+    return choice.seconds, choice.overhead, choice.bubble, choice.peak_live
+
+
+def _merit(choice: Choice) -> tuple[float, float, int]:
+    return round(choice.seconds, 9), choice.peak_live, choice.schedule.placement.chunks
+
+
+def _why(best: Choice, fitting: Sequence[Choice], memory: float) -> str:
+    def said(choice: Choice) -> str:
+        return f"{choice.schedule.name} ({choice.overhead:.1%})"
+
+    others = [form for form in fitting if form.schedule != best.schedule][:2]
+    placed = best.schedule.placement
+    kind = (
+        f"a list schedule of {placed.chunks} chunks" if best.schedule.name == "auto"
+        else best.schedule.name
+    )  # fmt: skip
+    held = f"at most {memory:g} of 1F1B's activations"
+    beaten = f"; next {' and '.join(map(said, others))}" if others else ""
+    return f"{kind}: {best.overhead:.1%} over compute with {held}{beaten}"
+
+
+def _lists(
+    ranks: int, microbatches: int, chunks: int, work: Work, memory: float
+) -> Iterator[Schedule]:
+    """List schedules over interleaved orders: several chunks, groups and rules, the likeliest
+    first, until WORK is done."""
+    left = WORK
+    for patience, alternates, slope, group, count in product(
+        (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), _group_sizes(ranks, microbatches, memory),
+        _chunk_counts(chunks),
+    ):  # fmt: skip
+        actions = 3 * ranks * count * microbatches
+        if left < actions:
+            return
+        left -= actions
+        placement = Placement(ranks, count)
+        most = int(memory * min(ranks, microbatches) * count + SAME)
+        caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
+        base = interleaved_zero_bubble(ranks, count, microbatches, group)
+        rule = Rule(caps, patience, alternates)
+        orders = list_schedule(base, placement, work.costs(placement), rule)
+        if orders is not None:
+            yield Schedule("auto", placement, microbatches, orders)
+
+
+def _chunk_counts(chunks: int) -> list[int]:
+    """`chunks` first, then fewer; of many a few."""
+    return sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
+
+
+def _group_sizes(ranks: int, microbatches: int, memory: float) -> list[int]:
+    """The ranks' number, and somewhat more where memory allows: longer groups bridge slow hops."""
+    sizes = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
+    return sorted({min(size, microbatches) for size in sizes})

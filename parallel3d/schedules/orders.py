@@ -1,0 +1,149 @@
+"""The schedules that are known by name, as each rank's order of computation, without messages.
+
+GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B and its interleaved form: Narayanan et al. 2021,
+section 2.2 (arXiv:2104.04473; 1F1B first as PipeDream-Flush, arXiv:2006.09503). ZB-H1 and ZB-V:
+Qi et al. 2023, sections 2.2 and 6 (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from parallel3d.schedules.actions import Action, Kind, Orders, action
+
+
+def gpipe(ranks: int, microbatches: int) -> Orders:
+    """All forwards, then all backwards, first micro-batch first.
+
+    Last-in-first-out backwards would free no more memory: every stage holds all micro-batches at
+    its peak and frees one per backward in either order. In the forward's order, gradients are
+    summed in the same order as under 1F1B and on a single process, so the sums are bit-identical,
+    and the last backward is the last micro-batch's everywhere, where gradient reduction starts.
+    """
+    forwards = [action(Kind.F, m) for m in range(microbatches)]
+    backwards = [action(Kind.B, m) for m in range(microbatches)]
+    return [forwards + backwards for _ in range(ranks)]
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Orders:
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+
+    A stage never holds more than ranks - rank micro-batches: just as many as it needs to stay busy
+    until the first gradient comes back.
+    """
+    return [
+        _in_turn(_forwards([microbatches], 1), _backwards(Kind.B, [microbatches], 1), warmup)
+        for warmup in reversed(range(ranks))
+    ]
+
+
+def interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
+    """1F1B over chunks: a group of micro-batches passes a chunk before any enters the next one.
+
+    The groups have `ranks` micro-batches where these divide the micro-batches, else up to twice as
+    many, as even as can be; there may be fewer micro-batches than ranks. The warm-up is as long as
+    the way of the first group to the last stage and of its gradient back.
+    """
+    groups = _groups(ranks, microbatches)
+    return [
+        _in_turn(
+            _forwards(groups, chunks),
+            _backwards(Kind.B, groups, chunks),
+            (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def interleaved_zero_bubble(
+    ranks: int, chunks: int, microbatches: int, group: int | None = None
+) -> Orders:
+    """ZB-H1, over chunks as `interleaved`: half its way back to the first gradient, W at the end.
+
+    Only the gradients of inputs have to travel back before a rank can go on, so that the warm-up
+    counts a rank's distance from the last one once. Rank r puts its first r gradients of weights
+    off to the end, where they fill what would be idle; it holds no more than 1F1B's first rank.
+    Groups of `group` instead of `ranks` micro-batches hold more and need less where hops are slow.
+    """
+    groups = _groups(group or ranks, microbatches)
+    orders = []
+    for rank in range(ranks):
+        warmup = (chunks - 1) * groups[0] + ranks - 1 - rank
+        backwards = _backwards(Kind.I, groups, chunks)
+        weights = iter(_backwards(Kind.W, groups, chunks))
+        order: list[Action] = []
+        inputs_done = 0
+        for step in _in_turn(_forwards(groups, chunks), backwards, warmup):
+            order.append(step)
+            inputs_done += step.kind == Kind.I
+            if step.kind == Kind.I and inputs_done > rank:
+                order.append(next(weights))
+        orders.append([*order, *weights])
+    return orders
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> Orders:
+    """ZB-V: two chunks a rank, placed as a V; no idle time in the middle where F = I = W.
+
+    Fewer micro-batches than 2 ranks - 1 take the order of that many with the rest left out.
+    """
+    return [
+        [step for step in _zbv_rank(ranks, rank, microbatches) if step.microbatch < microbatches]
+        for rank in range(ranks)
+    ]
+
+
+def _zbv_rank(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
+    """The order of one rank: "F0" below is the next forward of chunk 0, and so on."""
+    steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)  # rounds beyond the shortest step
+    below = ranks - rank
+    pattern = (
+        ["F0"] * (2 * below - 1)
+        + ["F1", "F0"] * rank
+        + ["F1", "I1", "W1"] * below
+        + ["F0", "I0", "W0", "F1", "I1", "W1"] * (steady + rank)
+        + ["I0", "W0", "F1", "I1", "W1"] * (below - 1)  # no forward of chunk 0 is left
+        + ["I0", "I1"] * rank
+        + ["I0", "W0"] * below
+    )
+    numbers = dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 0)
+    for word in pattern:
+        yield action(Kind(word[0]), numbers[word], int(word[1]))
+        numbers[word] += 1
+    for chunk in (1, 0):
+        for m in range(numbers[f"W{chunk}"], numbers[f"I{chunk}"]):
+            yield action(Kind.W, m, chunk)
+
+
+def _groups(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the groups that pass chunk by chunk: `ranks` each or a little more, the largest
+    first; one group of all where there are fewer micro-batches than ranks."""
+    count = max(1, microbatches // ranks)
+    size, more = divmod(microbatches, count)
+    return [size + 1] * more + [size] * (count - more)
+
+
+def _forwards(groups: Sequence[int], chunks: int) -> list[Action]:
+    return _by_group(Kind.F, groups, range(chunks))
+
+
+def _backwards(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
+    return _by_group(kind, groups, range(chunks - 1, -1, -1))
+
+
+def _by_group(kind: Kind, groups: Sequence[int], chunks: Sequence[int]) -> list[Action]:
+    order, first = [], 0
+    for size in groups:
+        for chunk in chunks:
+            order += [action(kind, m, chunk) for m in range(first, first + size)]
+        first += size
+    return order
+
+
+def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then a forward and a backward in turn, then the other backwards."""
+    ahead, backs = min(warmup, len(forwards)), iter(backwards)
+    order = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backs, strict=False):
+        order += (forward, backward)
+    return order + list(backs)

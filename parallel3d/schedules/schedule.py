@@ -1,0 +1,93 @@
+"""Schedules by name: the orders, where the stages lie, and the plan that an executor runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel3d.errors import UserError, nearest
+from parallel3d.schedules import orders
+from parallel3d.schedules.actions import Orders, Plan
+from parallel3d.schedules.blocks import v_half
+from parallel3d.schedules.messages import add_communication
+from parallel3d.schedules.placement import Placement
+
+ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
+LOOPED = ("interleaved", "interleaved_zb")
+V_SHAPED = ("zbv", "v_half")
+FORMS = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
+# What the executor runs today; all others can be made, checked, timed and drawn.
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank computes, in order, and which stages it holds."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    orders: Orders
+
+    def plan(self) -> Plan:
+        """The orders with their messages. Raises ScheduleError where ranks wait for each other."""
+        return add_communication(self.orders, self.placement)
+
+
+def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The schedule `name`, one of FORMS, on `ranks` ranks of `chunks` chunks.
+
+    Raises:
+        UserError: an unknown name, or a number of chunks that the schedule does not have.
+        ValueError: fewer than one rank, chunk or micro-batch.
+    """
+    if ranks < 1 or microbatches < 1 or chunks < 1:
+        raise ValueError(
+            f"a schedule needs a rank, a chunk and a micro-batch, not {ranks=}, {chunks=}, "
+            f"{microbatches=}"
+        )
+    if name not in FORMS:
+        choice = nearest(name, FORMS) or "1f1b"
+        raise UserError(
+            f"schedule={name} is not known: choose one of {', '.join(FORMS)} (nearest: {choice})."
+        )
+    check_chunks(name, chunks)
+    placement = Placement(ranks, chunks, "v" if name in V_SHAPED else "loop")
+    made: Orders
+    if name == "gpipe":
+        made = orders.gpipe(ranks, microbatches)
+    elif name == "1f1b":
+        made = orders.one_f_one_b(ranks, microbatches)
+    elif name == "interleaved":
+        made = orders.interleaved(ranks, chunks, microbatches)
+    elif name == "zbv":
+        made = orders.zero_bubble_v(ranks, microbatches)
+    elif name == "v_half":
+        made = v_half(ranks, microbatches)
+    else:  # zb_h1 is the interleaved form of one chunk
+        made = orders.interleaved_zero_bubble(ranks, chunks, microbatches)
+    return Schedule(name, placement, microbatches, made)
+
+
+def check_chunks(name: str, chunks: int) -> None:
+    """Refuse a number of chunks that the schedule `name` does not have; raises UserError."""
+    if name in V_SHAPED and chunks != 2:
+        raise UserError(
+            f"schedule={name} lays two chunks of each rank out as a V and needs vpp=2, not "
+            f"vpp={chunks}."
+        )
+    if name in ONE_CHUNK and chunks != 1:
+        other = "interleaved_zb" if name == "zb_h1" else "interleaved"
+        raise UserError(
+            f"schedule={name} has one chunk per rank, so vpp={chunks} does not fit it; the nearest "
+            f"is vpp=1, or schedule={other}."
+        )
+
+
+def compute_order(name: str, stages: int, microbatches: int) -> Orders:
+    """Every rank's order of a schedule with one chunk per rank. Raises as `make`."""
+    return make(name, stages, microbatches).orders
+
+
+def schedule(name: str, stages: int, microbatches: int) -> Plan:
+    """The whole plan of a schedule with one chunk per rank. Raises as `make`."""
+    return make(name, stages, microbatches).plan()
