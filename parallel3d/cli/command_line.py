@@ -48,10 +48,12 @@ from parallel3d.run.worker import APPS, run_here, run_joined
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Answered by this process alone: topology without torch, dryrun on a device that is not there.
+# Answered by this process alone: topology and schedule without torch, dryrun on a device that is
+# not there.
 TOPOLOGY = "topology"
+SCHEDULE = "schedule"
 DRYRUN = "dryrun"
-SUBCOMMANDS = (*APPS, TOPOLOGY, DRYRUN, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
+SUBCOMMANDS = (*APPS, TOPOLOGY, SCHEDULE, DRYRUN, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
 NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
@@ -157,6 +159,10 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             # Under srun every task gets here, and all know the same.
             first = place is None or place.rank == 0
             return topology(config, HydraConfig.get().overrides.task) if first else 0
+        if app == SCHEDULE:
+            from parallel3d.commands.schedule import schedule
+
+            return schedule(config) if place is None or place.rank == 0 else 0
         if app == DRYRUN:
             from parallel3d.commands.dryrun.command import dryrun
 

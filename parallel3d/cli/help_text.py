@@ -16,6 +16,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d train  [key=value …]   train a model (on this host, or under torchrun or srun)
   parallel3d verify [key=value …]   prove that the layout gives what one process gives
   parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
+  parallel3d schedule [key=value …] draw a pipeline schedule and compare all of them
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d generate run=… prompt=…   write text with what a run has learned
@@ -34,6 +35,7 @@ ABOUT = {
     "train": "train a model",
     "verify": "run this configuration as given and as one process, and compare",
     "topology": "map the layout onto a cluster, price its traffic and draw it",
+    "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, beside the model's price, "
@@ -51,12 +53,18 @@ DRYRUN_KEYS = (
     *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
     *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
 )
+SCHEDULE_KEYS = (
+    *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs", "schedule.hop"),
+    *("schedule.memory", "schedule.file", "schedule.svg", "schedule.csv", "schedule.json"),
+)
 MOST_USED = (
     *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),
     *("train.steps", "train.eval_every", "optim.lr", "optim.clip_grad"),
     *("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length"),
     *("data.path", "device", "seed", "run", "runs_dir"),
 )
+
+_KEYS = {"generate": GENERATE_KEYS, "dryrun": DRYRUN_KEYS, "schedule": SCHEDULE_KEYS}
 
 EXAMPLES = {
     "train": """\
@@ -73,6 +81,12 @@ EXAMPLES = {
         parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
         parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
         parallel3d topology cluster=slurm""",
+    "schedule": """\
+        parallel3d schedule pp=4 num_microbatches=8 schedule=zb_h1
+        parallel3d schedule pp=8 vpp=2 num_microbatches=32 schedule=zbv schedule.svg=zbv.svg
+        parallel3d schedule pp=8 vpp=4 num_microbatches=32 schedule=auto \\
+          schedule.costs=[1,1.2,0.8] schedule.hop=0.1 schedule.json=all.json
+        parallel3d schedule pp=3 num_microbatches=6 schedule=file schedule.file=my_schedule.csv""",
     "dryrun": """\
         parallel3d dryrun model=llama_1b precision=bf16 micro_batch_size=8 cluster=dgx_h200
         parallel3d dryrun model=llama3_70b tp=8 pp=4 dp=16 sp=true zero=1 precision=bf16 \\
@@ -102,7 +116,7 @@ def register(app: str) -> str:
 def _template(app: str) -> str:
     """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
     keys = all_keys()
-    most_used = {"generate": GENERATE_KEYS, "dryrun": DRYRUN_KEYS}.get(app, MOST_USED)
+    most_used = _KEYS.get(app, MOST_USED)
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)

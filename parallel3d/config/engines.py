@@ -159,12 +159,41 @@ class DryrunConfig:
 
 @dataclass
 class ScheduleConfig:
-    """The pipeline schedule: `schedule=1f1b` or `schedule=gpipe`."""
+    """The pipeline schedule, `schedule=1f1b`, and what `parallel3d schedule` shows of it."""
 
-    name: str = key("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved"))
+    name: str = key(
+        "1f1b",
+        "pipeline schedule; auto: the fastest on the clock, file: a table of one's own",
+        choices=(
+            *("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
+            *("auto", "file"),
+        ),
+    )
+    file: str | None = key(None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2")
     layers_per_stage: list[int] | None = key(  # noqa: RUF009
         None, "layers of each stage, e.g. [3,5]; null balances them by cost"
     )
+    num_microbatches: int | None = key(
+        None,
+        "parallel3d schedule: micro-batches of a step, typed num_microbatches; null: what "
+        "global_batch_size makes",
+        minimum=1,
+    )
+    costs: list[float] = key(  # noqa: RUF009
+        [1.0, 1.0, 1.0],
+        "parallel3d schedule: time of a micro-batch in all layers of one rank: forward, gradient "
+        "of the input, gradient of the weights",
+    )
+    hop: float = key(0.0, "parallel3d schedule: time of a message, in the unit of costs", minimum=0)
+    memory: float | None = key(
+        None,
+        "parallel3d schedule: activations that auto may hold, of 1F1B's peak; null: 1, and the "
+        "table shows what more would give",
+        above=0,
+    )
+    svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG")
+    csv: str | None = key(None, "parallel3d schedule: file for the schedule as a table of actions")
+    json: str | None = key(None, "parallel3d schedule: file for the table of all schedules as JSON")
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: their forms, checker, clock, search, tables and pictures; no process."""
+"""Pipeline schedules as data: forms, checker, clock, search, tables, pictures; no process."""

@@ -201,7 +201,8 @@ class _Rank:
     def _missing(self, kind: Kind, m: int, chunk: int) -> Action:
         """The backward that is missing goes by the name that its chunk's others have."""
         splits = any((chunk, other) not in self.whole for other in self.positions[Kind.I, chunk])
-        whole = kind in (Kind.I, Kind.W) and not splits and m not in self.positions[Kind.I, chunk]
+        halves = (self.positions[Kind.I, chunk], self.positions[Kind.W, chunk])
+        whole = kind in (Kind.I, Kind.W) and not splits and not any(m in half for half in halves)
         return Action(Kind.B if whole else kind, m, chunk)
 
     def check_order(self, microbatches: int) -> None:

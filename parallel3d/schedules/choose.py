@@ -14,7 +14,7 @@ from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, clock
 
-WORK = 1_500_000  # actions that the search may place: some seconds
+WORK = 600_000  # actions that the search may place: some seconds
 SAME = 1e-9
 
 

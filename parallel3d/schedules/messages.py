@@ -21,20 +21,22 @@ def add_communication(
     wait for ever once messages outgrow the transport's buffer. The first stage receives no
     activation and sends no gradient; the last one sends no activation and receives no gradient;
     what goes from a chunk to another one of its own rank is no message. No group is empty.
-    `placement` is one chunk per rank if left out.
 
-    A send stands after what made it. With one chunk and whole backwards, a receive stands before
-    what needs it. Otherwise that could block for ever: a message may be made long before it is
-    needed, and after another that is needed later. A receive then stands where the message comes
-    when every action takes a unit of time (`_receives_as_sent`).
+    A send stands after what made it. Without a `placement` there is one chunk per rank, and a
+    receive stands before what needs it: right for orders that need messages in the order in which
+    they are made. Any others, chunks above all, could so block for ever. With a `placement` a
+    receive stands where the message comes when every action takes a unit of time
+    (`_receives_as_sent`): whatever can run at all then runs with its messages too.
 
-    Raises ScheduleError for orders that wait for each other, several chunks or split backwards
-    given; without them the checker finds that.
+    Raises ScheduleError for orders that wait for each other, a `placement` given; without one the
+    checker finds that.
     """
-    placement = placement or Placement(len(compute))
-    if placement.chunks == 1 and not _splits_backward(compute):
-        receives = [[_received(step, rank, placement) for step in (*steps, None)]
-                    for rank, steps in enumerate(compute)]  # fmt: skip
+    if placement is None:
+        placement = Placement(len(compute))
+        receives = [
+            [_received(step, rank, placement) for step in (*steps, None)]
+            for rank, steps in enumerate(compute)
+        ]
     else:
         timeline = time_orders(compute, placement, Costs.even(placement))
         receives = _receives_as_sent(timeline, placement)
@@ -51,10 +53,6 @@ def add_communication(
                 steps.append(after)
         plan.append(steps)
     return plan
-
-
-def _splits_backward(compute: Sequence[Sequence[Action]]) -> bool:
-    return any(step.kind == Kind.W for steps in compute for step in steps)
 
 
 def _sent(done: Action | None, rank: int, placement: Placement) -> CommGroup:

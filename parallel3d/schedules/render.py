@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from parallel3d.schedules.actions import Kind, Step
+from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.simulate import Span, Timeline, simulate
 
-_FILL = {Kind.F: "─", Kind.B: "━"}
+_FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
 _IDLE = "·"
 _CUT = " … "
+_KINDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+}
 
 _FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
-# Blue and orange differ in lightness too: they stay apart in grey print and for colour-blind eyes.
-_COLOURS = {Kind.F: ("#2f6db3", "#ffffff"), Kind.B: ("#f5b041", "#222222")}  # box, its text
-_IDLE_COLOUR = "#e6e6e6"
-_LEGEND = (
-    (_COLOURS[Kind.F][0], "forward"),
-    (_COLOURS[Kind.B][0], "backward"),
-    (_IDLE_COLOUR, "idle"),
-)
+# Blue, orange and green differ in lightness too: they stay apart in grey print and for
+# colour-blind eyes. Boxes of later chunks are drawn towards the second colour.
+_COLOURS = {
+    Kind.F: ("#1f5a99", "#74a9dd"),
+    Kind.B: ("#f2a33a", "#f8cd8d"),
+    Kind.I: ("#f2a33a", "#f8cd8d"),
+    Kind.W: ("#a3d69b", "#cdeac8"),
+}
+_INK = {Kind.F: "#ffffff", Kind.B: "#222222", Kind.I: "#222222", Kind.W: "#222222"}
+_EMPTY, _EDGE, _WAY = "#ffffff", "#d5dae0", "#5c636a"
+_MOST_BOXES = 8000  # more are drawn as one shape for each colour of a rank, without tooltips
+_MOST_WAYS = 1500  # messages whose way is drawn
 
 
-def render_text(picture: Timeline | Sequence[Sequence[Step]], width: int | None = None) -> str:
+def render_text(
+    picture: Timeline | Sequence[Sequence[Step]], width: int | None = None, whole: bool = False
+) -> str:
     """A fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
 
-    A plan is timed first, with a backward twice as long as a forward. Boxes are drawn to scale, the
-    shortest just wide enough for its name. Pictures wider than `width` columns lose the middle of
-    the step, the same columns on every rank, and a box that is cut there loses its name.
+    I and W are the halves of a split backward, `F3.1` is of chunk 1. A plan is timed first, with a
+    backward twice as long as a forward. Boxes are drawn to scale, the shortest just wide enough for
+    its name. Pictures wider than `width` columns lose the middle of the step, the same columns on
+    every rank, and a box that is cut there loses its name. With `whole` they show all of the step
+    instead, a letter for what a rank does most of a column's time.
     """
     timeline = picture if isinstance(picture, Timeline) else simulate(picture, 1.0, 2.0)
     boxes = [span for spans in timeline.spans for span in spans]
@@ -36,13 +51,22 @@ def render_text(picture: Timeline | Sequence[Sequence[Step]], width: int | None 
     digits = len(str(len(timeline.spans) - 1))
     margin = len("rank ") + digits + len(" || 100.0%")
     columns = _column(timeline.makespan, scale)
-    cut = _cut(columns, columns if width is None else width - margin)
+    room = columns if width is None else width - margin
+    cut = _cut(columns, room)
+    is_overview = whole and columns > room
+    words = ", ".join(f"{kind} {_KINDS[kind]}" for kind in _kinds(timeline))
     heading = (
         " " * (len("rank ") + digits + 2)
-        + f"F forward, B backward, · idle; bubble {timeline.bubble_fraction:.1%}, of each rank:"
+        + f"{words}, · idle; bubble {timeline.bubble_fraction:.1%}, of each rank:"
     )
+
+    def line(spans: Sequence[Span]) -> str:
+        if is_overview:
+            return _overview_line(spans, timeline.makespan, max(room, 2))
+        return _text_line(spans, scale, columns, cut)
+
     rows = [
-        f"rank {rank:>{digits}} |{_text_line(spans, scale, columns, cut)}| {bubble:6.1%}"
+        f"rank {rank:>{digits}} |{line(spans)}| {bubble:6.1%}"
         for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True))
     ]
     return "\n".join([heading, *rows])
@@ -60,6 +84,30 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int, cut: range) ->
     return "".join(line[: cut.start]) + (_CUT if cut else "") + "".join(line[cut.stop :])
 
 
+def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
+    """The whole step in `columns` letters: the kind that fills most of each column's time."""
+    line, step, first = [], makespan / columns, 0
+    for column in range(columns):
+        start, end = column * step, (column + 1) * step
+        while first < len(spans) and spans[first].end <= start:
+            first += 1
+        shares = {_IDLE: step}
+        for span in spans[first:]:
+            if span.start >= end:
+                break
+            share = min(end, span.end) - max(start, span.start)
+            shares[_IDLE] -= share
+            shares[span.action.kind] = shares.get(span.action.kind, 0.0) + share
+        line.append(max(shares, key=shares.__getitem__))
+    return "".join(line)
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    """The kinds that occur, in the order of _KINDS."""
+    found = {span.action.kind for spans in timeline.spans for span in spans}
+    return [kind for kind in _KINDS if kind in found]
+
+
 def _column(seconds: float, scale: float) -> int:
     return int(seconds * scale + 0.5)
 
@@ -72,74 +120,147 @@ def _cut(columns: int, room: int) -> range:
     return range((kept + 1) // 2, columns - kept // 2)
 
 
-def render_svg(timeline: Timeline, title: str = "Pipeline schedule", width: int = 1200) -> str:
+def render_svg(
+    timeline: Timeline,
+    title: str = "Pipeline schedule",
+    width: int = 1200,
+    placement: Placement | None = None,
+    hop: float = 0.0,
+    unit: str = " s",
+) -> str:
     """The classic pipeline diagram as a stand-alone SVG document, `width` pixels wide.
 
     Boxes carry their micro-batch's number where it fits; every box names its action and times
-    (seconds) in a tooltip. The title ends with the bubble: the idle share of all ranks' time.
+    in a tooltip, up to some thousand of them. The title ends with the bubble: the idle share of all
+    ranks' time. Given a `placement` and a `hop`, lines show the way of messages, if there are few.
     """
-    row, gap, top, left, right = 34, 6, 92, 76, 76
-    stages = len(timeline.spans)
-    bottom = top + stages * (row + gap)
+    ranks = len(timeline.spans)
+    row, gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
+    top, left, right = 92, 76, 76
+    bottom = top + ranks * (row + gap)
     height = bottom + 40
     scale = (width - left - right) / timeline.makespan
-    digits = max(len(str(s.action.microbatch)) for spans in timeline.spans for s in spans)
+    chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
+    label = "stage" if chunks == 1 else "rank"
+    size = 14 if row >= 20 else 10
     heading = f"{escape(title)}: {timeline.bubble_fraction:.1%} bubble"
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {_FONT}",
+        "<svg xmlns='http://www.w3.org/2000/svg' data-by='parallel3d schedule' "
+        f"viewBox='0 0 {width} {height}' {_FONT}",
         f"width='{width}' height='{height}' font-size='14' fill='#222222'>",
         f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
-        f"<text x='{left}' y='34' font-size='20' font-weight='600'>{heading}</text>",
-        *_legend(left),
+        f"<text x='{left}' y='34' font-size='{20 if len(title) < 60 else 16}' "
+        f"font-weight='600'>{heading}</text>",
+        *_legend(timeline, left, chunks),
         f"<text x='{width - right + 10}' y='{top - 10}' font-size='13'>idle</text>",
     ]
+    few = sum(map(len, timeline.spans)) <= _MOST_BOXES
+    draw = _boxes if few else _shapes
     for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True)):
         y = top + rank * (row + gap)
-        middle = y + row / 2 + 5
-        parts.append(f"<text x='{left - 10}' y='{middle}' text-anchor='end'>stage {rank}</text>")
+        middle = f"{y + row / 2 + 0.36 * size:g}"
+        text = f"y='{middle}' font-size='{size}'"
+        parts.append(f"<text x='{left - 10}' {text} text-anchor='end'>{label} {rank}</text>")
         parts.append(
             f"<rect x='{left}' y='{y}' width='{width - left - right}' height='{row}' "
-            f"fill='{_IDLE_COLOUR}'/>"
+            f"fill='{_EMPTY}' stroke='{_EDGE}'/>"
         )
-        parts += [_box(span, digits, left, y, row, scale) for span in spans]
-        parts.append(f"<text x='{width - right + 10}' y='{middle}'>{bubble:.1%}</text>")
-    parts += _axis(timeline.makespan, left, width - right, bottom)
+        parts += draw(spans, chunks, left, y, row, scale, unit)
+        parts.append(f"<text x='{width - right + 10}' {text}>{bubble:.1%}</text>")
+    if placement is not None and hop > 0:
+        parts += _ways(timeline, placement, hop, (left, top, row, gap, scale))
+    parts += _axis(timeline.makespan, left, width - right, bottom, unit)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _box(span: Span, digits: int, left: int, y: int, row: int, scale: float) -> str:
-    colour, ink = _COLOURS[span.action.kind]
-    x, w = left + span.start * scale, (span.end - span.start) * scale
-    number = str(span.action.microbatch)
-    tip = f"<title>{span.action}: {span.start:.6g} s to {span.end:.6g} s</title>"
-    edge = "stroke='#ffffff' stroke-width='1'" if w > 4 else ""
-    box = (
-        f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' fill='{colour}' {edge}/>"
-    )
-    # A digit is about 0.6 em wide. Room for the longest number, so that not only 0 to 9 are shown.
-    size = min(15.0, (w - 3) / (0.6 * digits))
-    if size >= 9:
-        box += (
-            f"<text x='{x + w / 2:.2f}' y='{y + row / 2 + 0.36 * size:.2f}' text-anchor='middle' "
-            f"font-size='{size:.1f}' fill='{ink}'>{number}</text>"
+def _boxes(
+    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
+) -> Iterator[str]:
+    digits = max(len(str(span.action.microbatch)) for span in spans)
+    for span in spans:
+        kind = span.action.kind
+        x, w = left + span.start * scale, (span.end - span.start) * scale
+        tip = f"<title>{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}</title>"
+        edge = "stroke='#ffffff' stroke-width='1'" if w > 4 else ""
+        box = (
+            f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' "
+            f"fill='{_shade(kind, span.action.chunk, chunks)}' {edge}/>"
         )
-    return box + "</g>"
+        # A digit is about 0.6 em wide. Room for the longest number: not only 0 to 9 are shown.
+        size = min(15.0, 0.8 * row, (w - 3) / (0.6 * digits))
+        if size >= 9:
+            ink = _INK[kind] if span.action.chunk * 2 < chunks else "#222222"
+            box += (
+                f"<text x='{x + w / 2:.2f}' y='{y + row / 2 + 0.36 * size:.2f}' "
+                f"text-anchor='middle' font-size='{size:.1f}' fill='{ink}'>"
+                f"{span.action.microbatch}</text>"
+            )
+        yield box + "</g>"
 
 
-def _legend(left: int) -> list[str]:
-    parts = []
-    for index, (colour, name) in enumerate(_LEGEND):
-        x = left + index * 120
-        parts.append(f"<rect x='{x}' y='52' width='18' height='18' fill='{colour}'/>")
-        parts.append(f"<text x='{x + 26}' y='66'>{name}</text>")
-    return parts
+def _shapes(
+    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
+) -> Iterator[str]:
+    """All boxes of one colour as one path: a tenth of the bytes."""
+    paths: dict[str, list[str]] = {}
+    for span in spans:
+        colour = _shade(span.action.kind, span.action.chunk, chunks)
+        x, w = left + span.start * scale, (span.end - span.start) * scale
+        paths.setdefault(colour, []).append(f"M{x:.2f} {y}h{w:.2f}v{row}h-{w:.2f}z")
+    for colour, boxes in paths.items():
+        yield f"<path fill='{colour}' d='{''.join(boxes)}'/>"
 
 
-def _axis(makespan: float, left: int, right: int, bottom: int) -> list[str]:
-    """The two ends of time, in seconds, under the rows."""
+def _shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of a kind, lighter from the first chunk to the last."""
+    share = chunk / (chunks - 1) if chunks > 1 else 0.0
+    first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _COLOURS[kind])
+    return "#" + "".join(
+        f"{round(a + (b - a) * share):02x}" for a, b in zip(first, last, strict=True)
+    )
+
+
+def _ways(
+    timeline: Timeline,
+    placement: Placement,
+    hop: float,
+    where: tuple[int, int, int, int, float],
+) -> Iterator[str]:
+    """A thin line from the end of what made a message to its arrival on the other rank."""
+    left, top, row, gap, scale = where
+    lines = []
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            if span.action.kind == Kind.W:
+                continue
+            offset = 1 if span.action.kind == Kind.F else -1
+            reader = placement.neighbour(rank, span.action.chunk, offset)
+            if reader is None or reader[0] == rank:
+                continue
+            x1, x2 = left + span.end * scale, left + (span.end + hop) * scale
+            y1, y2 = (top + r * (row + gap) + row / 2 for r in (rank, reader[0]))
+            lines.append(f"M{x1:.2f} {y1:g}L{x2:.2f} {y2:g}")
+    if len(lines) <= _MOST_WAYS:
+        yield f"<path d='{''.join(lines)}' fill='none' stroke='{_WAY}' stroke-opacity='0.45'/>"
+
+
+def _legend(timeline: Timeline, left: int, chunks: int) -> Iterator[str]:
+    x = left
+    names = [(_COLOURS[kind][0], _KINDS[kind]) for kind in _kinds(timeline)]
+    for colour, name in [*names, (_EMPTY, "idle")]:
+        edge = f" stroke='{_EDGE}'" if colour == _EMPTY else ""
+        yield f"<rect x='{x}' y='52' width='18' height='18' fill='{colour}'{edge}/>"
+        yield f"<text x='{x + 26}' y='66'>{name}</text>"
+        x += 46 + 8 * len(name)
+    if chunks > 1:
+        yield f"<text x='{x + 10}' y='66' fill='#5c636a'>lighter: later chunk of the rank</text>"
+
+
+def _axis(makespan: float, left: int, right: int, bottom: int, unit: str) -> list[str]:
+    """The two ends of time under the rows."""
     y = bottom + 14
     return [
-        f"<text x='{left}' y='{y}' font-size='13'>0 s</text>",
+        f"<text x='{left}' y='{y}' font-size='13'>0{unit}</text>",
         f"<text x='{(left + right) / 2}' y='{y}' font-size='13' text-anchor='middle'>time →</text>",
-        f"<text x='{right}' y='{y}' font-size='13' text-anchor='end'>{makespan:.4g} s</text>",
+        f"<text x='{right}' y='{y}' font-size='13' text-anchor='end'>{makespan:.4g}{unit}</text>",
     ]

@@ -183,11 +183,31 @@ def clock(
                 waiting = sleeping.pop((target, m), None)
                 if waiting is not None:
                     ready.append(waiting)
-    for rank, order in enumerate(orders):
-        if len(ends[rank]) < len(order):
-            step = order[len(ends[rank])]
-            raise ScheduleError(f"rank {rank} waits for ever for the input of {step}")
+    stuck = {
+        rank: order[len(ends[rank])]
+        for rank, order in enumerate(orders)
+        if len(ends[rank]) < len(order)
+    }
+    if stuck:
+        raise ScheduleError(_describe_waiting(stuck, placement))
     return starts, ends
+
+
+def _describe_waiting(stuck: dict[int, Action], placement: Placement) -> str:
+    """Who waits for what, from one rank to the one that should make it, as far as that waits."""
+    rank = min(stuck)
+    sentence = f"rank {rank} waits for ever for the input of {stuck[rank]}"
+    seen = {rank}
+    while True:
+        step = stuck[rank]
+        source = placement.neighbour(rank, step.chunk, -1 if step.kind == Kind.F else 1)
+        if source is None or step.kind == Kind.W or source[0] not in stuck:
+            return sentence
+        rank = source[0]
+        sentence += f", while rank {rank} does not go beyond {stuck[rank]}"
+        if rank in seen:
+            return sentence
+        seen.add(rank)
 
 
 _Row = tuple[int | None, float, int | None, int | None, float]

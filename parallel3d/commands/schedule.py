@@ -1,0 +1,248 @@
+"""`parallel3d schedule`: one schedule drawn and checked, and what all of them take.
+
+Nothing here imports torch, and no model is needed: a schedule is a list of actions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel3d.config.fields import check_fields, show
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.metrics.text import encodable
+from parallel3d.schedules.check import Report, check
+from parallel3d.schedules.choose import Choice, Work, choose, fixed_forms, measure
+from parallel3d.schedules.flight import peak_in_flight
+from parallel3d.schedules.render import render_svg, render_text
+from parallel3d.schedules.schedule import ONE_CHUNK, Schedule, check_chunks, make
+from parallel3d.schedules.simulate import Timeline, time_orders
+from parallel3d.schedules.table import read_table, write_table
+from parallel3d.topology.map.output import check_free, write
+
+MADE_BY = "parallel3d schedule"
+READER_LEFT = 128 + signal.SIGPIPE
+# Micro-batches × stages that are still drawn and searched in some seconds.
+LARGEST = 300_000
+# What the table shows beside 1F1B's memory where the user gives no cap.
+MORE_MEMORY = (1.25, 1.5)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The schedule that is drawn, what it costs, and the rows of the table."""
+
+    choice: Choice
+    report: Report
+    timeline: Timeline
+    in_flight: int
+    rows: list[Choice]
+
+
+def schedule(config: Config) -> int:
+    """Print the timeline and the table; write the files that were asked for.
+
+    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
+    what cannot work.
+    """
+    check_fields(config, without_engine=("vpp", "schedule.name"))
+    keys = config.schedule
+    check_free("schedule.svg", keys.svg, "data-by='parallel3d schedule'", MADE_BY)
+    check_free("schedule.json", keys.json, f'"made_by": "{MADE_BY}"', MADE_BY)
+    if keys.csv is not None and Path(keys.csv).exists():
+        raise UserError(
+            f"schedule.csv={show(keys.csv)} exists and stays as it is; name a new file."
+        )
+    check_free("schedule.csv", keys.csv, "", MADE_BY)
+    found = find(config)
+    if keys.json:
+        write("schedule.json", keys.json, json.dumps(facts(config, found), indent=1) + "\n")
+    if keys.csv:
+        write("schedule.csv", keys.csv, write_table(found.choice.schedule))
+    if keys.svg:
+        write("schedule.svg", keys.svg, picture(config, found))
+    try:
+        print(encodable(text(config, found), sys.stdout.encoding or "ascii"), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    return 0
+
+
+def find(config: Config) -> Shown:
+    """Make, check and time the schedule asked for and all others; prints and writes nothing."""
+    work, count = _work(config), microbatches(config)
+    ranks, chunks = config.pp, config.vpp
+    if ranks * chunks * count > LARGEST:
+        raise UserError(
+            f"pp={ranks}, vpp={chunks} and num_microbatches={count} make {ranks * chunks * count:,}"
+            f" boxes and are too many to draw; the nearest is num_microbatches="
+            f"{max(1, LARGEST // (ranks * chunks))}."
+        )
+    name = config.schedule.name
+    given = _given(config, count) if name != "auto" else None
+    forms = [measure(form, work) for form in fixed_forms(ranks, count, chunks)]
+    cap = config.schedule.memory
+    best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, forms)
+    rows = [*forms, best]
+    if cap is None:
+        for more in MORE_MEMORY:
+            faster = choose(ranks, count, chunks, work, more, forms)
+            if faster.seconds < rows[-1].seconds:
+                rows.append(faster)
+    choice = best if given is None else measure(given, work)
+    if name == "file":
+        rows.append(choice)
+    made = choice.schedule
+    plan = made.plan()
+    report = check(plan, count, made.placement)
+    flights = peak_in_flight(plan, made.placement)
+    timeline = time_orders(made.orders, made.placement, work.costs(made.placement))
+    return Shown(choice, report, timeline, max(flights.values(), default=0), rows)
+
+
+def microbatches(config: Config) -> int:
+    """As given, or what the batch makes; raises UserError where that does not divide."""
+    given = config.schedule.num_microbatches
+    if given is not None:
+        return given
+    size = config.micro_batch_size * (config.dp or 1)
+    if config.global_batch_size % size:
+        raise UserError(
+            f"global_batch_size={config.global_batch_size} is no multiple of micro_batch_size="
+            f"{config.micro_batch_size} × dp={config.dp or 1}; give num_microbatches=…."
+        )
+    return config.global_batch_size // size
+
+
+def _work(config: Config) -> Work:
+    costs = config.schedule.costs
+    if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
+        raise UserError(
+            f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
+            "the input, gradient of the weights; the default is schedule.costs=[1.0,1.0,1.0]."
+        )
+    return Work(*costs, config.schedule.hop)
+
+
+def _given(config: Config, count: int) -> Schedule:
+    """The schedule asked for by name or as a file."""
+    name, file = config.schedule.name, config.schedule.file
+    if name != "file":
+        if file is not None:
+            raise UserError(
+                f"schedule.file={show(file)} is read with schedule=file alone, but "
+                f"schedule={name}; the nearest is schedule=file."
+            )
+        if name in ONE_CHUNK:  # vpp is then for the other rows of the table
+            return make(name, config.pp, count)
+        check_chunks(name, config.vpp)
+        return make(name, config.pp, count, config.vpp)
+    if file is None:
+        raise UserError(
+            "schedule=file needs schedule.file=…, a table with a row of actions a rank."
+        )
+    try:
+        table = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"schedule.file={show(file)} cannot be read: {reason}.") from None
+    return read_table(table, show(file), config.pp, count, config.vpp if config.vpp > 1 else None)
+
+
+def text(config: Config, found: Shown) -> str:
+    """What the terminal shows."""
+    choice, report = found.choice, found.report
+    placed = choice.schedule.placement
+    width = shutil.get_terminal_size((120, 40)).columns
+    peaks = [f"{peak / placed.chunks:.4g}" for peak in report.peak_live]
+    live = " ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "…", *peaks[-8:]])
+    lines = [
+        heading(config, found),
+        "",
+        render_text(found.timeline, width, whole=True),
+        "",
+        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, at most "
+        f"{found.in_flight} of two ranks under way in one direction.",
+        f"Live activations, in micro-batches of a whole rank: {live} "
+        f"(at most {report.peak_of_1f1b:.0%} of 1F1B's).",
+        *([choice.why[0].upper() + choice.why[1:] + "."] if choice.why else []),
+        "",
+        *_table(found),
+    ]
+    return "\n".join(lines)
+
+
+def heading(config: Config, found: Shown) -> str:
+    """Name, sizes and costs in one line."""
+    made, keys = found.choice.schedule, config.schedule
+    placed = made.placement
+    shape = "as a V" if placed.shape == "v" else "in loops"
+    chunks = f", {placed.chunks} chunks {shape}" if placed.chunks > 1 else ""
+    name = keys.name if made.name == keys.name else f"{keys.name}: {made.name}"
+    return (
+        f"{name}, {placed.ranks} ranks{chunks}, {made.microbatches} micro-batches, "
+        f"F:I:W = {':'.join(f'{c:g}' for c in keys.costs)}, hop {keys.hop:g}"
+    )
+
+
+def _table(found: Shown) -> list[str]:
+    lines = [f"{'schedule':<16} {'chunks':>6} {'time':>10} {'overhead':>9} {'bubble':>7} "
+             f"{'activations':>12}"]  # fmt: skip
+    for row in found.rows:
+        placed = row.schedule.placement
+        mark = " ←" if row.schedule == found.choice.schedule else ""
+        lines.append(
+            f"{row_name(row):<16} {placed.chunks:>6} {row.seconds:>10.5g} {row.overhead:>9.1%} "
+            f"{row.bubble:>7.1%} {row.peak_live:>12.0%}{mark}"
+        )
+    lines.append("overhead: over the busiest rank's compute; activations: of 1F1B's peak")
+    return lines
+
+
+def row_name(row: Choice) -> str:
+    """auto's rows say what they chose."""
+    if not row.why:
+        return row.schedule.name
+    return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
+
+
+def facts(config: Config, found: Shown) -> dict[str, Any]:
+    """The table for programs: `schedules` has a row a schedule."""
+    keys = config.schedule
+    return {
+        "made_by": MADE_BY,
+        "pp": config.pp,
+        "vpp": config.vpp,
+        "num_microbatches": found.choice.schedule.microbatches,
+        "costs": list(keys.costs),
+        "hop": keys.hop,
+        "schedules": [
+            {
+                "name": "auto" if row.why else row.schedule.name,
+                "overhead": row.overhead,
+                "bubble": row.bubble,
+                "peak_live": row.peak_live,
+                "time": row.seconds,
+                "vpp": row.schedule.placement.chunks,
+                "placement": row.schedule.placement.shape,
+                **({"chosen": row.schedule.name, "why": row.why} if row.why else {}),
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def picture(config: Config, found: Shown) -> str:
+    """The timeline as an SVG document."""
+    placed = found.choice.schedule.placement
+    return render_svg(
+        found.timeline, heading(config, found), placement=placed, hop=config.schedule.hop, unit=""
+    )

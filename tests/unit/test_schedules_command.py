@@ -1,0 +1,159 @@
+"""`parallel3d schedule`: pictures, tables and refusals, without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from parallel3d.cli.command_line import main
+from parallel3d.errors import UserError
+from parallel3d.schedules.render import render_svg, render_text
+from parallel3d.schedules.schedule import FORMS, make
+from parallel3d.schedules.simulate import Costs, time_orders
+from parallel3d.schedules.table import read_table, write_table
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["schedule", *words])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, table, rows = tmp_path / "a.svg", tmp_path / "a.csv", tmp_path / "a.json"
+    words = ["pp=4", "vpp=2", "num_microbatches=8", "schedule=zbv", "schedule.hop=0.1"]
+    files = [f"schedule.svg={svg}", f"schedule.csv={table}", f"schedule.json={rows}"]
+    code, out, err = run(capsys, *words, *files)
+    assert (code, err) == (0, "")
+    assert "zbv, 4 ranks, 2 chunks as a V, 8 micro-batches" in out
+    assert "Sound: complete, ordered, paired, free of deadlock" in out
+    drawn = ElementTree.fromstring(svg.read_text())
+    assert len([g for g in drawn.iter() if g.tag.endswith("}g")]) == 4 * 2 * 3 * 8
+    written = json.loads(rows.read_text())
+    by_name = {row["name"]: row for row in written["schedules"]}
+    assert set(FORMS) | {"auto"} <= set(by_name)
+    assert {"name", "overhead", "bubble", "peak_live"} <= set(by_name["zbv"])
+    assert by_name["zbv"]["peak_live"] == 1
+    again = ["pp=4", "num_microbatches=8", "schedule=file", f"schedule.file={table}"]
+    code, out, _ = run(capsys, *again)
+    assert code == 0
+    assert "file, 4 ranks, 2 chunks as a V" in out
+    # What it wrote it writes again; a table it leaves alone, as people edit them.
+    assert run(capsys, *words, files[0], files[2])[0] == 0
+    code, _, err = run(capsys, *words, files[1])
+    assert code == 2 and "exists and stays as it is" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* needs vpp=2, not vpp=4"),
+        ("pp=4 schedule=v_half", "needs vpp=2, not vpp=1"),
+        ("schedule.costs=[1,0,1]", "must be three positive numbers"),
+        ("schedule.costs=[1,1]", "must be three positive numbers"),
+        ("schedule.costs=[1,nan,1]", "must be three positive numbers"),
+        ("schedule.hop=-1", "schedule.hop=-1.0 must be"),
+        ("pp=8 num_microbatches=32 schedule.memory=0.1", "nearest is schedule.memory=0.125"),
+        ("num_microbatches=0", "num_microbatches=0 must be"),
+        ("schedule=file", "schedule=file needs schedule.file"),
+        ("schedule.file=a.csv", "nearest is schedule=file"),
+        ("schedule=file schedule.file=none.csv", "cannot be read"),
+        (
+            "pp=512 vpp=8 num_microbatches=9999",
+            "too many to draw; the nearest is num_microbatches=",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    code, out, err = run(capsys, *words.split())
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert re.search(sentence, err), err
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_h1", "interleaved_zb", "zbv", "auto", "file"])
+def test_train_refuses_what_it_does_not_run_yet(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["train", "pp=2", f"schedule={name}"]) == 2
+    err = capsys.readouterr().err
+    assert f"schedule={name} comes with a later version" in err
+    assert "schedule=1f1b works, and schedule=gpipe" in err
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from parallel3d.cli.command_line import main\n"
+        "assert main(['schedule', 'pp=4', 'vpp=2', 'num_microbatches=6', 'schedule=auto']) == 0\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_tables_come_back_as_they_were(name: str) -> None:
+    chunks = 3 if "interleaved" in name else 2 if name in ("zbv", "v_half") else 1
+    made = make(name, 3, 7, chunks)
+    back = read_table(write_table(made), "t.csv", 3, 7)
+    assert back.orders == made.orders
+    assert back.placement.places == made.placement.places
+
+
+GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("0F1", "0X1", "line 1: '0X1' is no action; they are a stage"),
+        ("0F1,", "", "rank 0 never does 0F1"),
+        ("1B1", "1B1,1B1", "rank 1 has 1B1 twice"),
+        ("0F1", "0F1,0F7", "rank 0 has 0F7, but micro-batches are 0 to 1"),
+        ("1F1,1B1", "1B1,1F1", "rank 1 does 1B1 before 1F1"),
+        ("1F0,1B0,1F1,1B1", "1F1,1B1,1F0,1B0", None),
+        ("0F0,0F1,0B0,0B1", "0F0,0B0,0F1,0B1", None),
+        (
+            "0F0,0F1,0B0,0B1\n1F0,1B0,1F1",
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0",
+            "rank 0 waits for ever for the input of 0B0, while rank 1 does not go beyond 1F1",
+        ),
+        ("1F0,1B0,1F1,1B1", "", "has 1 rows of actions, one a rank, but pp=2"),
+        ("1F0", "2F0", "rank 1 has the stages 1, 2"),
+    ],
+)
+def test_a_table_is_checked(old: str, new: str, sentence: str | None) -> None:
+    text = GOOD.replace(old, new)
+    if sentence is None:
+        assert read_table(text, "t.csv", 2, 2).microbatches == 2
+        return
+    with pytest.raises(UserError) as caught:
+        read_table(text, "t.csv", 2, 2)
+    assert sentence in str(caught.value)
+
+
+def test_a_wide_text_is_shown_whole_in_letters() -> None:
+    made = make("interleaved_zb", 8, 32, 4)
+    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    heading, *rows = render_text(timeline, 100, whole=True).splitlines()
+    assert "I input gradient" in heading
+    assert {len(row) for row in rows} == {100}
+    assert all(set(row[8:-9]) <= set("FIW·") for row in rows)
+    assert rows[0][8] == "F" and rows[-1][8] == "·"
+
+
+def test_large_pictures_are_small_files() -> None:
+    made = make("interleaved_zb", 64, 64, 2)
+    timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    drawn = render_svg(timeline, placement=made.placement, hop=0.1)
+    assert len(drawn) < 1_500_000
+    assert ElementTree.fromstring(drawn).get("height") is not None

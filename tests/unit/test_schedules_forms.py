@@ -1,0 +1,227 @@
+"""Every schedule by name: sound at any size, and as long and as large as its paper says."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from parallel3d.errors import UserError
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.choose import Work, choose, fixed_forms, measure
+from parallel3d.schedules.flight import peak_in_flight
+from parallel3d.schedules.messages import add_communication
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.simulate import Costs, time_orders
+from tests.schedule_faults import corrupt, is_sound
+
+
+def chunks_of(name: str) -> list[int]:
+    if name in LOOPED:
+        return [1, 2, 3, 4, 8]
+    return [2 if name in V_SHAPED else 1]
+
+
+def overhead(schedule: Schedule, forward: float, input: float, weight: float) -> float:
+    return measure(schedule, Work(forward, input, weight)).overhead
+
+
+def test_loops_and_vs_hold_each_stage_once() -> None:
+    assert Placement(3, 2).places == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
+    assert Placement(3, 2, "v").places == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
+    for placement in (Placement(5, 4), Placement(5, 3, "v")):
+        assert [placement.stage(*place) for place in placement.places] == list(
+            range(placement.stages)
+        )
+        assert placement.neighbour(*placement.place(0), -1) is None
+        assert placement.neighbour(*placement.places[-1], 1) is None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_sound_at_any_size(name: str) -> None:
+    for ranks, chunks in product((1, 2, 3, 4, 7), chunks_of(name)):
+        for count in sorted({1, 2, ranks - 1, ranks, ranks + 1, 3 * ranks - 1} - {0}):
+            made = make(name, ranks, count, chunks)
+            report = check(made.plan(), count, made.placement)
+            links = sum(
+                a[0] != b[0]
+                for a, b in zip(made.placement.places, made.placement.places[1:], strict=False)
+            )
+            assert report.messages == 2 * links * count
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
+    """Gradients then add up in the same order everywhere, hence to the same bits."""
+    for chunks in chunks_of(name):
+        for order in make(name, 4, 11, chunks).orders:
+            for chunk in range(chunks):
+                ends = [s.microbatch for s in order
+                        if s.chunk == chunk and s.kind in (Kind.B, Kind.W)]  # fmt: skip
+                assert ends == list(range(11))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
+    """Over ideal: 1F1B (p-1)/m, interleaved that over v; ZB-H1 (p-1)(F+I-W) where W is at
+    most F, over v likewise;
+    ZB-V at F = I = W none but that every rank starts late, which the global norm makes count."""
+    count = 3 * ranks
+    for forward, input, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.75)):
+        busy = count * (forward + input + weight)
+        one = overhead(make("1f1b", ranks, count), forward, input, weight)
+        assert one == pytest.approx((ranks - 1) / count, abs=1e-12)
+        for chunks in (1, 2, 3, 8):
+            looped = make("interleaved", ranks, count, chunks)
+            wanted = (ranks - 1) / (chunks * count)
+            assert overhead(looped, forward, input, weight) == pytest.approx(wanted, abs=1e-12)
+            split = make("interleaved_zb", ranks, count, chunks)
+            wanted = (ranks - 1) * (forward + input - weight) / (chunks * busy)
+            assert overhead(split, forward, input, weight) == pytest.approx(wanted, abs=1e-12)
+    wanted = (ranks - 1) / (6 * count)
+    assert overhead(make("zbv", ranks, count, 2), 1, 1, 1) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 16])
+def test_activations_are_those_of_the_papers(ranks: int) -> None:
+    def peak(name: str, chunks: int = 1) -> float:
+        made = make(name, ranks, 4 * ranks, chunks)
+        return check(made.plan(), 4 * ranks, made.placement).peak_of_1f1b
+
+    assert peak("1f1b") == peak("zb_h1") == peak("interleaved_zb", 4) == 1
+    assert peak("zbv", 2) == 1
+    assert peak("gpipe") == 4
+    assert peak("interleaved", 4) == 1 + (ranks - 1) / (4 * ranks)
+    half = {2: 0.75, 3: 2 / 3}
+    assert peak("v_half", 2) <= half.get(ranks, 0.6)
+    # About half of 1F1B's bubble, on about half of its activations.
+    assert overhead(make("v_half", ranks, 4 * ranks, 2), 1, 1, 1) < 0.67 * (ranks - 1) / (4 * ranks)
+
+
+def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
+    made = make("interleaved", 2, 3, 2)
+    plan = made.plan()
+    kinds = {m.kind for step in plan[0] if isinstance(step, tuple) for m in step}
+    assert kinds == {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
+    swapped = {"SF0": "SF0.1", "SF0.1": "SF0"}
+    plan[0] = [
+        tuple(Action.parse(swapped.get(str(a), str(a))) for a in step)
+        if isinstance(step, tuple)
+        else step
+        for step in plan[0]
+    ]
+    with pytest.raises(ScheduleError, match=r"rank 0 does SF0.1 before F0.1"):
+        check(plan, 3, made.placement)
+
+
+def test_random_faults_are_rejected_and_nothing_else() -> None:
+    """The judge runs each plan; benchmarks/schedules.py plants ten thousand."""
+    rng = random.Random(13)
+    sizes = ((2, 3), (3, 4), (4, 5))
+    cases = [make(n, p, m, c) for n in FORMS for c in chunks_of(n)[:3] for p, m in sizes]
+    plans = [(made, made.plan()) for made in cases]
+    assert all(is_sound(plan, made.placement, made.microbatches) for made, plan in plans)
+    found: Counter[bool] = Counter()
+    for _ in range(1500):
+        made, plan = rng.choice(plans)
+        bad = corrupt(plan, rng)
+        sound = is_sound(bad, made.placement, made.microbatches)
+        found[sound] += 1
+        try:
+            check(bad, made.microbatches, made.placement)
+            passed = True
+        except ScheduleError as error:
+            passed = False
+            assert "rank" in str(error)
+        assert passed == sound, (made.name, made.placement)
+    assert found[False] > 1200
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("F0 W0 I0", "rank 0 does W0 before I0"),
+        ("F0 I0", "rank 0 never does W0"),
+        ("F0 W0", "rank 0 never does I0"),
+        ("F0 B0 W0", "rank 0 has W0 beside another backward"),
+        ("F0 I0 B0", "rank 0 has B0 beside another backward"),
+        ("F0 I0 W0 W0", "rank 0 has W0 twice"),
+        ("F0 I0.1 W0", "rank 0 has I0.1, but plans have one chunk"),
+    ],
+)
+def test_split_backwards_that_do_not_add_up(words: str, sentence: str) -> None:
+    from_text = [[Action.parse(word) for word in words.split()]]
+    with pytest.raises(ScheduleError, match=sentence):
+        check(from_text, 1)
+
+
+def test_whole_and_split_backwards_mix() -> None:
+    made = make("zb_h1", 3, 4)
+    whole = [
+        [Action(Kind.B, s.microbatch) if s.kind == Kind.I and s.microbatch == 1 else s
+         for s in order if not (s.kind == Kind.W and s.microbatch == 1)]
+        for order in made.orders
+    ]  # fmt: skip
+    assert check(add_communication(whole, made.placement), 4, made.placement).messages == 16
+
+
+def test_orders_that_wait_for_each_other_are_named() -> None:
+    made = make("1f1b", 2, 2)
+    first = made.orders[0]
+    stuck = [[first[0], first[2], first[1], first[3]], made.orders[1][::-1]]
+    with pytest.raises(
+        ScheduleError, match="rank 0 waits for ever for the input of B0, while rank 1"
+    ):
+        time_orders(stuck, made.placement, Costs.even(made.placement))
+
+
+def test_messages_in_flight_by_hand() -> None:
+    """A first stage sends p activations before the first gradient tells it that one has arrived."""
+    made = make("1f1b", 3, 6)
+    flights = peak_in_flight(made.plan(), made.placement)
+    assert flights == {(0, 1): 3, (1, 2): 2, (2, 1): 2, (1, 0): 3}
+    all_first = make("gpipe", 2, 5)
+    assert peak_in_flight(all_first.plan(), all_first.placement)[0, 1] == 5
+
+
+def test_hops_cost_by_hand() -> None:
+    """Two ranks of two chunks, one micro-batch: there and back. A V's turn stays on its rank."""
+    order = [Action.parse(word) for word in "F0 F0.1 B0.1 B0".split()]
+    for shape, hops in (("loop", 6), ("v", 4)):
+        placement = Placement(2, 2, shape)
+        timeline = time_orders([order, order], placement, Costs.even(placement, 2, 2, 2, 0.25))
+        assert timeline.makespan == 4 * 1 + 4 * 2 + hops * 0.25
+
+
+@pytest.mark.parametrize(
+    ("hop", "memory", "most"), [(0, 1, 0.026), (0.1, 1.25, 0.07), (0.2, 1.25, 0.101)]
+)
+def test_the_choice_beats_all_fixed_forms(hop: float, memory: float, most: float) -> None:
+    """p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
+    work = Work(1, 1.2, 0.8, hop)
+    forms = [measure(form, work) for form in fixed_forms(8, 32, 4)]
+    best = choose(8, 32, 4, work, memory, forms)
+    assert best.overhead <= most
+    assert best.peak_live <= memory + 1e-9
+    assert all(best.seconds <= f.seconds + 1e-9 for f in forms if f.peak_live <= memory)
+    made = best.schedule
+    report = check(made.plan(), 32, made.placement)
+    assert report.peak_of_1f1b == best.peak_live
+
+
+def test_memory_below_one_microbatch_is_the_users_error() -> None:
+    with pytest.raises(UserError, match=r"schedule.memory=0.1 .*nearest is schedule.memory=0.25"):
+        choose(4, 8, 2, Work(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "sentence"),
+    [("zbv", 1, "needs vpp=2, not vpp=1"), ("v_half", 4, "needs vpp=2"), ("1f1b", 2, "vpp=1, or")],
+)
+def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make(name, 4, 8, chunks)
