@@ -1,6 +1,6 @@
 """Draws the pictures of README and docs from the objects that the run executes.
 
-python docs/pictures.py    # writes layout.svg, schedule.svg and topology_*.svg beside this file
+python docs/pictures.py    # writes layout.svg, schedule*.svg and topology_*.svg beside this file
 """
 
 from __future__ import annotations
@@ -32,6 +32,18 @@ MAPS = {
     "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 placement=tp-cp-pp-dp",
     "rail_only": "cluster=rail_only cluster.nodes=4 tp=8 pp=2",
     "superpod": "cluster=superpod cluster.nodes=128 tp=8 pp=8",
+}
+
+# docs/schedules.md shows each picture beside its command, `parallel3d schedule` and these words.
+TIMELINES = {
+    "1f1b": "pp=4 num_microbatches=8 schedule=1f1b",
+    "zb_h1": "pp=4 num_microbatches=8 schedule=zb_h1",
+    "interleaved_zb": "pp=4 vpp=2 num_microbatches=8 schedule=interleaved_zb",
+    "zbv": "pp=4 vpp=2 num_microbatches=8 schedule=zbv",
+    "v_half": "pp=4 vpp=2 num_microbatches=8 schedule=v_half",
+    "auto": "pp=4 vpp=2 num_microbatches=10 schedule=auto schedule.costs=[1,1.2,0.8] "
+    "schedule.hop=0.2 schedule.memory=1.25",
+    "64": "pp=64 num_microbatches=96 schedule=zb_h1",
 }
 
 
@@ -96,6 +108,12 @@ def main() -> None:
             code = command_line.main(["topology", *words.split(), f"topology.svg={path}"])
         if code:
             raise SystemExit(f"parallel3d topology {words}: exit code {code}")
+    for name, words in TIMELINES.items():
+        path = HERE / f"schedules_{name}.svg"
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = command_line.main(["schedule", *words.split(), f"schedule.svg={path}"])
+        if code:
+            raise SystemExit(f"parallel3d schedule {words}: exit code {code}")
 
 
 if __name__ == "__main__":

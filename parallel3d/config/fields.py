@@ -62,10 +62,7 @@ NOT_YET: dict[str, NotYet] = {
             _is(name),
             "schedule=1f1b works, and schedule=gpipe; `parallel3d schedule` draws all",
         )
-        for name in (
-            *("interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
-            *("auto", "file"),
-        )
+        for name in ("interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half", "auto", "file")
     },
     "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
     "precision.lm_cross_entropy=fp16": NotYet(

@@ -62,7 +62,8 @@ def interleaved_zero_bubble(
 
     Only the gradients of inputs have to travel back before a rank can go on, so that the warm-up
     counts a rank's distance from the last one once. Rank r puts its first r gradients of weights
-    off to the end, where they fill what would be idle; it holds no more than 1F1B's first rank.
+    off to the end, where they fill what would be idle; with groups of `ranks`
+    micro-batches it holds no more than 1F1B's first rank.
     Groups of `group` instead of `ranks` micro-batches hold more and need less where hops are slow.
     """
     groups = _groups(group or ranks, microbatches)

@@ -206,7 +206,7 @@ def _shapes(
     for span in spans:
         colour = _shade(span.action.kind, span.action.chunk, chunks)
         x, w = left + span.start * scale, (span.end - span.start) * scale
-        paths.setdefault(colour, []).append(f"M{x:.2f} {y}h{w:.2f}v{row}h-{w:.2f}z")
+        paths.setdefault(colour, []).append(f"M{x:.1f} {y}h{w:.1f}v{row}h-{w:.1f}z")
     for colour, boxes in paths.items():
         yield f"<path fill='{colour}' d='{''.join(boxes)}'/>"
 

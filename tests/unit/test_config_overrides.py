@@ -39,7 +39,7 @@ BAD = [
     ("optim=adam", ["optim=adam", "adamw, sgd", "nearest is optim=adamw."]),
     ("experiment=llama3d", ["experiment=llama3d", "nearest is experiment=llama_3d."]),
     ("precision=fp8", ["precision=fp8", "later version", "precision=bf16"]),
-    ("schedule=interleaved", ["schedule=interleaved", "later version", "schedule=1f1b"]),
+    ("schedule=interleave", ["schedule=interleave", "zb_h1", "nearest is schedule=interleaved."]),
     ("model=[gpt_tiny,b]", ["model=b", "gpt_tiny"]),
     ("model=3", ["model=3", "gpt_tiny"]),
     ("tp=two", ["tp=two", "whole number of at least 1", "default is tp=1."]),

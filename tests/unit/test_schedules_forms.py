@@ -190,7 +190,7 @@ def test_messages_in_flight_by_hand() -> None:
 
 def test_hops_cost_by_hand() -> None:
     """Two ranks of two chunks, one micro-batch: there and back. A V's turn stays on its rank."""
-    order = [Action.parse(word) for word in "F0 F0.1 B0.1 B0".split()]
+    order = [Action.parse(word) for word in ("F0", "F0.1", "B0.1", "B0")]
     for shape, hops in (("loop", 6), ("v", 4)):
         placement = Placement(2, 2, shape)
         timeline = time_orders([order, order], placement, Costs.even(placement, 2, 2, 2, 0.25))
