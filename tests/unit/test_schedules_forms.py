@@ -126,7 +126,7 @@ def test_random_faults_are_rejected_and_nothing_else() -> None:
     plans = [(made, made.plan()) for made in cases]
     assert all(is_sound(plan, made.placement, made.microbatches) for made, plan in plans)
     found: Counter[bool] = Counter()
-    for _ in range(1500):
+    for _ in range(1000):
         made, plan = rng.choice(plans)
         bad = corrupt(plan, rng)
         sound = is_sound(bad, made.placement, made.microbatches)
@@ -138,7 +138,7 @@ def test_random_faults_are_rejected_and_nothing_else() -> None:
             passed = False
             assert "rank" in str(error)
         assert passed == sound, (made.name, made.placement)
-    assert found[False] > 1200
+    assert found[False] > 800
 
 
 @pytest.mark.parametrize(
