@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.e2e.command import PARALLEL3D, TINY, Shell, wait_for
+from tests.e2e.command import PARALLEL3D, TINY, Shell
+from tests.e2e.test_failures import SECONDS, assert_stopped_and_saved, start_training, words
+from tests.pace import pace
 
 pytestmark = pytest.mark.at_once(2)
 LISTENS = "0A"
@@ -75,51 +78,59 @@ def commands(shell: Shell) -> dict[str, tuple[str, ...]]:
     network = "launch.shared_memory=false"
     text = shell.text()
     return {
-        "train": ("train", *TINY, *text, "tp=2"),
         "train over gloo": ("train", *TINY, *text, "dp=2", network),
-        "train alone": ("train", *TINY, *text),
-        "verify": ("verify", *TINY, *text, "tp=2", network),
+        "verify": ("verify", *TINY, *text, "tp=2", network, "verify.steps=2"),
         "bench": ("bench", "comm", "device=cpu", "dp=2", network, "bench.sizes=[4096]"),
     }
 
 
-@pytest.mark.parametrize("name", ["train", "train over gloo", "train alone", "verify", "bench"])
+@pytest.mark.parametrize("name", ["train over gloo", "verify", "bench"])
 def test_a1_no_listener_of_a_local_run_is_off_the_loopback(shell: Shell, name: str) -> None:
     with Watched(shell) as watched:
         # What a machine of several hosts has in its environment is not for a run of one.
         ended = shell.run(*PARALLEL3D, *commands(shell)[name], GLOO_SOCKET_IFNAME="eth0")
     assert ended.code == 0, ended.err
     assert watched.elsewhere == []
-    assert watched.seen or name == "train alone"
+    assert watched.seen
+    assert ("fp64" in ended.out) == (name == "verify")  # which answers by its exit code
 
 
-def test_a1_generating_ranks_listen_on_the_loopback_alone(shell: Shell) -> None:
-    run = ("run=mine", "checkpoint.every=3")
-    assert shell.run(*PARALLEL3D, "train", *TINY, *shell.text(), *run).code == 0
+def test_a1_one_process_and_generating_ranks_listen_on_the_loopback_alone(shell: Shell) -> None:
+    shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
     with Watched(shell) as watched:
-        words = ("generate", "run=mine", "tp=2", "generate.max_tokens=3", "prompt=12 b")
-        ended = shell.run(*PARALLEL3D, *words, "device=cpu", GLOO_SOCKET_IFNAME="eth0")
+        ended = shell.run(*PARALLEL3D, *words(shell, "checkpoint.every=3"))
+    assert ended.code == 0, ended.err
+    assert watched.elsewhere == []
+    with Watched(shell) as watched:
+        asked = ("run=mine", "tp=2", "generate.max_tokens=3", "prompt=12 b", "device=cpu")
+        ended = shell.run(*PARALLEL3D, "generate", *asked)
     assert ended.code == 0, ended.err
     assert watched.elsewhere == []
     assert watched.seen
 
 
-def test_a1_nothing_in_the_store_is_a_pickle(shell: Shell) -> None:
-    words = ("train", *TINY, *shell.text(), "run=mine", "tp=2", "train.steps=100000")
-    process = shell.start(*PARALLEL3D, *words)
-    metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size, 90, "the first step")
+def test_a1_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> None:
+    """One run that is looked at, asked for what its store holds, and then told to stop."""
+    shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
+    with Watched(shell) as watched:
+        process = start_training(shell, "pp=1", "tp=2", "checkpoint.every=500")
+    assert watched.elsewhere == []
+    assert watched.seen
     ports = {env["MASTER_PORT"] for env in shell.processes().values() if "MASTER_PORT" in env}
     store = dist.TCPStore("127.0.0.1", int(ports.pop()), wait_for_workers=False)
     keys = store.list_keys()
     values = {key: store.get(key) for key in keys}
-    process.terminate()
-    ended = shell.finish(process, time.monotonic(), 60)
-    assert ended.code == 0, ended.err
     assert any("parallel3d/" in key for key in keys)
     assert not any("rendezvous" in key for key in keys)
     for key, value in values.items():
         assert not is_pickle(value), key
+    started = time.monotonic()
+    process.terminate()
+    ended = shell.finish(process, started, 30)
+    assert ended.wall_s < SECONDS * pace()
+    assert ended.code == 0, ended.err
+    assert_stopped_and_saved(shell, ended, signal.SIGTERM)
+    assert (shell.cwd / "runs" / "mine" / "requeue").exists()
 
 
 def is_pickle(value: bytes) -> bool:

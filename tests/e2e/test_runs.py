@@ -152,8 +152,7 @@ def test_saved_config_runs_again_and_differs_in_its_name_alone(runs: dict[str, P
 SWEEP = ("run=sweep", "train.steps=1")
 COMMANDS = {
     "sweep": ("train", "--multirun", "tp=1,2", *SWEEP),
-    "failing sweep": ("train", "-m", "tp=1,3,1", *SWEEP),
-    "verify": ("verify", "tp=2", "verify.steps=2"),
+    "failing sweep": ("train", "-m", "tp=3,1", *SWEEP),
 }
 
 
@@ -197,10 +196,4 @@ def test_sweep_stops_at_the_job_that_fails(commands: dict[str, tuple[Ended, Path
     ended, cwd = commands["failing sweep"]
     assert ended.code == 2
     assert "parallel3d: tp=3" in ended.errors[-1]
-    assert [p.name for p in (cwd / "runs").glob("sweep-*")] == ["sweep-0"]
-
-
-def test_verify_answers_by_its_exit_code(commands: dict[str, tuple[Ended, Path]]) -> None:
-    ended, _ = commands["verify"]
-    assert ended.code == 0, ended
-    assert "fp64" in ended.out
+    assert list((cwd / "runs").glob("sweep-*")) == []

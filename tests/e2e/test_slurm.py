@@ -1,7 +1,7 @@
 """slurm/train.sbatch and sweep.sbatch on a real Slurm: whatever happens, the undisturbed result.
 
-Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: mostly two
-ranks on two nodes, disturbed while they train. All go on at the same time on one cluster. The
+Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: one rank, or
+two on two nodes, disturbed while they train. All go on at the same time on one cluster. The
 scripts are those that users are told to use; options on sbatch's command line make them small. CI
 runs this as root with Slurm; where that is not so, the tests are skipped with the reason.
 """
@@ -39,6 +39,8 @@ WORDS = (f"train.steps={STEPS}", "train.save_weights=true", "checkpoint.every=10
 WANDB = "logger=wandb"
 SMALL = ("--gpus-per-node=0", "--cpus-per-task=1")
 TWO_NODES = (*SMALL, "--nodes=2", "--ntasks-per-node=1", "--exclusive")
+# Runs of one rank, and those to compare with; the others have two.
+SAME_AS = {"limit": "undisturbed-0", "array_1": "undisturbed-0", "array_2": "undisturbed-1"}
 SECRETS = {
     "WANDB_API_KEY": "5ec4e70123456789abcdef0123456789abcdef01",
     "HF_TOKEN": "hf_5ec4e7QwErTyUiOpAsDfGhJkLzXcVbNm",
@@ -138,10 +140,10 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
         story.numbers[name] = slurm.submit(f"--job-name={name}", *command, **environ)
 
     # The limit is found out within half a minute, and then the job has a quarter of one.
-    job("limit", *TWO_NODES, "--time=1", "--signal=USR1@15", str(TRAIN), *words)
+    one = (*SMALL, "--nodes=1", "--ntasks-per-node=1")
+    job("limit", *one, "--time=1", "--signal=USR1@15", str(TRAIN), *words, "seed=1")
     job("crash", *TWO_NODES, str(TRAIN), *words, WANDB)
     job("preempt", *TWO_NODES, str(TRAIN), *words, WANDB)
-    one = (*SMALL, "--nodes=1", "--ntasks-per-node=1")
     job("array", *one, "--array=1-2", str(SWEEP), "runs.txt", *words)
     job("cancel", *one, str(TRAIN), *words)
     job("wrong", *one, str(TRAIN), *words, "tp=3")
@@ -224,9 +226,8 @@ def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
     # Only the killed rank is started again where the job is; the others are queued again.
     assert (job.restarts > 0) == (name != "array_1"), story.output(name)
     assert ("; starting them again" in story.output(name)) == (name == "array_1")
-    run, right = run_of(job), {"array_1": "undisturbed-0", "array_2": "undisturbed-1"}
+    run, undisturbed = run_of(job), SAME_AS.get(name, "undisturbed")
     assert f"run={run} goes on at step " in story.output(name)
-    undisturbed = right.get(name, "undisturbed")
     assert story.losses(run) == story.losses(undisturbed)
     assert story.weights(run) == story.weights(undisturbed)
 
