@@ -164,14 +164,19 @@ def test_world_size_that_does_not_fit_is_refused_by_rank_0_alone(shell: Shell) -
     assert (silent.code, silent.out, silent.err) == (2, "", "")
 
 
-def test_taken_run_is_refused_and_left_alone(shell: Shell) -> None:
+def test_taken_run_is_refused_and_left_alone(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = ("train", "run=mine", *TINY, *shell.text(), "train.steps=1")
     assert shell.run(*PARALLEL3D, *words).code == 0
     assert_refusal(shell, words, "run=mine", "exists already")
+    before = shell.snapshot()
     # What does not belong to a run's identity is not what differs.
     watched = ("train.progress=false", "logger.project=other", "launch.timeout_s=61")
-    assert_refusal(shell, (*words, *watched), "run=mine", "exists already")
-    assert_refusal(shell, (*words, "seed=7", *watched), "run=mine", "seed is 1234 there, now 7")
+    for more, sentence in (((), "exists already"), (("seed=7",), "seed is 1234 there, now 7")):
+        ended = answer(shell, capfd, *words, *watched, *more)
+        assert_refused(ended, "run=mine", sentence)
+    assert shell.snapshot() == before
     (shell.cwd / "runs" / "mine" / "config.yaml").unlink()
     assert_refusal(shell, words, "run=mine", "not a run directory")
 
