@@ -1,4 +1,4 @@
-"""`parallel3d bench comm` and `preflight=true`, as typed."""
+"""`parallel3d bench comm`, as typed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.command import PARALLEL3D, Ended, Shell
 from tests.e2e.here import answer
+from tests.e2e.watched import Watched
 from tests.pace import pace
 
 BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
@@ -72,8 +73,11 @@ def test_what_was_measured_can_be_given_to_the_cluster(
     line = next(line for line in lines if line.startswith("Measured here: "))
     keys = line.removeprefix("Measured here: ").split(" (")[0].split()
     few = ("bench.iterations=1", "bench.warmup=0", "bench.sizes=[4194304]", "bench.json=out.json")
-    again = shell.run(*BENCH, "dp=2", "run=c", *few, *keys)
+    with Watched(shell) as watched:
+        words = ("dp=2", "run=c", "launch.shared_memory=false", *few, *keys)
+        again = shell.run(*BENCH, *words, GLOO_SOCKET_IFNAME="eth0")
     assert again.code == 0
+    assert watched.seen and watched.elsewhere == []  # but the loopback
     assert "world is not measured: the same ranks as dp." in again.out
     prices = {
         (row["op"], row["size"]): row["priced_s"]
@@ -110,19 +114,3 @@ def assert_refused(ended: Ended, sentence: str) -> None:
     assert ended.code == 2
     (line,) = ended.errors
     assert sentence in line
-
-
-def test_preflight_leaves_its_file_and_changes_nothing(shell: Shell) -> None:
-    """Of one rank there is nothing to look at. That it is off by default is in test_runs.py."""
-    train = (*PARALLEL3D, "train", *TINY, *shell.text(), "preflight=true")
-    for words in (("tp=2", "run=with"), ("run=without",)):
-        assert shell.run(*train, *words).code == 0
-    assert not (shell.cwd / "runs/without/preflight.json").exists()
-    report = json.loads((shell.cwd / "runs/with/preflight.json").read_text())
-    assert [group["ranks"] for group in report["groups"]] == [[0, 1]]
-
-    def losses(run: str) -> list[float]:
-        lines = (shell.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
-
-    assert losses("with") == pytest.approx(losses("without"), rel=1e-5)
