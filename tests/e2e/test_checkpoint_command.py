@@ -17,6 +17,7 @@ from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.here import answer
+from tests.e2e.watched import Watched
 
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48")
 
@@ -43,15 +44,18 @@ def runs(trained: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 @contextmanager
-def at_once(shell: Shell, *words: str) -> Iterator[Callable[[], Ended]]:
+def at_once(
+    shell: Shell, *words: str, **environ: str
+) -> Iterator[tuple[Callable[[], Ended], Watched]]:
     """A command beside others of `shell`, with processes of its own; gives how to await it."""
-    other = Shell(shell.cwd, shell.scratch)
+    other = Shell(shell.cwd, shell.scratch, environ)
     started = time.monotonic()
-    process = other.start(*PARALLEL3D, *words)
-    try:
-        yield lambda: other.finish(process, started)
-    finally:
-        other.end_all()
+    with Watched(other) as watched:
+        process = other.start(*PARALLEL3D, *words)
+        try:
+            yield lambda: other.finish(process, started), watched
+        finally:
+            other.end_all()
 
 
 def newest(runs: Path) -> Path:
@@ -179,7 +183,9 @@ def test_an_imported_run_trains_on_under_another_layout(
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=30", "device=cpu")
     before = trained.snapshot()
-    with at_once(trained, "generate", *words, "tp=2", "pp=2") as other:
+    # What a machine of several hosts has in its environment is not for ranks of one.
+    elsewhere = {"GLOO_SOCKET_IFNAME": "eth0"}
+    with at_once(trained, "generate", *words, "tp=2", "pp=2", **elsewhere) as (other, watched):
         one = trained.run(*PARALLEL3D, "generate", *words)
         four = other()
     assert one.code == 0, one
@@ -187,6 +193,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert len(one.out.encode()) > 20
     assert one.errors == ["parallel3d: run=mine, step 20, seed=1234"]
     assert (four.code, four.out) == (0, one.out), four
+    assert watched.seen and watched.elsewhere == []  # A1: listeners on the loopback alone
     assert trained.snapshot() == before  # looking at a run leaves nothing in it
     assert list(trained.scratch.iterdir()) == []
 
@@ -194,7 +201,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
 def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
-    with at_once(trained, "generate", *words, "generate.step=20") as other:
+    with at_once(trained, "generate", *words, "generate.step=20") as (other, _):
         ended = trained.run(*PARALLEL3D, "generate", *words)
         refused = other()
     assert ended.code == 0, ended

@@ -1,6 +1,7 @@
 """Ranks of one host listen on its loopback alone, and keep nothing in the store that is code.
 
-Those that train over gloo are watched in test_runs.py, those of bench in test_bench.py.
+Those that train over gloo are watched in test_runs.py, those of bench in test_bench.py, those of
+generate in test_checkpoint_command.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.e2e.command import PARALLEL3D, TINY, Shell
-from tests.e2e.test_failures import SECONDS, assert_stopped_and_saved, start_training, words
+from tests.e2e.test_failures import SECONDS, assert_stopped_and_saved, start_training
 from tests.e2e.watched import Watched
 from tests.pace import pace
 
@@ -27,18 +28,6 @@ def test_a1_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
         ended = shell.run(*PARALLEL3D, *words, GLOO_SOCKET_IFNAME="eth0")
     assert ended.code == 0, ended.err  # its answer
     assert "fp64" in ended.out
-    assert watched.elsewhere == []
-    assert watched.seen
-
-
-def test_a1_generating_ranks_listen_on_the_loopback_alone(shell: Shell) -> None:
-    shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
-    ended = shell.run(*PARALLEL3D, *words(shell, "checkpoint.every=3"))
-    assert ended.code == 0, ended.err
-    with Watched(shell) as watched:
-        asked = ("run=mine", "tp=2", "generate.max_tokens=3", "prompt=12 b", "device=cpu")
-        ended = shell.run(*PARALLEL3D, "generate", *asked)
-    assert ended.code == 0, ended.err
     assert watched.elsewhere == []
     assert watched.seen
 
