@@ -10,6 +10,7 @@ starts new ones.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -36,6 +37,9 @@ PRELOAD = [
     "pytest",
     "omegaconf",
     "parallel3d.trainer",
+    "parallel3d.checkpoint.checkpoints",
+    "parallel3d.faults.health",
+    "parallel3d.pretend",
     # Imported by torch where a step first needs them: seconds of every new worker's time.
     "numpy.random",
     "torch.distributed.fsdp",
@@ -66,6 +70,7 @@ def _worker(connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
     torch.set_num_threads(1)
+    gc.freeze()  # to look for garbage in all that is imported takes a quarter of a second
     connection.send_bytes(b"ready")
     while True:
         try:
