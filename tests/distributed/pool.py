@@ -114,8 +114,11 @@ def _run(
 
 def gloo_groups(pid: int) -> int:
     """How many gloo groups a process has: each has a thread that waits for its sockets."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum((task / "comm").read_text() == "gloo_tcp_loop\n" for task in tasks)
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may just be ending
+            found += (task / "comm").read_text() == "gloo_tcp_loop\n"
+    return found
 
 
 class Pool:
