@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
+
+import pytest
 
 # Ranks share two cores: more threads a rank only fight. Workers inherit both settings.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -17,3 +20,19 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How two processes share the tests (`-n 2`): each file goes to whoever is free, but those of
+    real ranks stay together, for they share a pool, and so do commands, whose ranks are many."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Folders(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.split("/")[1]
+            return folder if folder in ("distributed", "e2e") else file
+
+    config.option.loadscopereorder = False  # those two first: they take longest
+    return Folders(config, log)

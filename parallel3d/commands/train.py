@@ -76,7 +76,6 @@ def train(config: Config, worker: Worker) -> None:
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device), checkpoints.lines)
-            checkpoints.waiting = recorder.waiting
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         said = all_gather_json(peak_memory(device), groups.world.handle, device)
@@ -118,6 +117,8 @@ def run_steps(
     `recorder` is on rank 0 alone.
     """
     settings = trainer.config.train
+    if recorder is not None:
+        checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     first = trainer.steps_done + 1

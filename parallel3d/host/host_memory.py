@@ -1,4 +1,4 @@
-"""Memory of a CPU rank: what is freed is kept, and lies in huge pages.
+"""Memory of a CPU rank: what is freed is kept, and lies in huge pages; imports are no garbage.
 
 Activations of a few megabytes are freed and allocated again all the time. By default the C library
 gives such blocks back to the system, which hands out and clears new pages for the next, and with
@@ -8,7 +8,11 @@ pages of 4 KiB every one of them costs the processor a walk through its page tab
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -45,3 +49,22 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
     advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
     libc.free(block)
     return advised
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Around a process's first import of torch, a tenth of whose time collections would take.
+
+    Of what is imported nothing is ever let go: they would find nothing, and later ones pass over
+    what was made meanwhile. Where torch is imported already nothing is changed, as what a
+    former job left may be garbage.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

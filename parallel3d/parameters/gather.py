@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters.pieces import Piece
 
 MESSAGE_BYTES = 1 << 26  # small boxes travel together
+# All fields of a piece, without the deep copies of `dataclasses.astuple`.
+_fields = operator.attrgetter(*(field.name for field in fields(Piece)))
 
 
 def owned_boxes(
@@ -62,7 +65,7 @@ def _gather(
 
     NCCL knows the memory of devices alone, so rank 0's holds one message of the others at a time.
     """
-    facts = [[dataclasses.astuple(piece), str(box.dtype)] for piece, box in boxes]
+    facts = [[_fields(piece), str(box.dtype)] for piece, box in boxes]
     by_rank = gather_json(facts, groups.world.handle, device)
     if groups.rank > 0:
         sizes = [box.nbytes for _, box in boxes]
@@ -73,7 +76,7 @@ def _gather(
         return []
     found = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
     for rank in range(1, groups.world.size):
-        kinds = [(_piece(fields), _dtype(word)) for fields, word in by_rank[rank]]
+        kinds = [(_piece(told), _dtype(word)) for told, word in by_rank[rank]]
         sizes = [math.prod(piece.shape) * dtype.itemsize for piece, dtype in kinds]
         for span in messages(sizes):
             flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
@@ -97,9 +100,9 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-def _piece(fields: Sequence[Any]) -> Piece:
+def _piece(told: Sequence[Any]) -> Piece:
     """What JSON has made of a piece's fields, its tuples lists."""
-    return Piece(*(tuple(field) if isinstance(field, list) else field for field in fields))
+    return Piece(*(tuple(field) if isinstance(field, list) else field for field in told))
 
 
 def _dtype(word: str) -> torch.dtype:

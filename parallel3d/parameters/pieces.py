@@ -178,7 +178,7 @@ class Initializer:
             i, j = tile
             up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
             west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
-            values = self._tile(piece.name, i, j)
+            values = self._tile(piece.name, i, j, rows=down - i * TILE)
             box = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
             out = band[up - top : down - top, west - left : east - left]
             np.multiply(box, np.float32(piece.std), out=out)
@@ -195,12 +195,13 @@ class Initializer:
                 list(pool.map(draw, tiles))
         return band
 
-    def _tile(self, name: str, i: int, j: int) -> np.ndarray:
-        """(256, 256) standard normal values, float32 whatever the compute type is."""
+    def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
+        """The first rows of (256, 256) standard normal values, float32 whatever the compute type
+        is; they are drawn row by row, so how many is all that this changes."""
         digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
         key = np.frombuffer(digest, dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key))
-        return stream.standard_normal((TILE, TILE), dtype=np.float32)
+        return stream.standard_normal((rows, TILE), dtype=np.float32)
 
 
 def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:

@@ -24,6 +24,7 @@ from parallel3d.comm.job_store import (
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import device_of_rank
+from parallel3d.host.host_memory import nothing_collected
 from parallel3d.run.configs import NO_CONFIG, load_config
 from parallel3d.run.directory import make_run_directory, take_run
 from parallel3d.run.launch import Place, Worker
@@ -58,7 +59,8 @@ def meet(config: Config, place: Place) -> Store:
 
     Raises UserError if rank 0's port is taken.
     """
-    import torch.distributed as dist
+    with nothing_collected():
+        import torch.distributed as dist
 
     more = {"world_size": place.world_size, "timeout": timedelta(seconds=config.launch.timeout_s)}
     agent_listens = keeps_store(os.environ)

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, say
 from parallel3d.host.devices import PRETEND, Choice, device_of_rank
 from parallel3d.host.gpu_environment import gpu_environment
-from parallel3d.host.host_memory import keep_freed_memory
+from parallel3d.host.host_memory import keep_freed_memory, nothing_collected
 from parallel3d.host.numa import bind_near
 from parallel3d.host.processes import die_with_parent
 from parallel3d.run import failure
@@ -63,7 +63,8 @@ def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: C
     try:
         if world_size == 1:
             return run_alone(app, config, run_dir, device.kind)
-        with blocked_signals():  # they come when torch is there, not in the midst of its C++
+        # Signals come when torch is there, not in the midst of its C++.
+        with blocked_signals(), nothing_collected():
             from parallel3d.run.local_workers import run_local_workers
         return run_local_workers(app, config, run_dir, world_size, device.kind)
     except KeyboardInterrupt:
@@ -77,7 +78,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
     Returns the exit code; failures were said.
     """
     os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
-    with blocked_signals():
+    with blocked_signals(), nothing_collected():
         begin_on(kind)
         from torch.distributed import HashStore
     worker = Worker(0, 0, 1, 1, run_dir, "local")

@@ -19,7 +19,7 @@ from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 from parallel3d.topology.layout import Layout
 
-STEPS = 5
+STEPS = 3  # the second reads what the first has left, the third what one like it has left
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
 # What the reference computes in: below fp32 it stays there.
 DTYPES = {
@@ -41,7 +41,7 @@ TINY_SIZES = {
     "init_std": 0.2,
 }
 TOKENS = GLOBAL_BATCH * TINY_SIZES["seq_length"]  # read in a step, masked ones included
-# A clip of 0.5 is below every norm that these models have in five steps, so it is always active.
+# A clip of 0.5 is below every norm that these models have in these steps, so it is always active.
 OPTIM = {
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01, "clip_grad": 0.5},
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0},
@@ -82,7 +82,7 @@ class Case:
     problem: Problem
     schedule: str = "1f1b"
     sp: bool = False
-    microbatches: int = 3
+    microbatches: int | None = None  # None: a first and a last, and with stages one between
     embedding: str = "vocab_parallel"
     parallel_output: bool = True
     bucket_cap_mb: float | None = None
@@ -104,12 +104,13 @@ class Case:
         """The configuration of this case under `layout`."""
         problem = self.problem
         sizes = {**TINY_SIZES, "num_layers": problem.layers, **dict(problem.model)}
+        microbatches = self.microbatches or (3 if layout.pp > 1 else 2)
         config = Config(
             tp=layout.tp,
             pp=layout.pp,
             dp=layout.dp,
             sp=self.sp,
-            micro_batch_size=GLOBAL_BATCH // (layout.dp * self.microbatches),
+            micro_batch_size=GLOBAL_BATCH // (layout.dp * microbatches),
             global_batch_size=GLOBAL_BATCH,
             device="cpu",
             compile=self.compile,
@@ -148,16 +149,22 @@ class UnequalMasks:
         self.seq_length = seq_length
 
     def sample(self, i: int) -> Sample:
-        rng = np.random.default_rng([20, i])
-        tokens = rng.integers(0, self.vocab_size, self.seq_length + 1)
-        if i % 8 == 3:  # nearly all masked
-            mask = np.zeros(self.seq_length, dtype=bool)
-            mask[rng.integers(self.seq_length)] = True
-        elif i % 16 == 6:  # wholly masked: with micro-batches of one, one that has no loss at all
-            mask = np.zeros(self.seq_length, dtype=bool)
-        else:
-            mask = rng.random(self.seq_length) < rng.choice([0.3, 0.7, 1.0])
-        return Sample(tokens, mask)
+        return _sample(self.vocab_size, self.seq_length, i)
+
+
+@functools.cache
+def _sample(vocab_size: int, seq_length: int, i: int) -> Sample:
+    """Every case of a worker reads these few, each of them several times a step."""
+    rng = np.random.default_rng([20, i])
+    tokens = rng.integers(0, vocab_size, seq_length + 1)
+    if i % 8 == 3:  # nearly all masked
+        mask = np.zeros(seq_length, dtype=bool)
+        mask[rng.integers(seq_length)] = True
+    elif i % 16 == 6:  # wholly masked: with micro-batches of one, one that has no loss at all
+        mask = np.zeros(seq_length, dtype=bool)
+    else:
+        mask = rng.random(seq_length) < rng.choice([0.3, 0.7, 1.0])
+    return Sample(tokens, mask)
 
 
 def dead_weights(names: Iterable[str], position_embedding: str) -> frozenset[str]:

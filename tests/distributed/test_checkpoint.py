@@ -1,8 +1,9 @@
 """A checkpoint fits any layout: saved under each of eight, loaded under each, the same curve.
 
-Three steps are trained under one layout, two more under another. Losses, gradient norms and (fp64)
-the final weights are those of the independent reference's undisturbed five steps, and so prove
-parameters, moments, the count of updates and the place in the data at once.
+Two steps are trained under one layout, one or two more under another. Losses, gradient norms and
+(fp64) the final weights are those of the independent reference's undisturbed run, and so prove
+parameters, moments, the count of updates and the place in the data at once. In fp32, where weights
+are not compared, it takes the second step's loss to see the moments.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_whole
 from parallel3d.topology.layout import Layout
-from tests.distributed.cases import STEPS, Case, Problem
+from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
     Step,
@@ -28,23 +29,30 @@ from tests.distributed.harness import (
 )
 from tests.distributed.pool import Pool
 
-SAVED = 3  # steps before the checkpoint
+SAVED = 2  # steps before the checkpoint
 ZERO = (("zero", 1),)
 Sizes = tuple[int, int, int]
 # Sizes (tp, pp, dp) and the way: shards that cut through rows and tensors, stages of unequal
 # length, tables whose padding falls to the last tp rank, whole tables, small buckets, FSDP.
 LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
-    "one": ((1, 1, 1), {}),
-    "tp4-sp": ((4, 1, 1), {"sp": True}),
+    "one": ((1, 1, 1), {"microbatches": 1}),
+    "tp4-sp": ((4, 1, 1), {"sp": True, "microbatches": 1}),
     "pp2-uneven": ((1, 2, 1), {"layers_per_stage": (1, 2), "schedule": "gpipe"}),
     "dp4-zero1": ((1, 1, 4), {"keys": ZERO, "microbatches": 2}),
-    "tp2-pp2": ((2, 2, 1), {"embedding": "replicated", "microbatches": 4}),
-    "tp2-dp2-zero1": ((2, 1, 2), {"keys": ZERO, "bucket_cap_mb": 0.02, "sp": True}),
-    "pp2-dp2-zero1": ((1, 2, 2), {"keys": ZERO, "layers_per_stage": (2, 1)}),
+    "tp2-pp2": ((2, 2, 1), {"embedding": "replicated", "microbatches": 2}),
+    "tp2-dp2-zero1": (
+        (2, 1, 2),
+        {"keys": ZERO, "bucket_cap_mb": 0.02, "sp": True, "microbatches": 1},
+    ),
+    "pp2-dp2-zero1": (
+        (1, 2, 2),
+        {"keys": ZERO, "layers_per_stage": (2, 1), "microbatches": 2},
+    ),
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
 TIED = Problem("gpt_tiny", "adamw", True)
 UNTIED = Problem("llama_tiny", "adamw", False)
+IN_FP32 = [replace(problem, precision="fp32", steps=SAVED + 2) for problem in (UNTIED, TIED)]
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
@@ -85,7 +93,7 @@ def go_on(
         trainer = make_trainer(case_of(layout, problem, run_dir), groups)
         checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
         assert checkpoints.restore(trainer) == SAVED + 1, f"{saved} → {layout}"
-        steps = [Step(*trainer.train_step()[:5]) for _ in range(STEPS - SAVED)]
+        steps = [Step(*trainer.train_step()[:5]) for _ in range(problem.steps - SAVED)]
         weights = {n: w.numpy().copy() for n, w in trainer.full_parameters().items()}
         results.append((steps, weights))
     groups.close()
@@ -129,7 +137,7 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
         world = sizes[0] * sizes[1] * sizes[2]
         results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=900)[0]
         for (saved, _, problem), (steps, weights) in zip(pairs[layout], results, strict=True):
-            assert [s.step for s in steps] == list(range(SAVED + 1, STEPS + 1))
+            assert [s.step for s in steps] == list(range(SAVED + 1, problem.steps + 1))
             for difference in differences(steps, weights, problem, references):
                 failures.append(f"{saved} → {layout}, {problem}: {difference}")
     assert not failures, f"{len(failures)} differences\n" + "\n".join(failures)
@@ -140,7 +148,7 @@ def test_each_layout_goes_on_from_each(pool: Pool, references: References, tmp_p
 
     Each layout saves two of the four, one in fp64 and one in fp32, and goes on from all four.
     """
-    problems = [TIED, UNTIED, *(replace(p, precision="fp32") for p in (UNTIED, TIED))]
+    problems = [TIED, UNTIED, *IN_FP32]
     pairs = {}
     for i, layout in enumerate(LAYOUTS):
         numbers = [j % 2 + 2 * ((i + j // 2) % 2) for j in range(len(LAYOUTS))]

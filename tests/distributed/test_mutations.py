@@ -212,7 +212,7 @@ PLANTED = [
     pytest.param(
         loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
     ),
-    # AdamW does not see a scale: in fp32 all five losses agree, and the norm alone tells.
+    # AdamW does not see a scale: in fp32 all losses agree, and the norm alone tells.
     pytest.param(
         loss_not_divided_by_microbatches,
         (1, 2, 1),

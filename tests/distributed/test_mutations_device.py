@@ -38,7 +38,7 @@ from tests.distributed.cases import TOKENS, Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.test_pretend_exactness import DROPS, waits_a_step
+from tests.distributed.pretended_runs import DROPS, waits_a_step
 
 Sizes = tuple[int, int, int]
 Mutation = Callable[[], Any]
@@ -252,11 +252,18 @@ REFUSED = {
 }
 
 
+# An error in a hook of autograd may end the process before it is told: PyTorch's stream guard calls
+# Python on its way out, with the error still set, and may not raise. So this one is met behind the
+# backward.
+AFTER_BACKWARD = {a_bucket_more_on_one_rank: (("ddp.overlap", False),)}
+
+
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda mutation: mutation.__name__)
 def test_what_a_communicator_refuses(mutation: Mutation, pretended: PretendedPool) -> None:
     sizes, words = REFUSED[mutation]
     with pytest.raises(WorkerFailure, match=words):
-        pretended.run(sizes[0] * sizes[1] * sizes[2], train, sizes, (), mutation, 2)
+        keys = AFTER_BACKWARD.get(mutation, ())
+        pretended.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 2)
 
 
 # --- the host --------------------------------------------------------------------------------
@@ -296,7 +303,7 @@ def waits_with(sizes: Sizes, case: Case, mutation: Mutation) -> list[list[str]]:
     "mutation", [the_loss_is_read_after_each_forward, a_mask_is_made_of_a_number_of_the_host]
 )
 def test_waits_of_the_host(mutation: Mutation, pretended: PretendedPool) -> None:
-    case = Case(DROPS)
+    case = Case(DROPS, microbatches=3)
     for steps in pretended.run(2, waits_with, (1, 2, 1), case, mutation):
         assert all(len(waits) > case.microbatches for waits in steps)
 

@@ -133,11 +133,11 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
 def sent_in_a_step(
     layout: Layout, changes: dict[str, Any]
 ) -> tuple[int, Count, Counter[str], list[tuple[int, bool]]]:
-    """This rank's stage, what it sent in its third step, and its parameters."""
+    """This rank's stage, what it sent in a step that is not its first, and its parameters."""
     groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
-    for _ in range(2):  # PowerSGD begins with the third step
+    for _ in range(config.ddp.powersgd_start if config.ddp.comm_hook == "powersgd" else 1):
         trainer.train_step()
     with Counting() as counting:
         reducer = getattr(trainer.data_parallel, "reducer", None)

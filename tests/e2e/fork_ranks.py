@@ -25,6 +25,7 @@ OF_THE_HOST = ("hosts", "nsswitch.conf")
 NEEDED = (
     "parallel3d.cli.command_line",
     "parallel3d.commands.train",
+    "parallel3d.checkpoint.storage",
     "torch.distributed.distributed_c10d",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
 )

@@ -1,23 +1,24 @@
-"""`parallel3d bench comm` and `preflight=true`, as typed."""
+"""`parallel3d bench comm`, as typed."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.command import PARALLEL3D, Ended, Shell
+from tests.e2e.here import answer
+from tests.e2e.watched import Watched
 from tests.pace import pace
 
 BENCH = (*PARALLEL3D, "bench", "comm", "device=cpu")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
 REDUCED = product(("all_reduce", "reduce", "reduce_scatter"), ("sum", "avg", "max"))
 OPERATIONS = [*((op, None) for op in MOVED), *REDUCED]
-SIZES = (4096, 65536, 1048576)
+SIZES = (4096, 1048576)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +72,12 @@ def test_what_was_measured_can_be_given_to_the_cluster(
     lines = eight[0].out.splitlines()
     line = next(line for line in lines if line.startswith("Measured here: "))
     keys = line.removeprefix("Measured here: ").split(" (")[0].split()
-    few = ("bench.iterations=1", "bench.warmup=0", "bench.json=out.json")
-    again = shell.run(*BENCH, "dp=2", "run=c", *few, *keys)
+    few = ("bench.iterations=1", "bench.warmup=0", "bench.sizes=[4194304]", "bench.json=out.json")
+    with Watched(shell) as watched:
+        words = ("dp=2", "run=c", "launch.shared_memory=false", *few, *keys)
+        again = shell.run(*BENCH, *words, GLOO_SOCKET_IFNAME="eth0")
     assert again.code == 0
+    assert watched.seen and watched.elsewhere == []  # but the loopback
     assert "world is not measured: the same ranks as dp." in again.out
     prices = {
         (row["op"], row["size"]): row["priced_s"]
@@ -87,7 +91,6 @@ def test_what_was_measured_can_be_given_to_the_cluster(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "tp=1, pp=1 and dp=1 are one rank, and one rank sends nothing"),
         (("dp=2", "bench.sizes=[]"), "bench.sizes=[] must name at least one size"),
         (("dp=2", "bench.sizes=[1,4096]"), "the nearest is bench.sizes=[4,4096]"),
         (("dp=2", "bench.json=no/such/file.json"), "there is no folder no/such"),
@@ -95,31 +98,19 @@ def test_what_was_measured_can_be_given_to_the_cluster(
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(
-    shell: Shell, words: tuple[str, ...], sentence: str
+    shell: Shell, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
 ) -> None:
-    ended = shell.run(*BENCH, *words)
-    assert ended.code == 2
-    (line,) = ended.errors
-    assert sentence in line
+    assert_refused(answer(shell, capfd, "bench", "comm", "device=cpu", *words), sentence)
     assert not (shell.cwd / "runs").exists()
 
 
-def test_preflight_is_off_by_default_and_leaves_its_file_when_on(shell: Shell) -> None:
-    words = (*PARALLEL3D, "train", *TINY, *shell.text(), "tp=2")
-    other = Shell(shell.cwd, shell.scratch)  # both at once, each with processes of its own
-    started = time.monotonic()
-    without = other.start(*words, "run=without")
-    try:
-        assert shell.run(*words, "run=with", "preflight=true").code == 0
-        assert other.finish(without, started).code == 0
-    finally:
-        other.end_all()
-    assert not (shell.cwd / "runs/without/preflight.json").exists()
-    report = json.loads((shell.cwd / "runs/with/preflight.json").read_text())
-    assert [group["ranks"] for group in report["groups"]] == [[0, 1]]
+def test_the_command_ends_at_what_cannot_be_measured(shell: Shell) -> None:
+    ended = shell.run(*BENCH)
+    assert_refused(ended, "tp=1, pp=1 and dp=1 are one rank, and one rank sends nothing")
+    assert not (shell.cwd / "runs").exists()
 
-    def losses(run: str) -> list[float]:
-        lines = (shell.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line).get("loss") for line in lines]
 
-    assert losses("with") == losses("without")
+def assert_refused(ended: Ended, sentence: str) -> None:
+    assert ended.code == 2
+    (line,) = ended.errors
+    assert sentence in line

@@ -43,6 +43,7 @@ SMALL = (
     "global_batch_size=16",
     "train.eval_batches=0",
     "train.eval_every=0",
+    "checkpoint.every=0",
     "launch.peak_tflops=0.1",  # else the start measures it
     "launch.timeout_s=60",
     "launch.shared_memory=false",

@@ -1,10 +1,10 @@
 """Put on PYTHONPATH by a test: makes one rank of a run fail in the way that FAIL names.
 
-FAIL=how:rank:step, with how one of raise, user (a UserError), stop (SIGSTOP to itself), hang, and
-`*` for every rank; several are joined by commas. Two more spoil the step's sum over the world: skip
-(the rank goes on without it) and shape (it brings a longer tensor); nan makes a gradient of three
-steps not a number, flip a bit of a parameter another one. The moment is written to
-FAILED_AT. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
+FAIL=how:rank:step, with how one of raise, stop (SIGSTOP to itself), hang; several are joined by
+commas. Two more spoil the step's sum over the world: skip (the rank goes on without it) and shape
+(it brings a longer tensor); nan makes a gradient of three steps not a number, flip a bit of a
+parameter another one. The moment is written to FAILED_AT. parallel3d itself knows nothing of this:
+its trainer is patched as it is imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _patch(module: ModuleType) -> None:
     def failing(self):
         for fault in os.environ["FAIL"].split(","):
             how, rank, step = fault.split(":")
-            if rank in ("*", str(self.groups.rank)) and self.steps_done + 1 == int(step):
+            if rank == str(self.groups.rank) and self.steps_done + 1 == int(step):
                 _fail(how, module, self)
         return train_step(self)
 
@@ -51,10 +51,6 @@ def _fail(how: str, module: ModuleType, trainer) -> None:
         file.write(str(time.time()))
     if how == "raise":
         raise ValueError("planted\nin two lines")
-    if how == "user":
-        from parallel3d.errors import UserError
-
-        raise UserError("tp=0 is what the test planted.")
     if how in ("skip", "shape"):
         _spoil(how, module.collectives)
         return

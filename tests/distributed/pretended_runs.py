@@ -1,0 +1,89 @@
+"""What ranks on the pretended accelerator run: whole cases, and steps in which waits are counted.
+
+A module of its own, as a new worker imports it: a matrix of cases takes seconds to be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from parallel3d.pretend.device import this_machine
+from parallel3d.pretend.races import caller
+from parallel3d.pretend.records import Observer
+from parallel3d.topology.layout import Layout
+from parallel3d.trainer import StepResult, Trainer
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import Outcome, make_trainer, plain_groups, run_cases
+
+Sizes = tuple[int, int, int]
+
+DROPS = Problem("llama_tiny", "adamw", True, "bf16", (("dropout", 0.1),))
+STEPS = 2  # in which the host's waits are counted, after the first
+
+
+class Waits(Observer):
+    """Why and where the host waited."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def host_wait(self, why: str) -> None:
+        self.found.append(f"{why} at {caller()}")
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """The waits of the host inside."""
+    observer = Waits()
+    this_machine().observers.append(observer)
+    try:
+        yield observer.found
+    finally:
+        this_machine().observers.remove(observer)
+
+
+def check_one_wait(found: list[str]) -> None:
+    """A step has one wait, for its numbers."""
+    assert len(found) == 1, "\n".join(found)
+    assert found[0].startswith("tolist at") and "trainer.py" in found[0]
+
+
+@contextmanager
+def one_wait_a_step() -> Iterator[None]:
+    """Every step of a trainer but its first fails unless the host waits once in it."""
+    plain = Trainer.train_step
+
+    def train_step(self: Trainer) -> StepResult:
+        with waits() as found:
+            result = plain(self)
+        if self.steps_done > 1:
+            check_one_wait(found)
+        return result
+
+    with patch.object(Trainer, "train_step", train_step):
+        yield
+
+
+def run_on_own_device(sizes: Sizes, cases: Sequence[Case]) -> list[Outcome]:
+    """As `run_cases`; the host waits once a step, and contexts are on this rank's device alone."""
+    outcomes = run_cases(sizes, cases, one_wait_a_step)
+    assert this_machine().touched == {dist.get_rank()}
+    return outcomes
+
+
+def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
+    """Of each step but the first: where the host waited for the device."""
+    groups = plain_groups(Layout(*sizes))
+    trainer = make_trainer(case, groups)
+    trainer.train_step()
+    steps = []
+    for _ in range(STEPS):
+        with waits() as found:
+            trainer.train_step()
+        steps.append(found)
+    groups.close()
+    return steps
