@@ -185,6 +185,12 @@ def _fitting_sizes(config: Config, world_size: int) -> list[str]:
 
 def _check_batch(config: Config, dp: int) -> None:
     batch, micro = config.global_batch_size, config.micro_batch_size
+    if (count := config.schedule.num_microbatches) is not None:
+        raise UserError(
+            f"schedule.num_microbatches={count} is a key of `parallel3d schedule` alone; elsewhere "
+            f"global_batch_size={count * micro * dp} makes as many, and the nearest is "
+            "schedule.num_microbatches=null."
+        )
     if batch % (micro * dp) == 0:
         return
     choices = [f"global_batch_size={nearest_multiple(batch, micro * dp)}"]

@@ -69,7 +69,10 @@ def test_info_flag_works(shell: Shell) -> None:
     [
         (
             "parallel3d ",
-            {"train", "verify", "bench", "topology", "dryrun", "generate", "checkpoint"},
+            {
+                *("train", "verify", "bench", "topology", "schedule", "dryrun", "generate"),
+                "checkpoint",
+            },
         ),
         ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
         ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
@@ -82,7 +85,7 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d bench comm bench.iter", {"bench.iterations="}),
         ("parallel3d topology cluster=dgx_h", {"cluster=dgx_h100", "cluster=dgx_h200"}),
         ("parallel3d train optim=", {"optim=adamw", "optim=sgd"}),
-        ("parallel3d verify tp=2 schedule.n", {"schedule.name="}),
+        ("parallel3d verify tp=2 schedule.na", {"schedule.name="}),
     ],
 )
 def test_completion_knows_the_subcommand(

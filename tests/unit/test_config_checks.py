@@ -177,6 +177,11 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         2,
         ["multiple of 6", "dp=2", "global_batch_size=18", "micro_batch_size=2"],
     ),
+    (
+        {"schedule.num_microbatches": 3, "micro_batch_size": 2, "dp": 2},
+        None,
+        ["schedule.num_microbatches=3", "`parallel3d schedule` alone", "global_batch_size=12"],
+    ),
     # data
     ({"model.vocab_size": 256}, None, ["model.vocab_size=256", "data.tokenizer=byte", "=257"]),
     ({"data.name": "text"}, None, ["data=text", "data.path", "null", "data.path=book.txt"]),
