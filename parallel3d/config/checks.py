@@ -187,8 +187,8 @@ def _check_batch(config: Config, dp: int) -> None:
     batch, micro = config.global_batch_size, config.micro_batch_size
     if (count := config.schedule.num_microbatches) is not None:
         raise UserError(
-            f"schedule.num_microbatches={count} is a key of `parallel3d schedule` alone: leave it "
-            f"out here, where global_batch_size={count * micro * dp} makes as many."
+            f"schedule.num_microbatches={count} must be null but for `parallel3d schedule` alone: "
+            f"here global_batch_size={count * micro * dp} makes as many."
         )
     if batch % (micro * dp) == 0:
         return

@@ -22,6 +22,7 @@ from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", tied=True)
+TWO_LAYERS = Problem("gpt_tiny", "sgd", tied=True, layers=2)  # compiling takes seconds for each
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
 DROPS = Problem("llama_tiny", "sgd", tied=False, model=(("dropout", 0.2),))
 
@@ -40,7 +41,7 @@ RUNS = {
         case(GPT, 2, "full"),
         case(LLAMA, 8),
         case(LLAMA, 1, "full", sp=True),
-        case(GPT, 4, "full", compile=True, microbatches=4),
+        case(TWO_LAYERS, 4, "full", compile=True, microbatches=4),
     ],
     (4, 1, 1): [case(DROPS, 4, "selective"), case(GPT, 2), case(GPT, 1, "full")],
     (1, 2, 2): [
