@@ -57,7 +57,9 @@ def report(config: Config, worker: Worker, error: Exception, store: Store | None
     """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
     failed = failure.from_exception(config, worker, error)
     if worker.run_dir != Path() and failed.kind != "user":
-        failed = failure.write(failed, error, worker.run_dir)
+        # Rank 0 removes the directory of a run that never began, and its peers die of that.
+        if os.path.isdir(worker.run_dir):
+            failed = failure.write(failed, error, worker.run_dir)
     elif worker.run_dir != Path() and worker.rank == 0:
         discard_unused(worker.run_dir)
     if failed.kind != "user" or _is_first_to_speak(worker, store):

@@ -182,13 +182,13 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
     """Leave the record and the traceback in the run directory, and where torchrun looks for it.
 
-    Returns the failure with its traceback file. Never raises: the disk may be what has failed.
+    Returns the failure with its traceback file. Never raises: the disk may be what has failed. A
+    directory that is gone is not made again: it would be no run's, and in the way of a next start.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
         file = run_dir / f"rank-{failure.rank}.traceback.txt"
         with suppress(OSError):
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_durably(file, details.encode(errors="backslashreplace"))
             failure = dataclasses.replace(failure, traceback_file=str(file))
     try:
@@ -204,13 +204,12 @@ def write_record(failure: Failure, details: str, run_dir: Path) -> None:
 
     Raises OSError.
     """
-    folder = run_dir / FAILURES
-    for made in (run_dir, folder):
-        made.mkdir(mode=0o700, parents=True, exist_ok=True)
-    record = json.dumps(dataclasses.asdict(failure))
-    replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
     with suppress(OSError):
         write_elastic_file(failure, details, os.environ)
+    folder = run_dir / FAILURES
+    folder.mkdir(mode=0o700, exist_ok=True)
+    record = json.dumps(dataclasses.asdict(failure))
+    replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
 
 
 def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str]) -> None:

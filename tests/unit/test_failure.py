@@ -14,7 +14,7 @@ import pytest
 from parallel3d.comm.operation_log import Departure, Operation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
-from parallel3d.run import failure, local_workers
+from parallel3d.run import endings, failure, local_workers
 from parallel3d.run.failure import Failure, from_exception, from_exit, root_cause
 from parallel3d.run.launch import Worker
 
@@ -143,13 +143,15 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(failure, "replace_durably", full)
-    for run_dir in (tmp_path, tmp_path / "gone"):
+    (tmp_path / "full").mkdir()
+    for run_dir in (tmp_path, tmp_path / "full", tmp_path / "gone"):
         failed = failure.write(from_exception(CONFIG, worker(5), raised), raised, run_dir)
         assert failed.traceback_file is None
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("parallel3d: rank 5 (pp 1, dp 0, tp 1) on ")
     assert first.endswith("(not recorded: File exists)")
     assert second.endswith("(not recorded: No space left on device)")
+    assert third.endswith("(not recorded: No such file or directory)")
 
 
 def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
@@ -203,3 +205,16 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
     odd = from_exception(CONFIG, worker(0), OSError("no file \udcff"))
     failure.write(odd, OSError("no file \udcff"), tmp_path)
     assert failure.read_all(tmp_path)[0].error == "OSError: no file \\udcff"
+
+
+def test_a_folder_that_was_removed_is_not_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 removes the folder of a run that never began; what its peers die of is no run."""
+    peer = worker(5)
+    peer.run_dir = tmp_path / "gone"
+    endings.report(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "Connection closed by peer" in said[0]
+    failure.write(from_exception(CONFIG, peer, ValueError()), ValueError(), peer.run_dir)
+    assert not peer.run_dir.exists()
