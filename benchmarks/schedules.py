@@ -97,7 +97,7 @@ def _line(where: str, row: Choice, best: float) -> str:
 
 def faults(number: int, seed: int) -> None:
     """Plant `number` faults that break a plan and see that the checker names each of them."""
-    from tests.schedule_faults import corrupt, is_sound
+    from tests.tools.schedule_faults import corrupt, is_sound
 
     rng = random.Random(seed)
     sizes = ((2, 3), (2, 6), (3, 4), (4, 5), (4, 8))

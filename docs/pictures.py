@@ -102,18 +102,14 @@ def main() -> None:
     (HERE / "layout.svg").write_text(layout_svg(Layout(tp=2, pp=2, dp=2)))
     timeline = simulate(schedule("1f1b", 4, 8), 1.0, 2.0)
     (HERE / "schedule.svg").write_text(render_svg(timeline, "1F1B, 4 stages, 8 micro-batches"))
-    for name, words in MAPS.items():
-        path = HERE / f"topology_{name}.svg"
+    drawn = [("topology", f"topology_{name}.svg", words) for name, words in MAPS.items()]
+    drawn += [("schedule", f"schedules_{name}.svg", words) for name, words in TIMELINES.items()]
+    for command, file, words in drawn:
+        given = [command, *words.split(), f"{command}.svg={HERE / file}"]
         with contextlib.redirect_stdout(io.StringIO()):
-            code = command_line.main(["topology", *words.split(), f"topology.svg={path}"])
+            code = command_line.main(given)
         if code:
-            raise SystemExit(f"parallel3d topology {words}: exit code {code}")
-    for name, words in TIMELINES.items():
-        path = HERE / f"schedules_{name}.svg"
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = command_line.main(["schedule", *words.split(), f"schedule.svg={path}"])
-        if code:
-            raise SystemExit(f"parallel3d schedule {words}: exit code {code}")
+            raise SystemExit(f"parallel3d {' '.join(given)}: exit code {code}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
-from tests.schedule_faults import corrupt, is_sound
+from tests.tools.schedule_faults import corrupt, is_sound
 
 
 def chunks_of(name: str) -> list[int]:
