@@ -154,7 +154,7 @@ class Trainer:
         dp = self.groups.dp
         size, count = self.config.micro_batch_size, self.config.num_microbatches
         reads = self.groups.is_first_stage or self.groups.is_last_stage
-        return Batches(source, size, count, dp.index, dp.size, self.device, reads)
+        return Batches(source, size, count, dp.index, self.device, reads)
 
     @property
     def tokens_per_step(self) -> int:

@@ -120,10 +120,6 @@ class OperationLog:
         self._notes, self._kind = [], kind
         self.progress += 1
 
-    def beat(self) -> None:
-        """Something other than a collective has got on: a file written, a part of a save."""
-        self.progress += 1
-
     def start(
         self, group: _Group, name: str, tensor: torch.Tensor, peer: int | None = None
     ) -> Note:

@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
 class Batches:
     """One data-parallel rank's micro-batches.
 
-    A step trains on the next global batch of samples, from `first` on, whatever dp_size and
+    A step trains on the next global batch of samples, from `first` on, whatever dp and
     micro_batch_size are; rank d has a contiguous share of them, its micro-batches in order.
 
     With `reads` false (stages between the ends) micro-batches hold the samples' numbers alone.
@@ -50,7 +50,6 @@ class Batches:
         micro_batch_size: int,
         num_microbatches: int,
         dp_rank: int,
-        dp_size: int,
         device: torch.device | str,
         reads: bool = True,
     ) -> None:
@@ -58,7 +57,6 @@ class Batches:
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
-        self._dp_size = dp_size
         self._device = torch.device(device)
 
     def indices(self, first: int, m: int) -> range:

@@ -84,11 +84,6 @@ def check_chunks(name: str, chunks: int) -> None:
         )
 
 
-def compute_order(name: str, stages: int, microbatches: int) -> Orders:
-    """Every rank's order of a schedule with one chunk per rank. Raises as `make`."""
-    return make(name, stages, microbatches).orders
-
-
 def schedule(name: str, stages: int, microbatches: int) -> Plan:
     """The whole plan of a schedule with one chunk per rank. Raises as `make`."""
     return make(name, stages, microbatches).plan()

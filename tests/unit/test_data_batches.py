@@ -20,7 +20,7 @@ def source(eod_mask_loss: bool) -> Sampler:
 def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
     """The step's micro-batches of all ranks, one after the other."""
     count = GLOBAL // (dp * micro)
-    ranks = [Batches(source(True), micro, count, d, dp, "cpu") for d in range(dp)]
+    ranks = [Batches(source(True), micro, count, d, "cpu") for d in range(dp)]
     parts = [rank.micro_batch(step * GLOBAL, m) for rank in ranks for m in range(count)]
     return tuple(torch.cat(field) for field in zip(*parts, strict=True))
 
@@ -41,7 +41,7 @@ def test_global_batch_is_the_same_for_every_layout(dp: int, micro: int, step: in
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_token_counts_of_the_ranks_add_up_to_the_unmasked_tokens(dp: int) -> None:
     count = GLOBAL // (dp * 3)
-    ranks = [Batches(source(True), 3, count, d, dp, "cpu") for d in range(dp)]
+    ranks = [Batches(source(True), 3, count, d, "cpu") for d in range(dp)]
     expected = [
         sum(int(rank.micro_batch(GLOBAL, m).loss_mask.sum()) for m in range(count))
         for rank in ranks
@@ -57,7 +57,7 @@ def test_token_count_without_masks_does_not_read_the_data() -> None:
         def sample(self, i: int) -> Sample:
             raise AssertionError(f"sample {i} was read")
 
-    assert Batches(Untouchable(), 2, 3, 0, 2, "cpu").token_count(0) == 2 * 3 * SEQ
+    assert Batches(Untouchable(), 2, 3, 0, "cpu").token_count(0) == 2 * 3 * SEQ
     assert source(False).masks is False
 
 
@@ -66,36 +66,36 @@ def test_token_count_reads_a_source_that_says_nothing_about_masks() -> None:
         def sample(self, i: int) -> Sample:
             return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.arange(SEQ) < i)
 
-    assert Batches(Half(), 1, 2, 1, 2, "cpu").token_count(0) == 2 + 3
+    assert Batches(Half(), 1, 2, 1, "cpu").token_count(0) == 2 + 3
 
 
 def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
-    batch = Batches(source(True), 2, 3, 0, 4, "cpu").micro_batch(0, 1)
+    batch = Batches(source(True), 2, 3, 0, "cpu").micro_batch(0, 1)
     assert isinstance(batch, MicroBatch)
     assert [t.dtype for t in batch] == [torch.int64, torch.int64, torch.bool, torch.int64]
     assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch[:3])
 
 
 def test_micro_batches_know_the_numbers_of_their_samples() -> None:
-    batch = Batches(source(True), 2, 3, 1, 4, "cpu").micro_batch(48, 2)
+    batch = Batches(source(True), 2, 3, 1, "cpu").micro_batch(48, 2)
     assert batch.samples.tolist() == [58, 59]
 
     class Untouchable:
         def sample(self, i: int) -> Sample:
             raise AssertionError(f"sample {i} was read")
 
-    inner = Batches(Untouchable(), 2, 3, 1, 4, "cpu", reads=False).micro_batch(48, 2)
+    inner = Batches(Untouchable(), 2, 3, 1, "cpu", reads=False).micro_batch(48, 2)
     assert inner[:3] == (None, None, None) and inner.samples.tolist() == [58, 59]
 
 
 def test_a_micro_batch_that_does_not_exist_is_refused() -> None:
     with pytest.raises(IndexError):
-        Batches(source(True), 2, 3, 0, 4, "cpu").micro_batch(0, 3)
+        Batches(source(True), 2, 3, 0, "cpu").micro_batch(0, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_on_the_gpu_equal_those_on_the_cpu() -> None:
-    here = Batches(source(True), 2, 3, 1, 4, "cpu")
+    here = Batches(source(True), 2, 3, 1, "cpu")
     there = Batches(source(True), 2, 3, 1, 4, "cuda")
     for m in range(3):
         for a, b in zip(here.micro_batch(4, m), there.micro_batch(4, m), strict=True):

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind, Plan
 from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.schedule import SCHEDULES, compute_order, schedule
+from parallel3d.schedules.schedule import SCHEDULES, make, schedule
 
 
 def words(steps: list) -> str:
@@ -61,7 +61,7 @@ def test_one_stage_only_computes() -> None:
 
 
 def test_fewer_microbatches_than_stages() -> None:
-    plan = compute_order("1f1b", 4, 2)
+    plan = make("1f1b", 4, 2).orders
     assert [words(steps) for steps in plan] == [
         "F0 F1 B0 B1",
         "F0 F1 B0 B1",
@@ -74,7 +74,7 @@ def test_fewer_microbatches_than_stages() -> None:
 def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(name: str) -> None:
     for stages in range(1, 9):
         for microbatches in range(1, 17):
-            compute = compute_order(name, stages, microbatches)
+            compute = make(name, stages, microbatches).orders
             plan: Plan = add_communication(compute)
             for rank, steps in enumerate(plan):
                 assert [s for s in steps if isinstance(s, Action)] == compute[rank]
@@ -88,7 +88,7 @@ def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(na
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_backwards_run_in_microbatch_order(name: str) -> None:
     """Gradients then add up in the same order under every schedule, hence to the same bits."""
-    for order in compute_order(name, 4, 9):
+    for order in make(name, 4, 9).orders:
         assert [a.microbatch for a in order if a.kind == Kind.B] == list(range(9))
 
 

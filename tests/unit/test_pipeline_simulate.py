@@ -6,7 +6,7 @@ import pytest
 
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError
-from parallel3d.schedules.schedule import SCHEDULES, compute_order, schedule
+from parallel3d.schedules.schedule import SCHEDULES, make, schedule
 from parallel3d.schedules.simulate import Timeline, simulate
 
 
@@ -72,7 +72,7 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
 
 
 def test_messages_in_the_plan_do_not_change_the_clock() -> None:
-    plan, bare = schedule("1f1b", 4, 6), compute_order("1f1b", 4, 6)
+    plan, bare = schedule("1f1b", 4, 6), make("1f1b", 4, 6).orders
     assert simulate(plan, 1.0, 2.0, 0.1) == simulate(bare, 1.0, 2.0, 0.1)
 
 
