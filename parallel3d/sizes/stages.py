@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.schedule import V_SHAPED
 from parallel3d.sizes.balance import balance, layers_per_stage_given
 
 
@@ -22,17 +24,25 @@ def head_cost(model: ModelConfig) -> float:
     return 2.0 * model.hidden_size * model.padded_vocab_size
 
 
+def placement_of(config: Config) -> Placement:
+    """Which rank of the pipeline holds which stage: vpp stages each, in loops or as a V."""
+    shape = "v" if config.schedule.name in V_SHAPED else "loop"
+    return Placement(config.pp, config.vpp, shape)
+
+
 def layers_of_stages(config: Config) -> list[range]:
-    """Global layer numbers of every stage: `schedule.layers_per_stage`, or balanced by cost.
+    """Global layer numbers of every stage, pp · vpp of them in the order of the model:
+    `schedule.layers_per_stage`, or balanced by cost.
 
     Raises:
         UserError: the given split does not fit the model.
     """
     model, given = config.model, config.schedule.layers_per_stage
+    stages = placement_of(config).stages
     if given is not None:
-        counts = layers_per_stage_given(given, model.num_layers, config.pp)
+        counts = layers_per_stage_given(given, model.num_layers, stages)
     else:
         costs = [layer_cost(model)] * model.num_layers
-        counts = balance(costs, config.pp, last_extra=head_cost(model))
+        counts = balance(costs, stages, last_extra=head_cost(model))
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
