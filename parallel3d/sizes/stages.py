@@ -6,8 +6,9 @@ from itertools import accumulate
 
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import V_SHAPED
+from parallel3d.schedules.schedule import FORMS, V_SHAPED
 from parallel3d.sizes.balance import balance, layers_per_stage_given
+from parallel3d.sizes.run_schedule import run_schedule
 
 
 def layer_cost(model: ModelConfig) -> float:
@@ -26,8 +27,10 @@ def head_cost(model: ModelConfig) -> float:
 
 def placement_of(config: Config) -> Placement:
     """Which rank of the pipeline holds which stage: vpp stages each, in loops or as a V."""
-    shape = "v" if config.schedule.name in V_SHAPED else "loop"
-    return Placement(config.pp, config.vpp, shape)
+    name = config.schedule.name
+    if name not in FORMS:
+        return run_schedule(config).placement
+    return Placement(config.pp, config.vpp, "v" if name in V_SHAPED else "loop")
 
 
 def layers_of_stages(config: Config) -> list[range]:
