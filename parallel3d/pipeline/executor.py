@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route, Transfer, post
+from parallel3d.pipeline.trace import Trace
 from parallel3d.schedules.actions import Action, Kind, Step
 
 Loader = Callable[[int], MicroBatch]
@@ -57,6 +59,9 @@ class Executor:
             parallelism: every micro-batch has this shape.
         boxes: the group's shared memory, if it has any.
         clock: told what this rank does when.
+
+    Attributes:
+        trace: collects what is computed when, if there is one.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Executor:
         self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, Transfer] = {}
         self.sending: deque[Transfer] = deque()
+        self.trace: Trace | None = None
         self.weight_gradients = WeightGradients()
         for stage in stages:
             for parameter in stage.parameters():
@@ -180,6 +186,11 @@ class Executor:
         else:
             self.outbox[Action(kind, step.microbatch, step.chunk)] = tensor
 
+    @contextmanager
+    def _computing(self, kind: str, step: Action) -> Iterator[None]:
+        with self.clock.within(kind), self.trace.within(step) if self.trace else nullcontext():
+            yield
+
     def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
         order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
         return InOrder(load, order, self.device)
@@ -192,7 +203,7 @@ class Executor:
             x = self._input(Kind.RECV_F, step).requires_grad_(torch.is_grad_enabled())
         with self.clock.within("data"):
             batch = batches.take(step.microbatch)
-        with self.clock.within("forward"):
+        with self._computing("forward", step):
             y = stage(x, *batch, loss_scale)
         if batches.looks_ahead:
             with self.clock.within("data"):
@@ -209,7 +220,7 @@ class Executor:
         x, y = self.live.pop(place)
         last = self.stages[step.chunk].last
         grad = loss_scale.to(y.dtype) if last else self._input(Kind.RECV_B, step)
-        with self.clock.within("backward"):
+        with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.put_off() as self.put_off[place]:
                     _Start.apply(y, grad).backward()
@@ -222,7 +233,7 @@ class Executor:
     def _weights(self, step: Action) -> None:
         jobs = self.put_off.pop((step.microbatch, step.chunk))
         jobs.reverse()
-        with self.clock.within("backward"):
+        with self._computing("backward", step):
             while jobs:  # what a job has kept is free behind it
                 jobs.pop()()
 
