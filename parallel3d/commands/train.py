@@ -31,6 +31,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.sizes.flops import flops_per_token
+from parallel3d.sizes.run_schedule import why_chosen
 from parallel3d.trainer import StepResult, Trainer
 
 # The file in the run directory that asks a batch script to queue the job again.
@@ -56,6 +57,8 @@ def train(config: Config, worker: Worker) -> None:
     worker.phase = "opening the data"
     corpus = open_corpus(config.data, config.model.seq_length)
     check_same_text(corpus, groups.world, device)
+    if config.schedule.name == "auto" and worker.rank == 0:
+        say(f"schedule=auto: {why_chosen(config)}")
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
