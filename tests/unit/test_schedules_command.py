@@ -79,16 +79,6 @@ def test_bad_input_is_one_sentence(
     assert re.search(sentence, err), err
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb_h1", "interleaved_zb", "zbv", "auto", "file"])
-def test_train_refuses_what_it_does_not_run_yet(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert main(["train", "pp=2", f"schedule={name}"]) == 2
-    err = capsys.readouterr().err
-    assert f"schedule={name} comes with a later version" in err
-    assert "schedule=1f1b works, and schedule=gpipe" in err
-
-
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys\n"
