@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
+from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route, Transfer, post
 from parallel3d.pipeline.trace import Trace
 from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.schedule import Schedule
 
 Loader = Callable[[int], MicroBatch]
 Place = tuple[int, int]  # micro-batch and chunk
@@ -90,6 +94,26 @@ class Executor:
         for stage in stages:
             for parameter in stage.parameters():
                 parameter.weight_gradients = self.weight_gradients
+
+    @classmethod
+    def of_run(
+        cls,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        groups: ProcessGroups,
+        message: Tensor,
+        launch: LaunchConfig,
+        clock: Clock,
+    ) -> Executor:
+        """The executor of a run, whose messages are like `message`; collective over the world.
+
+        The clock learns how long the groups take when nobody is late.
+        """
+        plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
+        boxes = Mailboxes.of_plans(plans, placement, launch, groups.pp, message)
+        clock.floors = measure_floors(groups, message, boxes)
+        route, shape = Route(groups.pp, placement), tuple(message.shape)
+        return cls(stages, route, shape, message.dtype, message.device, boxes, clock)
 
     def train_step(
         self,
