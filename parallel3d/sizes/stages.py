@@ -7,7 +7,7 @@ from itertools import accumulate
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import V_SHAPED
-from parallel3d.sizes.balance import balance, layers_per_stage_given
+from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 
 
 def layer_cost(model: ModelConfig) -> float:
@@ -32,17 +32,20 @@ def placement_of(config: Config) -> Placement:
 
 def layers_of_stages(config: Config) -> list[range]:
     """Global layer numbers of every stage, pp · vpp of them in the order of the model:
-    `schedule.layers_per_stage`, or balanced by cost.
+    `schedule.layers_per_stage`, or balanced by what each rank's stages cost together.
 
     Raises:
-        UserError: the given split does not fit the model.
+        UserError: the given split does not fit the model, or a stage would be empty.
     """
     model, given = config.model, config.schedule.layers_per_stage
-    stages = placement_of(config).stages
     if given is not None:
-        counts = layers_per_stage_given(given, model.num_layers, stages)
+        counts = layers_per_stage_given(given, model.num_layers, config.pp, config.vpp)
     else:
-        costs = [layer_cost(model)] * model.num_layers
-        counts = balance(costs, stages, last_extra=head_cost(model))
+        counts = balance_chunks(
+            layer_cost(model),
+            model.num_layers,
+            placement_of(config),
+            last_extra=head_cost(model),
+        )
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
