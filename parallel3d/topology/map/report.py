@@ -24,7 +24,7 @@ from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
-from parallel3d.topology.layout import Layout
+from parallel3d.topology.layout import Layout, layout_of
 from parallel3d.topology.map.assumptions import assume_batch, assume_model
 from parallel3d.topology.map.output import check_free, write
 from parallel3d.topology.map.report_facts import facts_of
@@ -108,7 +108,7 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     dp = _data_parallel(config, cluster)
     config, more = assume_batch(config, dp, typed)
     config = check_config(config, config.tp * config.pp * config.cp * dp, own_samples=True)
-    layout = Layout(tp=config.tp, pp=config.pp, dp=dp, cp=config.cp)
+    layout = layout_of(config)
     if config.topology.rank >= layout.world_size:
         raise UserError(
             f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "
