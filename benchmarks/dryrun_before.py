@@ -23,7 +23,7 @@ from parallel3d.device import fused
 from parallel3d.models import attention
 from parallel3d.optim import optimizer
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters import pieces as parameters
+from parallel3d.parameters import gradients as parameters
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel import cross_entropy, head_loss
 

@@ -35,7 +35,7 @@ def shard_row(name: str, size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
-    model, device, layers = trainer.config.model, trainer.device, len(trainer.stage.layers)
+    model, device, layers = trainer.config.model, trainer.device, len(trainer.stages[0].layers)
     state_gb = None
     if accelerator.is_accelerator(device):
         state_gb = accelerator.module(device).memory_allocated(device) / 1e9
@@ -44,7 +44,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     grad = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        return trainer.stage(x, None, None, None)
+        return trainer.stages[0](x, None, None, None)
 
     with torch.no_grad():
         forward_s = seconds_of(forward, device, size)

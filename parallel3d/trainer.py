@@ -32,7 +32,7 @@ from parallel3d.device.precision import (
     set_matmul_precision,
 )
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
-from parallel3d.models.transformer import BuildContext, Stage
+from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (
     Optimizer,
@@ -46,7 +46,10 @@ from parallel3d.parameters.pieces import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.schedules.schedule import schedule
+from parallel3d.pipeline.p2p import Route
+from parallel3d.schedules.check import check
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.sizes.stages import layers_of_stages
 
 log = logging.getLogger(__name__)
@@ -111,32 +114,43 @@ class Trainer:
         # The engine below draws the parameters, where it keeps them.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
         context = BuildContext.of_run(config, initializer, groups.tp)
-        layers = layers_of_stages(config)[groups.pp.index]
-        first, last = groups.is_first_stage, groups.is_last_stage
-        self.stage = Stage(model, layers, first, last, context)
-        self.tied_name = self.stage.tied_table
-        tied = () if self.tied_name is None else (self.tied_name,)
+        self.use(run_schedule(config))
+        placement = self.schedule.placement
+        layers = layers_of_stages(config)
+        self.stages = stages_of_rank(model, layers, placement, groups.pp.index, context)
+        self.reads = any(stage.first or stage.last for stage in self.stages)
+        self.has_loss = self.stages[-1].last
+        tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
+        self.tied_name = tied[0] if tied else None
         self.data_parallel = data_parallel_engine(
-            config, self.stage, initializer, self.dtype, groups, tied
+            config, self.stages, initializer, self.dtype, groups, tied
         )
         self.parameters = self.data_parallel.parameters
-        self.stage.before_use = self.data_parallel.wait_for
+        for stage in self.stages:
+            stage.before_use = self.data_parallel.wait_for
         if config.compile:
-            self.stage.compile_blocks()
+            compile_blocks(self.stages, keeps_operands=self.schedule.splits_backward)
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
         self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         sequence = model.seq_length // (groups.tp.size if config.sp else 1)
         hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
-        boxes = Mailboxes.of_run(config.launch, groups.pp, self.device)
-        self.executor = Executor(
-            self.stage, groups.pp, hidden_shape, self.dtype, self.device, boxes, self.clock
-        )
         message = torch.zeros(hidden_shape, dtype=self.dtype, device=self.device)
+        plans = self.schedule.plan(), self.schedule.forwards()
+        boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
+        route = Route(groups.pp, placement)
+        self.executor = Executor(
+            self.stages, route, hidden_shape, self.dtype, self.device, boxes, self.clock
+        )
         self.clock.floors = measure_floors(groups, message, boxes)
-        stages, microbatches = groups.pp.size, config.num_microbatches
-        self.plan = schedule(config.schedule.name, stages, microbatches)[groups.pp.index]
         self._open_data()
+
+    def use(self, schedule: Schedule) -> None:
+        """Train and evaluate by `schedule`, once the checker has proved its plan."""
+        plan, rank = schedule.plan(), self.groups.pp.index
+        check(plan, schedule.microbatches, schedule.placement)
+        self.schedule, self.plan = schedule, plan[rank]
+        self.forwards = schedule.forwards()[rank]
 
     def _open_data(self) -> None:
         config, corpus = self.config, self.corpus
@@ -153,8 +167,7 @@ class Trainer:
     def _batches(self, source: SampleSource) -> Batches:
         dp = self.groups.dp
         size, count = self.config.micro_batch_size, self.config.num_microbatches
-        reads = self.groups.is_first_stage or self.groups.is_last_stage
-        return Batches(source, size, count, dp.index, self.device, reads)
+        return Batches(source, size, count, dp.index, self.device, self.reads)
 
     @property
     def tokens_per_step(self) -> int:
@@ -172,7 +185,7 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         step, first = self.steps_done, self.consumed_samples
-        self.data_parallel.start_step()
+        self.data_parallel.start_step(self.schedule.microbatches)
         tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
@@ -216,8 +229,7 @@ class Trainer:
         for first in range(0, self.config.train.eval_batches * size, size):
             tokens = self._global_tokens(self.valid_batches, first)
             loss_sum = self.executor.evaluate(
-                lambda m, first=first: self.valid_batches.micro_batch(first, m),
-                self.config.num_microbatches,
+                self.forwards, lambda m, first=first: self.valid_batches.micro_batch(first, m)
             )
             total += self._share_of_loss(loss_sum, tokens)
         collectives.all_reduce(total, self.groups.world)
@@ -225,9 +237,9 @@ class Trainer:
             return float(total[0] / total[1])
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
-        """Unmasked tokens of a global batch, float64; zero on stages without a loss."""
+        """Unmasked tokens of a global batch, float64; zero on ranks without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.groups.is_last_stage:
+        if self.has_loss:
             with self.clock.within("data"):
                 count += batches.token_count(first)
             collectives.all_reduce_few(count, self.groups.dp)
@@ -239,7 +251,7 @@ class Trainer:
         Of the tensor group, whose members have equal losses, the first rank speaks.
         """
         groups = self.groups
-        speaks = groups.is_last_stage and groups.tp.index == 0
+        speaks = self.has_loss and groups.tp.index == 0
         return torch.stack((loss_sum * speaks, tokens * (speaks and groups.dp.index == 0)))
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float, float, bool]:
@@ -260,9 +272,9 @@ class Trainer:
 
     def parameter_slices(self) -> list[ParameterSlice]:
         """What this rank steps: masters and optimizer state, as live views."""
-        replicas, tied = self.data_parallel.replicas, self.config.model.tie_embeddings
-        tied = tied and self.groups.pp.size > 1
-        return parameter_slices(self.optimizer, self.groups, replicas, tied)
+        two_tables = self.tied_name is not None  # on the ranks that hold one of them
+        replicas = self.data_parallel.replicas
+        return parameter_slices(self.optimizer, self.groups, replicas, two_tables)
 
     def progress(self) -> dict[str, int | float]:
         """What goes on beside the parameters; numbers alone, the same on every rank."""

@@ -14,23 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.checks import check_work
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.metrics.text import encodable
 from parallel3d.schedules.check import Report, check
-from parallel3d.schedules.choose import Choice, Work, choose, fixed_forms, measure
+from parallel3d.schedules.choose import (
+    LARGEST,
+    Choice,
+    Work,
+    choose,
+    fixed_forms,
+    measure,
+    wanted,
+)
 from parallel3d.schedules.flight import peak_in_flight
 from parallel3d.schedules.render import render_svg, render_text
-from parallel3d.schedules.schedule import ONE_CHUNK, Schedule, check_chunks, make
+from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
-from parallel3d.schedules.table import read_table, write_table
+from parallel3d.schedules.table import write_table
 from parallel3d.topology.map.output import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE
-# Micro-batches × stages that are still drawn and searched in some seconds.
-LARGEST = 300_000
 # What the table shows beside 1F1B's memory where the user gives no cap.
 MORE_MEMORY = (1.25, 1.5)
 
@@ -52,7 +59,7 @@ def schedule(config: Config) -> int:
     Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
     what cannot work.
     """
-    check_fields(config, without_engine=("vpp", "schedule.name"))
+    check_fields(config)
     keys = config.schedule
     check_free("schedule.svg", keys.svg, "data-by='parallel3d schedule'", MADE_BY)
     check_free("schedule.json", keys.json, f'"made_by": "{MADE_BY}"', MADE_BY)
@@ -123,38 +130,15 @@ def microbatches(config: Config) -> int:
 
 
 def _work(config: Config) -> Work:
-    costs = config.schedule.costs
-    if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
-        raise UserError(
-            f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
-            "the input, gradient of the weights; the default is schedule.costs=[1.0,1.0,1.0]."
-        )
-    return Work(*costs, config.schedule.hop)
+    check_work(config)
+    return Work(*config.schedule.costs, config.schedule.hop)
 
 
 def _given(config: Config, count: int) -> Schedule:
     """The schedule asked for by name or as a file."""
     name, file = config.schedule.name, config.schedule.file
-    if name != "file":
-        if file is not None:
-            raise UserError(
-                f"schedule.file={show(file)} is read with schedule=file alone, but "
-                f"schedule={name}; the nearest is schedule=file."
-            )
-        if name in ONE_CHUNK:  # vpp is then for the other rows of the table
-            return make(name, config.pp, count)
-        check_chunks(name, config.vpp)
-        return make(name, config.pp, count, config.vpp)
-    if file is None:
-        raise UserError(
-            "schedule=file needs schedule.file=…, a table with a row of actions a rank."
-        )
-    try:
-        table = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"schedule.file={show(file)} cannot be read: {reason}.") from None
-    return read_table(table, show(file), config.pp, count, config.vpp if config.vpp > 1 else None)
+    chunks = 1 if name in ONE_CHUNK else config.vpp  # vpp is then for the other rows of the table
+    return wanted(name, config.pp, count, chunks, file)
 
 
 def text(config: Config, found: Shown) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks import check_config
+from parallel3d.config.engines import ScheduleConfig
 from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.metrics.jsonl import write_json
@@ -170,8 +171,9 @@ def compare(
 
 def single_process(config: Config) -> Config:
     """The same training on one rank: more micro-batches in place of replicas."""
-    plain = dataclasses.replace(config.schedule, layers_per_stage=None)
-    changed = dataclasses.replace(config, tp=1, pp=1, dp=1, cp=1, sp=False, schedule=plain)
+    changed = dataclasses.replace(
+        config, tp=1, pp=1, dp=1, cp=1, vpp=1, sp=False, schedule=ScheduleConfig()
+    )
     return check_config(changed, 1)
 
 

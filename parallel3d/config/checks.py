@@ -31,6 +31,9 @@ from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest
+from parallel3d.schedules.choose import Work, wanted
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.schedule import FORMS, IN_ORDER, check_vpp
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
@@ -67,6 +70,7 @@ def check_config(
     _check_pipeline(config)
     dp = _data_parallel_size(config, world_size)
     _check_batch(config, dp)
+    _check_schedule(dataclasses.replace(config, dp=dp))
     check_sequence(config)
     check_chunks(config)
     if not own_samples:
@@ -117,18 +121,56 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
 
 
 def _check_pipeline(config: Config) -> None:
+    """The schedule has the chunks, and every stage a layer; of auto and file that is known once
+    there is a schedule (`_check_schedule`)."""
+    name = config.schedule.name
+    if name not in FORMS:
+        return
+    check_vpp(name, config.vpp)
+    _check_stages(config, Placement(config.pp, config.vpp))
+
+
+def _check_schedule(config: Config) -> None:
+    """What a search finds or a file holds can run; split backwards have an engine."""
+    keys, zero = config.schedule, config.zero
+    if zero > 1 and config.dp > 1 and keys.name not in IN_ORDER:
+        raise UserError(
+            f"zero={zero} frees parameters behind each backward, so it must have one chunk and "
+            f"whole backwards, and schedule={keys.name} may not; the nearest is zero=1, or "
+            "schedule=1f1b."
+        )
+    check_work(config)
+    if keys.name in FORMS and keys.file is None:
+        return
+    work, memory = Work(*keys.costs, keys.hop), 1.0 if keys.memory is None else keys.memory
+    sizes = config.pp, config.num_microbatches, config.vpp
+    _check_stages(config, wanted(keys.name, *sizes, keys.file, work, memory).placement)
+
+
+def check_work(config: Config) -> None:
+    """`schedule.costs` are three positive numbers; raises UserError."""
+    costs = config.schedule.costs
+    if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
+        raise UserError(
+            f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
+            "the input, gradient of the weights; the default is schedule.costs=[1.0,1.0,1.0]."
+        )
+
+
+def _check_stages(config: Config, placement: Placement) -> None:
     pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
-    stages = pp * config.vpp
+    stages, chunks = placement.stages, placement.chunks
+    times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
         raise UserError(
-            f"pp={pp} must be at most model.num_layers={layers}, as no stage may be empty; the "
-            f"nearest is pp={max(1, layers // config.vpp)}."
+            f"{times} must be at most model.num_layers={layers}, as no stage may be empty; the "
+            f"nearest is pp={max(1, layers // chunks)}."
         )
     if given is None:
         return
     name = "schedule.layers_per_stage"
     if len(given) != stages:
-        wrong = f"has {len(given)} entries for pp={pp} stages"
+        wrong = f"has {len(given)} entries for {times} stages"
     elif min(given) < 1:
         wrong = "has a stage with no layer, and each needs at least 1"
     elif sum(given) != layers:

@@ -55,15 +55,6 @@ def _is(value: Any) -> Callable[[Any], bool]:
 # Deleting a row enables the value. The names of the rows are what the documentation prints.
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
-    "vpp > 1": NotYet("vpp", lambda v: v > 1, "vpp=1 works, with schedule=1f1b"),
-    **{
-        f"schedule={name}": NotYet(
-            "schedule.name",
-            _is(name),
-            "schedule=1f1b works, and schedule=gpipe; `parallel3d schedule` draws all",
-        )
-        for name in ("interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half", "auto", "file")
-    },
     "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
     "precision.lm_cross_entropy=fp16": NotYet(
         "precision.lm_cross_entropy", _is("fp16"), "precision.lm_cross_entropy=fp32 works"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -102,6 +102,8 @@ class Batches:
 class InOrder:
     """Micro-batches in the order of their forwards; on an accelerator the next is made ahead.
 
+    One that several chunks of a rank read is made once, and kept until the last has read it.
+
     There a forward is queued long before it is done. `look_ahead`, called then, samples, stacks and
     pins the next micro-batch while the device computes, not between two forwards, when it may have
     nothing to do. The first of a step is made when it is asked for: the device then still has the
@@ -109,20 +111,25 @@ class InOrder:
 
     Args:
         load: micro-batch number → tensors.
-        order: the numbers in the order of their forwards.
+        order: the numbers in the order of their forwards, one for each that reads them.
     """
 
     def __init__(
         self, load: Callable[[int], MicroBatch], order: Sequence[int], device: torch.device
     ) -> None:
-        self.load, self.left = load, deque(order)
+        self.load, self.left = load, deque(dict.fromkeys(order))
+        self.readers = Counter(order)
         self.looks_ahead = accelerator.is_accelerator(device)
         self.ahead: MicroBatch | None = None
+        self.held: dict[int, MicroBatch] = {}
 
-    def take(self) -> MicroBatch:
-        """The next one. IndexError if there is none."""
-        batch, self.ahead = self.ahead, None
-        return self.load(self.left.popleft()) if batch is None else batch
+    def take(self, m: int) -> MicroBatch:
+        """Micro-batch `m`, which is the next one or has been read before by another chunk."""
+        if m not in self.held:
+            batch, self.ahead = self.ahead, None
+            self.held[m] = self.load(self.left.popleft()) if batch is None else batch
+        self.readers[m] -= 1
+        return self.held[m] if self.readers[m] else self.held.pop(m)
 
     def look_ahead(self) -> None:
         """Makes the next one, if there is one, and if `looks_ahead`."""

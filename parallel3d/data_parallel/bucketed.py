@@ -7,7 +7,7 @@ for its own bucket alone. The bytes are those of an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,23 @@ class BucketedDataParallel:
     """Owns the gradients, their reduction and the return of the stepped parameters.
 
     Args:
-        parameters: of this rank's stage by name, in forward order, fp32 or better.
+        chunks: of each of this rank's stages the parameters by name, in forward order, fp32 or
+            better. No bucket holds parameters of two stages, which are ready at other times.
         dtype: the compute type that the model reads them in.
         zero: 0 or 1.
-        tied: names of tables that another stage holds too: cut alike on both, in own buckets.
+        tied: names of tables that another rank holds too: cut alike on both, in own buckets.
         make_hook: how these buckets are summed (`reducer.CommHook`); None: in the plain way.
         values: the initial ones of a parameter (see `build_buckets`).
 
     Attributes:
-        parameters: as given.
+        parameters: all of them by name.
         segments: what this rank steps.
         replicas: (this rank's number, how many) among the dp ranks that step the same elements.
     """
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        chunks: Sequence[dict[str, nn.Parameter]],
         config: DataParallelConfig,
         dtype: torch.dtype,
         dp: Group,
@@ -59,21 +60,27 @@ class BucketedDataParallel:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
-        self.parameters, self.cap, self.dtype = parameters, config.bucket_cap_mb, dtype
+        self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
+        self.cap, self.dtype = config.bucket_cap_mb, dtype
         self.tied, self.make_hook = list(tied), make_hook or self._plain_hook
         self.gathering: dict[int, Work] = {}
-        self._fill_buckets(list(parameters), values)
-        self.reducer = Reducer(self.buckets, dp, config.overlap, self.make_hook(self.buckets))
+        self._fill_buckets([list(chunk) for chunk in chunks], values)
+        hook = self.make_hook(self.buckets)
+        self.reducer = Reducer(self.buckets, dp, config.overlap, hook)
 
     def _plain_hook(self, _: list[Bucket]) -> CommHook:
         if self.sharded:
             return collectives.reduce_scatter_bucket
         return collectives.all_reduce_bucket
 
-    def _fill_buckets(self, forward_order: list[str], values: Values = own_values) -> None:
+    def _fill_buckets(self, chunks: list[list[str]], values: Values = own_values) -> None:
         """Moves the parameters, whose values become the masters, into buckets."""
-        named = [(name, self.parameters[name]) for name in forward_order]
-        self.buckets = build_buckets(named, self.cap, self.dtype, self.sharding, self.tied, values)
+        self.buckets: list[Bucket] = []
+        for names in reversed(chunks):  # as their gradients become ready
+            named = [(name, self.parameters[name]) for name in names]
+            self.buckets += build_buckets(
+                named, self.cap, self.dtype, self.sharding, self.tied, values, len(self.buckets)
+            )
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
 
@@ -88,16 +95,15 @@ class BucketedDataParallel:
         """
         for name, parameter in self.parameters.items():
             parameter.data = masters[name].view(parameter.shape)
-        self._fill_buckets(ready[::-1])
+        self._fill_buckets([ready[::-1]])
         self.reducer.use(self.buckets, self.make_hook(self.buckets))
 
-    def start_step(self) -> None:
-        """Clears the gradients of the step before."""
-        self.reducer.start_step()
+    def start_step(self, microbatches: int) -> None:
+        """Clears the gradients of the step before; `microbatches` are to come."""
+        self.reducer.start_step(microbatches)
 
     def start_last_microbatch(self) -> None:
-        """From here on every arriving gradient is final."""
-        self.reducer.start_last_microbatch()
+        """The reducer counts by itself."""
 
     def finish_step(self) -> list[str]:
         """Waits for the sums; returns the names of parameters without a gradient."""

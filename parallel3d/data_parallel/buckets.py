@@ -62,6 +62,7 @@ def build_buckets(
     sharding: Sharding = WHOLE,
     alone: Collection[str] = (),
     values: Values = own_values,
+    first: int = 0,
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
@@ -71,6 +72,7 @@ def build_buckets(
 
     Args:
         alone: names of parameters that get buckets of their own.
+        first: index of the first bucket.
         values: asked once for each parameter, one after the other, so that parameters which are
             only drawn here (`Initializer.deferred`) never lie beside their buckets all at once.
     """
@@ -80,7 +82,7 @@ def build_buckets(
     accelerated = bool(ready) and is_accelerator(ready[0][1].device)
     groups = assign((p.numel() * item for _, p in ready), bucket_cap_mb, apart, accelerated)
     ordered = [dict(ready[j] for j in sorted(members, reverse=True)) for members in groups]
-    return [_build(i, p, param_dtype, sharding, values) for i, p in enumerate(ordered)]
+    return [_build(i, p, param_dtype, sharding, values) for i, p in enumerate(ordered, first)]
 
 
 def _treatment(parameter: nn.Parameter) -> tuple[bool, bool, bool]:

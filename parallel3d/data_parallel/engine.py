@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,7 +29,7 @@ class DataParallel(Protocol):
     segments: list[Segment]
     replicas: tuple[int, int]
 
-    def start_step(self) -> None: ...
+    def start_step(self, microbatches: int) -> None: ...
     def start_last_microbatch(self) -> None: ...
     def finish_step(self) -> list[str]: ...
     def tied_gradient(self, name: str) -> Tensor: ...
@@ -40,19 +40,20 @@ class DataParallel(Protocol):
 
 def data_parallel_engine(
     config: Config,
-    stage: Stage,
+    stages: Sequence[Stage],
     initializer: Initializer,
     dtype: torch.dtype,
     groups: ProcessGroups,
     tied: Iterable[str] = (),
 ) -> DataParallel:
-    """The engine of `config.zero` for a stage whose parameters are in fp32 or better.
+    """The engine of `config.zero` for a rank's stages, whose parameters are in fp32 or better.
 
     Args:
-        initializer: what the stage was made with. With `deferred` the engine draws the values, each
-            rank what it keeps; this way a stage starts on a device that cannot hold it twice.
+        stages: in the order of the model; under zero ≥ 2 one.
+        initializer: what the stages were made with. With `deferred` the engine draws the values,
+            each rank what it keeps: so a stage starts on a device that cannot hold it twice.
         dtype: the compute type.
-        tied: names of tables that another stage holds too.
+        tied: names of tables that another rank holds too.
 
     Raises:
         ValueError: `ddp.shard_size` is not that of the groups (`ProcessGroups.of_run` makes them).
@@ -65,10 +66,10 @@ def data_parallel_engine(
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
         every = config.ddp.reduces_every_microbatch(config.zero)
+        (stage,) = stages
         return FullyShardedDataParallel(stage, initializer, dtype, groups, config.zero, every)
-    parameters = dict(stage.named_parameters())
     return BucketedDataParallel(
-        parameters,
+        parameters_of_chunks(stages),
         config.ddp,
         dtype,
         groups.dp,
@@ -77,6 +78,16 @@ def data_parallel_engine(
         lambda buckets: comm_hook(config, groups, buckets),
         (lambda p: initializer.values(p.spec)) if initializer.deferred else own_values,
     )
+
+
+def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
+    """By stage, name → parameter; one that two stages share is the first one's."""
+    seen: set[nn.Parameter] = set()
+    chunks = []
+    for stage in stages:
+        chunks.append({name: p for name, p in stage.named_parameters() if p not in seen})
+        seen.update(chunks[-1].values())
+    return chunks
 
 
 def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> CommHook:

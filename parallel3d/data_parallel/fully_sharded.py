@@ -119,7 +119,7 @@ class FullyShardedDataParallel:
         self.gradient_of[name] = grad
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
-    def start_step(self) -> None:
+    def start_step(self, microbatches: int) -> None:
         """Clears the gradients of the step before."""
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)

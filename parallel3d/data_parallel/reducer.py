@@ -1,9 +1,11 @@
 """Sums the gradient buckets over the data-parallel group while the backward pass still runs.
 
-The micro-batches of a step add into the buckets; only the last one's backward triggers reductions
-(Li et al. 2020, §3.2.4: communication is skipped while accumulating). A bucket is started when its
-last gradient has arrived, always in bucket order: every rank issues the same collectives in the
-same order, whatever order its own gradients came in.
+The micro-batches of a step add into the buckets, and only the last gradients trigger reductions
+(Li et al. 2020, §3.2.4: communication is skipped while accumulating). Which they are, the reducer
+counts: a parameter gets one gradient a micro-batch and use, in whatever order a pipeline schedule
+makes them, in backwards or (split ones) after them. A bucket is started when its last gradient has
+arrived, always in bucket order: every rank issues the same collectives in the same order, whatever
+order its own gradients came in.
 
 The gradients are of (sum of losses) / (tokens of the global batch): the division is part of the
 loss, so the reduction is a plain sum and no pass over memory averages anything.
@@ -52,7 +54,7 @@ class Reducer:
         self.group = group
         self.clock = group.clock or Clock()
         self.overlap = overlap
-        self.syncing = False
+        self.running = False
         self.missing: list[dict[str, int]] = []
         self.works: list[Work] = []
         self.arrivals: list[str] = []
@@ -73,7 +75,7 @@ class Reducer:
 
         def gradient_added() -> None:
             this = reducer()
-            if this is not None and this.syncing:
+            if this is not None and this.running:
                 this._arrived(name)
 
         def accumulate(p: nn.Parameter) -> None:
@@ -86,18 +88,16 @@ class Reducer:
         parameter.gradient_added = gradient_added
         parameter.register_post_accumulate_grad_hook(accumulate)
 
-    def start_step(self) -> None:
-        """Clears the gradients of the step before."""
+    def start_step(self, microbatches: int) -> None:
+        """Clears the gradients of the step before; `microbatches` are to come."""
         for bucket in self.buckets:
             bucket.grad.zero_()
-        self.syncing = False
-        self.works = []
-
-    def start_last_microbatch(self) -> None:
-        """From here on every arriving gradient is final."""
-        self.missing = [{n: p.spec.uses for n, p in b.params.items()} for b in self.buckets]
-        self.arrivals = []
-        self.syncing = True
+        self.expected = {
+            name: p.spec.uses * microbatches for b in self.buckets for name, p in b.params.items()
+        }
+        self.missing = [{n: self.expected[n] for n in b.params} for b in self.buckets]
+        self.works, self.arrivals = [], []
+        self.running = True
 
     def _arrived(self, name: str) -> None:
         waiting = self.missing[self.index_of[name]]
@@ -126,15 +126,20 @@ class Reducer:
         """Reduces what is left and waits; after it the gradients are those of the global batch.
 
         Returns:
-            Names of parameters that got no gradient in the last micro-batch. Their buckets are
-            reduced here, so that an unused parameter costs overlap and a message, never a hang.
+            Names of parameters that no gradient reached. Their buckets are reduced here, so that
+            an unused parameter costs overlap and a message, never a hang.
         """
-        unused = [name for waiting in self.missing for name in waiting]
+        unused = [
+            name
+            for waiting in self.missing
+            for name, left in waiting.items()
+            if left == self.expected[name]
+        ]
         while len(self.works) < len(self.buckets):
             self._reduce_next()
         if self.group.size > 1:
             with self.clock.within("dp"):
                 for work in self.works:
                     work.wait()
-        self.syncing = False
+        self.running = False
         return unused

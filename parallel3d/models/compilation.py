@@ -24,11 +24,18 @@ from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import equal_on_all_ranks
 
 
-def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def shared_inductor(
+    graph: GraphModule, inputs: Sequence[Any], *, keeps_operands: bool = False
+) -> Callable[..., Any]:
     """A backend for `torch.compile`: TorchInductor, on CPU one rank of the host at a time.
 
     The lock is held while a graph is compiled and never while one runs, so that a rank that
     waits in a collective is never waited for here. A rank that dies loses its lock.
+
+    Args:
+        keeps_operands: linear layers hold on to the operands of their weight gradients after the
+            graph has run (`parameters.gradients`), so no memory that an operator has read may be
+            written again: to the compiler it is dead behind the last operator that it can see.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -36,9 +43,10 @@ def shared_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., 
         with _lock(graph, inputs):
             return compile_fx_inner(graph, inputs, **how)
 
+    kept = {"allow_buffer_reuse": False, "inplace_buffers": False} if keeps_operands else {}
     if not any(isinstance(x, torch.Tensor) and is_on_accelerator(x) for x in inputs):
-        return compile_fx(graph, inputs, inner_compile=one_at_a_time)
-    return compile_fx(graph, inputs, config_patches=equal_on_all_ranks())
+        return compile_fx(graph, inputs, inner_compile=one_at_a_time, config_patches=kept)
+    return compile_fx(graph, inputs, config_patches={**equal_on_all_ranks(), **kept})
 
 
 @contextmanager

@@ -7,9 +7,10 @@ split, gathered and reduced is the business of `tensor_parallel`. Hidden states 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from parallel3d.models.ends import Embedding, Head
 from parallel3d.models.layers import Norm, rotary_tables
 from parallel3d.models.ops import swiglu
 from parallel3d.models.recompute import recomputed
+from parallel3d.schedules.placement import Placement
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
 
@@ -162,46 +164,44 @@ class Stage(nn.Module):
     Args:
         layers: global layer numbers of this stage.
         first, last: whether it holds the embedding, the head. Both: the whole model.
+        beside: on the rank that holds both ends in two stages (a V), the first of them for the
+            last: the last reads its word table where they are tied.
+        ends_meet: both ends are on this rank.
 
     `before_use(part)` is called before the forward reads the parameters of "embedding", "layers.3"
     or "head": whoever shards parameters makes them whole there.
     """
 
     def __init__(
-        self, model: ModelConfig, layers: range, first: bool, last: bool, ctx: BuildContext
+        self,
+        model: ModelConfig,
+        layers: range,
+        first: bool,
+        last: bool,
+        ctx: BuildContext,
+        beside: Stage | None = None,
+        ends_meet: bool = False,
     ) -> None:
         super().__init__()
+        ends_meet |= first and last
         self.first, self.last, self.drops = first, last, model.dropout > 0
         self.before_use: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
-        # Local name of the word table that first and last stage of a pipeline both hold.
+        # Local name of the word table that first and last rank of a pipeline both hold.
         self.tied_table: str | None = None
-        if model.tie_embeddings and first != last:
+        if model.tie_embeddings and (first or last) and not ends_meet:
             self.tied_table = "embedding.word.weight" if first else "head.table"
-        uses = 2 if first and last and model.tie_embeddings else 1
+        uses = 2 if ends_meet and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
         self.layers = nn.ModuleDict({str(i): Block(i, model, ctx) for i in layers})
         self.head = None
         if last:
-            shared = first and model.tie_embeddings
-            table = self.embedding.word.weight if shared else None
-            self.head = Head(model, ctx, table)
+            owner = (beside or self).embedding
+            shared = owner is not None and model.tie_embeddings
+            self.head = Head(model, ctx, owner.word.weight if shared else None)
         self.rotary = None
         if model.position_embedding == "rope":
             self.rotary = rotary_tables(model, ctx.init.dtype, ctx.init.device)
-
-    def compile_blocks(self) -> None:
-        """From here on the blocks run, forward and backward, as compiled graphs.
-
-        Groups of equal size share their code. Gradients of the linear layers go to their buckets
-        (see `tensor_parallel.linear_ops`), never to `.grad`.
-        """
-        own_code = {}  # models of other shapes in this process are not counted as recompilations
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
-            own_code["isolate_recompiles"] = True
-        self.run_blocks = torch.compile(
-            _run_blocks, backend=shared_inductor, fullgraph=True, dynamic=False, **own_code
-        )
 
     def forward(
         self,
@@ -236,6 +236,52 @@ class Stage(nn.Module):
             return x
         self.before_use("head")
         return self.head(x, labels, loss_mask, loss_scale)
+
+
+def stages_of_rank(
+    model: ModelConfig,
+    layers: Sequence[range],
+    placement: Placement,
+    rank: int,
+    ctx: BuildContext,
+) -> list[Stage]:
+    """The stages that `rank` of a pipeline holds, in the order of the model.
+
+    Each has layers of its own numbers, and so its own initial values.
+
+    Args:
+        layers: global layer numbers of every stage of the pipeline.
+    """
+    held = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
+    last = placement.stages - 1
+    ends_meet = 0 in held and last in held
+    stages: list[Stage] = []
+    for stage in held:
+        beside = stages[0] if stage == last and ends_meet and stages else None
+        stages.append(
+            Stage(model, layers[stage], stage == 0, stage == last, ctx, beside, ends_meet)
+        )
+    return stages
+
+
+def compile_blocks(stages: Sequence[Stage], keeps_operands: bool) -> None:
+    """From here on the blocks run, forward and backward, as compiled graphs.
+
+    Groups of equal size share their code. Gradients of the linear layers go to their buckets (see
+    `tensor_parallel.linear_ops`), never to `.grad`.
+
+    Args:
+        keeps_operands: weight gradients may be put off (see `shared_inductor`).
+    """
+    own_code = {}  # models of other shapes in this process are not counted as recompilations
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
+        own_code["isolate_recompiles"] = True
+    backend = functools.partial(shared_inductor, keeps_operands=keeps_operands)
+    compiled = torch.compile(
+        _run_blocks, backend=backend, fullgraph=True, dynamic=False, **own_code
+    )
+    for stage in stages:
+        stage.run_blocks = compiled
 
 
 def output_std(model: ModelConfig) -> float:

@@ -8,7 +8,6 @@ numbers sit.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -202,63 +201,3 @@ class Initializer:
         key = np.frombuffer(digest, dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key))
         return stream.standard_normal((rows, TILE), dtype=np.float32)
-
-
-def add_weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient gradᵀ·x of a linear weight, added where the gradient buckets keep it.
-
-    `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
-    `gradient_added` call. With them the GEMM accumulates in place and autograd gets None; without
-    them (a layer on its own, as in a test) autograd gets the gradient.
-
-    Args:
-        weight: (out, in). grad: (tokens, out). x: (tokens, in).
-    """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return grad.t() @ x
-    add_product(main_grad, grad, x)
-    weight.gradient_added()
-    return None
-
-
-def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to `out` in fp32 or better.
-
-    Where the device's GEMM adds products of half precision to an fp32 matrix, nothing is rounded
-    on the way and nothing but `out` is written. Elsewhere the product is rounded to the type of its
-    factors before it is added: 8 bits in bf16, and infinite beyond 65,504 in fp16.
-    """
-    if out.dtype == grad.dtype:
-        out.addmm_(grad.t(), x)
-    elif adds_wide_products(out.device, grad.dtype, out.dtype):
-        torch.addmm(out, grad.t(), x, out_dtype=out.dtype, out=out)
-    else:
-        out.add_(grad.t() @ x)
-
-
-@functools.cache
-def adds_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
-
-    PyTorch has it since 2.10, and not for every device: it is tried once.
-    """
-    if not accelerator.is_accelerator(device):
-        return False
-    factor = torch.zeros(16, 16, dtype=narrow, device=device)
-    out = torch.zeros(16, 16, dtype=wide, device=device)
-    try:
-        torch.addmm(out, factor, factor, out_dtype=wide, out=out)
-    except (RuntimeError, TypeError):  # no kernel for the types or the device; no such argument
-        return False
-    return True
-
-
-def add_gradient(parameter: Tensor, grad: Tensor) -> None:
-    """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
-    main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        return
-    main_grad.add_(grad)
-    parameter.gradient_added()

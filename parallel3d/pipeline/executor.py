@@ -1,13 +1,15 @@
 """Runs one rank's part of a pipeline plan: a short interpreter, whatever the schedule.
 
-Lifetimes. A forward's input and output live from F to B (`live`). A received tensor lives from its
-receive to the compute that reads it. A sent tensor is kept in `sending` until its transfer ended:
-autograd may free an activation as soon as its backward is done, and the transport still reads it.
+Lifetimes. A forward's input and output live from F to B or I (`live`), the operands of put-off
+weight gradients from I to W (`put_off`). A received tensor lives from its receive to the compute
+that reads it. A sent tensor is kept in `sending` until its transfer ended: autograd may free an
+activation as soon as its backward is done, and the transport still reads it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +17,17 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
-from parallel3d.comm.group import Group
 from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.models.transformer import Stage
+from parallel3d.parameters.gradients import Job, WeightGradients
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Transfer, post
+from parallel3d.pipeline.p2p import Route, Transfer, post
 from parallel3d.schedules.actions import Action, Kind, Step
-from parallel3d.schedules.messages import add_communication
 
 Loader = Callable[[int], MicroBatch]
+Place = tuple[int, int]  # micro-batch and chunk
+# Sends that may be under way before the rank waits for the oldest: it bounds their memory.
+SENDS = 8
 
 
 class _Start(torch.autograd.Function):
@@ -44,11 +48,11 @@ class _Start(torch.autograd.Function):
 
 
 class Executor:
-    """Interprets plans for one stage.
+    """Interprets plans for the stages of one rank.
 
     Args:
-        stage: the layers of this rank.
-        pp: the pipeline group.
+        stages: this rank's, by chunk.
+        route: the pipeline group, and which of its ranks holds which stage.
         hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
             parallelism: every micro-batch has this shape.
         boxes: the group's shared memory, if it has any.
@@ -57,23 +61,29 @@ class Executor:
 
     def __init__(
         self,
-        stage: Stage,
-        pp: Group,
+        stages: Sequence[Stage],
+        route: Route,
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
         boxes: Mailboxes | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.stage, self.pp, self.boxes = stage, pp, boxes
+        self.stages, self.route, self.boxes = stages, route, boxes
         self.clock = clock or Clock()
         if boxes is not None:
             boxes.clock = self.clock
         self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
-        self.live: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
+        self.put_off: dict[Place, list[Job]] = {}
         self.outbox: dict[Action, Tensor] = {}
+        self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, Transfer] = {}
-        self.sending: list[Transfer] = []
+        self.sending: deque[Transfer] = deque()
+        self.weight_gradients = WeightGradients()
+        for stage in stages:
+            for parameter in stage.parameters():
+                parameter.weight_gradients = self.weight_gradients
 
     def train_step(
         self,
@@ -88,39 +98,40 @@ class Executor:
             plan: this rank's steps, computes and groups of messages.
             load: micro-batch number → tensors.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
-            before_last_backward: called when the next backward completes the gradients.
+            before_last_backward: called when the next backward is the last of this rank.
 
-        Returns: the sum of this rank's losses (zero on all but the last stage), a scalar tensor.
+        Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = self._in_order(plan, load)
-        last = max(i for i, s in enumerate(plan) if isinstance(s, Action) and s.kind == Kind.B)
+        last = max(i for i, step in enumerate(plan) if _is_backward(step))
         for i, step in enumerate(plan):
             if not isinstance(step, Action):
                 self._communicate(step)
             elif step.kind == Kind.F:
-                total += self._forward(step.microbatch, batches, loss_scale)
+                total += self._forward(step, batches, loss_scale)
+            elif step.kind == Kind.W:
+                self._weights(step)
             else:
                 if i == last:
                     before_last_backward()
-                self._backward(step.microbatch, loss_scale)
-        self._finish_sends()
+                self._backward(step, loss_scale)
+        self._finish_sends(0)
         return total
 
     @torch.no_grad()
-    def evaluate(self, load: Loader, microbatches: int) -> Tensor:
-        """The sum of the losses of `microbatches` forwards (zero on all but the last stage)."""
+    def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
+        """The sum of the losses of a plan's forwards (zero without the last stage), of which it
+        has nothing else."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        forwards = [Action(Kind.F, m) for m in range(microbatches)]
-        plan = add_communication([forwards] * self.pp.size)[self.pp.index]
         batches = self._in_order(plan, load)
         for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
             else:
-                total += self._forward(step.microbatch, batches)
-                self.live.pop(step.microbatch)
-        self._finish_sends()
+                total += self._forward(step, batches)
+                self.live.clear()
+        self._finish_sends(0)
         return total
 
     def _communicate(self, group: Sequence[Action]) -> None:
@@ -131,24 +142,19 @@ class Executor:
             else:
                 tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
-        self._finish_sends()  # those of the group before: bounds the buffers in flight
+        self._finish_sends(SENDS)
         with self.clock.starting("pp"):
-            transfers = post(messages, self.pp, self.boxes)
+            transfers = post(messages, self.route, self.boxes)
         for transfer in transfers:
             if transfer.action.kind.is_send:
                 self.sending.append(transfer)
             else:
                 self.receiving[transfer.action] = transfer
 
-    def _received(self, action: Action) -> Tensor:
-        transfer = self.receiving.pop(action)
-        self._wait(transfer)
-        return transfer.tensor
-
-    def _finish_sends(self) -> None:
-        for transfer in self.sending:
-            self._wait(transfer)
-        self.sending.clear()
+    def _finish_sends(self, left: int) -> None:
+        """Waits until at most `left` sends are under way."""
+        while len(self.sending) > left:
+            self._wait(self.sending.popleft())
 
     def _wait(self, transfer: Transfer) -> None:
         """Beyond the time that the message takes at most, its other end was late: idle."""
@@ -156,34 +162,74 @@ class Executor:
         transfer.work.wait()
         self.clock.pop(self.clock.floors.get("pp", math.inf))
 
+    def _input(self, kind: Kind, step: Action) -> Tensor:
+        """What the stage before (RECV_F) or after (RECV_B) made for `step`."""
+        action = Action(kind, step.microbatch, step.chunk)
+        if action in self.handed:
+            return self.handed.pop(action)
+        transfer = self.receiving.pop(action)
+        self._wait(transfer)
+        return transfer.tensor
+
+    def _hand_on(self, kind: Kind, step: Action, tensor: Tensor) -> None:
+        """What `step` made goes to the stage after (SEND_F) or before (SEND_B) it."""
+        me, (offset, received) = self.route.group.index, _NEXT[kind]
+        place = self.route.placement.neighbour(me, step.chunk, offset)
+        if place is not None and place[0] == me:
+            self.handed[Action(received, step.microbatch, place[1])] = tensor
+        else:
+            self.outbox[Action(kind, step.microbatch, step.chunk)] = tensor
+
     def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
         order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
         return InOrder(load, order, self.device)
 
     def _forward(
-        self, m: int, batches: InOrder, loss_scale: Tensor | None = None
+        self, step: Action, batches: InOrder, loss_scale: Tensor | None = None
     ) -> Tensor | float:
-        x = None
-        if not self.stage.first:
-            x = self._received(Action(Kind.RECV_F, m)).requires_grad_(torch.is_grad_enabled())
+        stage, x = self.stages[step.chunk], None
+        if not stage.first:
+            x = self._input(Kind.RECV_F, step).requires_grad_(torch.is_grad_enabled())
         with self.clock.within("data"):
-            batch = batches.take()
+            batch = batches.take(step.microbatch)
         with self.clock.within("forward"):
-            y = self.stage(x, *batch, loss_scale)
+            y = stage(x, *batch, loss_scale)
         if batches.looks_ahead:
             with self.clock.within("data"):
                 batches.look_ahead()
-        self.live[m] = (x, y)
-        if self.stage.last:
+        self.live[step.microbatch, step.chunk] = (x, y)
+        if stage.last:
             return y.detach().double()
-        self.outbox[Action(Kind.SEND_F, m)] = y.detach()
+        self._hand_on(Kind.SEND_F, step, y.detach())
         return 0.0
 
-    def _backward(self, m: int, loss_scale: Tensor) -> None:
-        x, y = self.live.pop(m)
-        last = self.stage.last
-        grad = loss_scale.to(y.dtype) if last else self._received(Action(Kind.RECV_B, m))
+    def _backward(self, step: Action, loss_scale: Tensor) -> None:
+        """B, or I: then the gradients of the linear weights wait for their W."""
+        place = (step.microbatch, step.chunk)
+        x, y = self.live.pop(place)
+        last = self.stages[step.chunk].last
+        grad = loss_scale.to(y.dtype) if last else self._input(Kind.RECV_B, step)
         with self.clock.within("backward"):
-            _Start.apply(y, grad).backward()
+            if step.kind == Kind.I:
+                with self.weight_gradients.put_off() as self.put_off[place]:
+                    _Start.apply(y, grad).backward()
+            else:
+                _Start.apply(y, grad).backward()
         if x is not None:
-            self.outbox[Action(Kind.SEND_B, m)] = x.grad.contiguous()
+            self._hand_on(Kind.SEND_B, step, x.grad.contiguous())
+
+    @torch.no_grad()
+    def _weights(self, step: Action) -> None:
+        jobs = self.put_off.pop((step.microbatch, step.chunk))
+        jobs.reverse()
+        with self.clock.within("backward"):
+            while jobs:  # what a job has kept is free behind it
+                jobs.pop()()
+
+
+# By the kind of a send: where its reader's stage lies, and what the reader calls it.
+_NEXT = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
+
+
+def _is_backward(step: Step) -> bool:
+    return isinstance(step, Action) and step.kind in (Kind.B, Kind.I)

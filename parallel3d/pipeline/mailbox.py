@@ -1,18 +1,19 @@
-"""Messages between neighbouring stages through shared memory, for CPU ranks of one host.
+"""Messages between the ranks of a pipeline through shared memory, for CPU ranks of one host.
 
-Each link (a stage, one of its neighbours, one direction) has two slots. Sending waits for a free
-slot, copies and signals; receiving waits for the signal, copies and frees the slot. A link delivers
-in the order of sending, which is the order in which the checker proves that a plan receives.
+Each link (a rank, another that it sends to) has a few slots. Sending waits for a free slot, copies
+and signals; receiving waits for the signal, copies and frees the slot. A link delivers in the order
+of sending, which is the order in which the checker proves that a plan receives; a message that is
+needed before an earlier one of its link makes room for that one first.
 
-Two slots are enough never to block a sound plan for ever: a stage runs at most one forward further
-ahead of the next stage than that one's own warm-up, and GPipe sends in one direction at a time.
+How many slots never block a plan for ever, `schedules.flight.enough_slots` tells.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,54 +22,101 @@ from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.config.schema import LaunchConfig
+from parallel3d.schedules.actions import Action, Plan
+from parallel3d.schedules.flight import enough_slots
+from parallel3d.schedules.messages import peer_of
+from parallel3d.schedules.placement import Placement
 
 SLOT_BYTES = 4 << 20  # larger messages take the backend's way
-SLOTS = 2
+ALIGNMENT = 64  # of a slot: a cache line
+SLOTS = 4  # at least: so far a rank may be ahead of another before it has to wait
+
+Pair = tuple[int, int]
 
 
 @dataclass
 class Mailboxes:
-    """The links of one pipeline group, on one of its ranks."""
+    """The links of one pipeline group, on one of its ranks.
+
+    Attributes:
+        links: (sender, receiver) → number of the link.
+        slots, slot_bytes: of each link.
+        sent: link → messages so far; expected: link → those that are awaited, in order.
+        taken: link → messages received.
+    """
 
     memory: SharedMemory
-    sent: dict[int, int] = field(default_factory=dict)  # link → messages so far
-    expected: dict[int, int] = field(default_factory=dict)
+    links: dict[Pair, int]
+    slots: int
+    slot_bytes: int
+    sent: dict[int, int] = field(default_factory=dict)
+    expected: dict[int, deque[Arrival]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)  # told how long a stage waits for its neighbour
 
     @classmethod
     def open(
-        cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
+        cls,
+        handle: dist.ProcessGroup,
+        index: int,
+        size: int,
+        timeout_s: float,
+        pairs: Iterable[Pair] | None = None,
+        slots: int = SLOTS,
+        slot_bytes: int = SLOT_BYTES,
     ) -> Mailboxes | None:
-        """None where the ranks cannot share memory; collective over the group."""
-        links = 2 * (size - 1)
-        semaphores = [0, SLOTS] * links  # of each link: filled slots, free slots
-        data = links * SLOTS * SLOT_BYTES
+        """None where the ranks cannot share memory; collective over the group.
+
+        Args:
+            pairs: (sender, receiver) of all links; None: neighbours in both directions.
+        """
+        if pairs is None:
+            steps = [(a, a + 1) for a in range(size - 1)]
+            pairs = [*steps, *((b, a) for a, b in steps)]
+        links = {pair: number for number, pair in enumerate(pairs)}
+        semaphores = [0, slots] * len(links)  # of each link: filled slots, free slots
+        data = len(links) * slots * slot_bytes
         memory = open_shared_memory(handle, index, size, semaphores, data, timeout_s)
-        return None if memory is None else cls(memory)
+        return None if memory is None else cls(memory, links, slots, slot_bytes)
 
     @classmethod
-    def of_run(cls, launch: LaunchConfig, pp: Group, device: torch.device) -> Mailboxes | None:
-        """Those of a run's stages on CPU ranks that may share memory; collective over `pp`."""
-        if pp.size == 1 or device.type != "cpu" or not launch.shared_memory:
+    def of_plans(
+        cls,
+        plans: Sequence[Plan],
+        placement: Placement,
+        launch: LaunchConfig,
+        pp: Group,
+        message: Tensor,
+    ) -> Mailboxes | None:
+        """Those for messages like `message` of a run's ranks, on CPUs that may share memory, with
+        as many slots as each plan needs; collective over `pp`."""
+        if pp.size == 1 or not launch.shared_memory:
             return None
-        return cls.open(pp.handle, pp.index, pp.size, launch.timeout_s)
+        if message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
+            return None
+        pairs = {
+            (rank, peer_of(action, rank, placement))
+            for plan in plans
+            for rank, steps in enumerate(plan)
+            for step in steps
+            if not isinstance(step, Action)
+            for action in step
+            if action.kind.is_send
+        }
+        slots = max(enough_slots(plan, placement, SLOTS) for plan in plans)
+        size = -(-message.nbytes // ALIGNMENT) * ALIGNMENT
+        return cls.open(pp.handle, pp.index, pp.size, launch.timeout_s, sorted(pairs), slots, size)
 
     def fits(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
-
-    def _link(self, sender: int, receiver: int) -> int:
-        """Links to the next stage come first, then those to the previous one."""
-        forward = receiver > sender
-        return min(sender, receiver) + (0 if forward else self.memory.size - 1)
+        return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
 
     def _slot(self, link: int, turn: int, like: Tensor) -> Tensor:
-        start = (link * SLOTS + turn % SLOTS) * SLOT_BYTES
+        start = (link * self.slots + turn % self.slots) * self.slot_bytes
         return self.memory.data[start : start + like.nbytes].view(like.dtype).view_as(like)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Copies `tensor` to member `peer`; it may change as soon as this returns."""
-        link = self._link(self.memory.index, peer)
+        link = self.links[self.memory.index, peer]
         turn = self.sent.get(link, 0)
         self.sent[link] = turn + 1
         with self.clock.within("idle"):
@@ -78,17 +126,26 @@ class Mailboxes:
         return Done()
 
     def receive(self, tensor: Tensor, peer: int) -> Arrival:
-        """The next message of member `peer` will be in `tensor` after the handle's `wait()`.
+        """The next message of member `peer` will be in `tensor` after the handle's `wait()`."""
+        link = self.links[peer, self.memory.index]
+        arrival = Arrival(self, tensor, peer, link)
+        self.expected.setdefault(link, deque()).append(arrival)
+        return arrival
 
-        Handles of one peer are waited for in the order in which they were made.
-        """
-        link = self._link(peer, self.memory.index)
-        turn = self.expected.get(link, 0)
-        self.expected[link] = turn + 1
-        return Arrival(self, tensor, peer, link, turn)
+    def take_next(self, link: int) -> Arrival:
+        """The oldest awaited message of a link, once it has come."""
+        arrival = self.expected[link].popleft()
+        turn = self.taken.get(link, 0)
+        self.taken[link] = turn + 1
+        with self.clock.within("idle"):
+            self.memory.wait(2 * link, arrival.peer)
+        arrival.tensor.copy_(self._slot(link, turn, arrival.tensor))
+        self.memory.post(2 * link + 1)
+        arrival.there = True
+        return arrival
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """A message that is awaited."""
 
@@ -96,15 +153,9 @@ class Arrival:
     tensor: Tensor
     peer: int
     link: int
-    turn: int
+    there: bool = False
 
     def wait(self) -> None:
-        """Raises RuntimeError out of order: that would hand out another message's tensor."""
-        memory = self.boxes.memory
-        if self.boxes.taken.get(self.link, 0) != self.turn:
-            raise RuntimeError(f"message {self.turn} of member {self.peer} is taken out of order")
-        self.boxes.taken[self.link] = self.turn + 1
-        with self.boxes.clock.within("idle"):
-            memory.wait(2 * self.link, self.peer)
-        self.tensor.copy_(self.boxes._slot(self.link, self.turn, self.tensor))
-        memory.post(2 * self.link + 1)
+        """Returns when it is in its tensor, and so is all that was awaited before on its link."""
+        while not self.there:
+            self.boxes.take_next(self.link)

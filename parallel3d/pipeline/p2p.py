@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages."""
+"""Messages between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from parallel3d.comm.operation_log import noted_message
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.messages import peer_of
+from parallel3d.schedules.placement import Placement
 
 
 @dataclass
@@ -25,25 +27,32 @@ class Transfer:
     work: Work
 
 
-def _tag(action: Action) -> int:
-    """Equal on both ends of a message: gradients are odd, activations even."""
-    return 2 * action.microbatch + (action.kind in (Kind.SEND_B, Kind.RECV_B))
+@dataclass(frozen=True)
+class Route:
+    """Where the messages of one rank of a pipeline go, and by what number both ends know them."""
 
+    group: Group
+    placement: Placement
 
-def _through(boxes: Mailboxes, action: Action, tensor: Tensor, group: Group) -> Transfer:
-    peer = boxes.memory.index + action.kind.peer_offset
-    call = boxes.send if action.kind.is_send else boxes.receive
-    return Transfer(action, tensor, _noted(action, tensor, group, lambda: call(tensor, peer)))
+    def peer(self, action: Action) -> int:
+        """The member of the group at the other end."""
+        return peer_of(action, self.group.index, self.placement)
 
+    def rank(self, action: Action) -> int:
+        """The world's rank at the other end."""
+        return self.group.ranks[self.peer(action)]
 
-def _noted(action: Action, tensor: Tensor, group: Group, start: Callable[[], Work]) -> Work:
-    name = "send" if action.kind.is_send else "receive"
-    peer = group.ranks[group.index + action.kind.peer_offset]
-    return noted_message(group, name, tensor, peer, start)
+    def tag(self, action: Action) -> int:
+        """Equal on both ends of a message and of no other one of a step: by the stage that reads
+        it; gradients are odd, activations even."""
+        stage = self.placement.stage(self.group.index, action.chunk)
+        stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
+        is_backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
+        return 2 * (action.microbatch * self.placement.stages + stage) + is_backward
 
 
 def post(
-    messages: Sequence[tuple[Action, Tensor]], group: Group, boxes: Mailboxes | None = None
+    messages: Sequence[tuple[Action, Tensor]], route: Route, boxes: Mailboxes | None = None
 ) -> list[Transfer]:
     """Starts one communication group of a plan: all of its sends and receives together.
 
@@ -55,23 +64,37 @@ def post(
     sends behind it on NCCL's one stream waiting for its other end.
     """
     if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
-        return [_through(boxes, action, tensor, group) for action, tensor in messages]
-    calls = []
-    for action, tensor in messages:
-        peer = group.ranks[group.index + action.kind.peer_offset]
-        calls.append(
-            (dist.isend if action.kind.is_send else dist.irecv, tensor, peer, _tag(action))
+        return [_through(boxes, action, tensor, route) for action, tensor in messages]
+    handle = route.group.handle
+    calls = [
+        (
+            dist.isend if action.kind.is_send else dist.irecv,
+            tensor,
+            route.rank(action),
+            handle,
+            route.tag(action),
         )
+        for action, tensor in messages
+    ]
     works: list[Work]
     if any(accelerator.is_on_accelerator(tensor) for _, tensor in messages):
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(call, tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
-        )
+        works = dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])
         if len(works) < len(calls):  # NCCL coalesces the batch into one handle
             works = [works[0]] * len(calls)
     else:
-        works = [call(tensor, peer, group.handle, tag) for call, tensor, peer, tag in calls]
+        works = [call(tensor, *rest) for call, tensor, *rest in calls]
     return [
-        Transfer(a, t, _noted(a, t, group, lambda w=w: w))
+        Transfer(a, t, _noted(a, t, route, lambda w=w: w))
         for (a, t), w in zip(messages, works, strict=True)
     ]
+
+
+def _through(boxes: Mailboxes, action: Action, tensor: Tensor, route: Route) -> Transfer:
+    peer = route.peer(action)
+    call = boxes.send if action.kind.is_send else boxes.receive
+    return Transfer(action, tensor, _noted(action, tensor, route, lambda: call(tensor, peer)))
+
+
+def _noted(action: Action, tensor: Tensor, route: Route, start: Callable[[], Work]) -> Work:
+    name = "send" if action.kind.is_send else "receive"
+    return noted_message(route.group, name, tensor, route.rank(action), start)

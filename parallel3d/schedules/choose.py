@@ -1,10 +1,12 @@
-"""The schedule that the clock would choose, for given costs, hops and memory."""
+"""The schedule of a run: by name, from a file, or the one that the clock would choose."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Kind, Orders
@@ -13,9 +15,12 @@ from parallel3d.schedules.orders import interleaved_zero_bubble
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, clock
+from parallel3d.schedules.table import read_table
 
 WORK = 600_000  # actions that the search may place: some seconds
 SAME = 1e-9
+# Micro-batches × stages that are still searched in some seconds.
+LARGEST = 300_000
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,58 @@ class Work:
 
     def costs(self, placement: Placement) -> Costs:
         return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
+
+
+def wanted(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    file: str | None = None,
+    work: Work = Work(),
+    memory: float = 1.0,
+) -> Schedule:
+    """The schedule `name`: one of FORMS, "auto" (see `choose`) or "file" (see `read_table`).
+
+    Raises UserError where there is none: an unknown name, chunks that it does not have, a file that
+    cannot be read or whose table cannot run.
+    """
+    if name == "file":
+        return _of_file(file, ranks, microbatches, chunks)
+    if file is not None:
+        raise UserError(
+            f"schedule.file={file} is read with schedule=file alone, but schedule={name}; the "
+            "nearest is schedule=file."
+        )
+    if name == "auto":
+        return _chosen(ranks, microbatches, chunks, work, memory)
+    return make(name, ranks, microbatches, chunks)
+
+
+@functools.lru_cache(maxsize=8)
+def _chosen(ranks: int, microbatches: int, chunks: int, work: Work, memory: float) -> Schedule:
+    """A search of seconds, for which a run asks several times."""
+    if (boxes := ranks * microbatches * max(2, chunks)) > LARGEST:
+        raise UserError(
+            f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
+            f"{boxes:,}; the nearest is schedule=interleaved_zb."
+        )
+    return choose(ranks, microbatches, chunks, work, memory).schedule
+
+
+def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    if file is None:
+        raise UserError(
+            "schedule=file needs schedule.file=…, a table with a row of actions a rank; the "
+            "nearest is schedule=1f1b."
+        )
+    said = file if file.isprintable() and " " not in file else repr(file)
+    try:
+        table = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"schedule.file={said} cannot be read: {reason}.") from None
+    return read_table(table, said, ranks, microbatches, chunks if chunks > 1 else None)
 
 
 def measure(schedule: Schedule, work: Work) -> Choice:

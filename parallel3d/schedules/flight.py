@@ -1,4 +1,4 @@
-"""How many messages of each directed pair of ranks can be under way at once."""
+"""How many messages of a directed pair of ranks can, and must, be under way at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.messages import peer_of
 from parallel3d.schedules.placement import Placement
 
 
@@ -34,6 +35,75 @@ def peak_in_flight(
     return run.peaks
 
 
+def enough_slots(plan: Sequence[Sequence[Step]], placement: Placement, slots: int) -> int:
+    """`slots` messages for each directed pair, or as much more as the plan cannot do without.
+
+    For a transport with so many places on each way from rank to rank: a send waits until one is
+    free, and a message leaves its place, behind those sent before it, when the computation that
+    needs it begins. The plan must have passed the checker; then as many places as there are
+    messages always suffice.
+    """
+    work = [_work(steps, rank, placement) for rank, steps in enumerate(plan)]
+    while not _ends(work, slots):
+        slots *= 2
+    return slots
+
+
+_Pair = tuple[int, int]
+# A send (0), or that the messages up to a number must have come.
+_Deed = tuple[_Pair, int]
+
+
+def _work(steps: Sequence[Step], rank: int, placement: Placement) -> list[_Deed]:
+    """What a rank does with messages, in its order."""
+    deeds: list[_Deed] = []
+    expected: dict[_Pair, int] = {}
+    number: dict[Action, tuple[_Pair, int]] = {}  # of the computation that needs it
+    for step in steps:
+        if isinstance(step, Action):
+            for kind in (step.kind, Kind.I) if step.kind == Kind.B else (step.kind,):
+                found = number.pop(Action(kind, step.microbatch, step.chunk), None)
+                if found is not None:
+                    deeds.append(found)
+            continue
+        for message in step:
+            peer = peer_of(message, rank, placement)
+            if message.kind.is_send:
+                deeds.append(((rank, peer), 0))
+                continue
+            pair = (peer, rank)
+            expected[pair] = expected.get(pair, 0) + 1
+            kind = Kind.F if message.kind == Kind.RECV_F else Kind.I
+            reader = Action(kind, message.microbatch, message.chunk)
+            number[reader] = (pair, expected[pair])
+    return deeds
+
+
+def _ends(work: Sequence[Sequence[_Deed]], slots: int) -> bool:
+    """Whether all ranks come to the end of their work. In which order they try does not matter."""
+    position = [0] * len(work)
+    sent: dict[_Pair, int] = {}
+    taken: dict[_Pair, int] = {}
+    ready = deque(range(len(work)))
+    while ready:
+        rank = ready.popleft()
+        deeds = work[rank]
+        while position[rank] < len(deeds):
+            pair, number = deeds[position[rank]]
+            if number == 0:
+                if sent.get(pair, 0) - taken.get(pair, 0) == slots:
+                    break
+                sent[pair] = sent.get(pair, 0) + 1
+                ready.append(pair[1])
+            else:
+                if sent.get(pair, 0) < number:
+                    break
+                taken[pair] = max(taken.get(pair, 0), number)
+                ready.append(pair[0])
+            position[rank] += 1
+    return all(at == len(deeds) for at, deeds in zip(position, work, strict=True))
+
+
 class _Run:
     """The plan being run by a transport that buffers everything.
 
@@ -54,8 +124,8 @@ class _Run:
         for rank, steps in enumerate(plan):
             groups = [() if isinstance(step, Action) else step for step in steps]
             ends = [
-                ([_peer(m, rank, placement) for m in group if m.kind.is_send],
-                 [_peer(m, rank, placement) for m in group if not m.kind.is_send])
+                ([peer_of(m, rank, placement) for m in group if m.kind.is_send],
+                 [peer_of(m, rank, placement) for m in group if not m.kind.is_send])
                 for group in groups
             ]  # fmt: skip
             self.sends.append([to for to, _ in ends])
@@ -93,13 +163,3 @@ class _Run:
             news = self.carried[source, rank].popleft()
             self.knows[rank] = list(map(max, self.knows[rank], news))
         return True
-
-
-_Pair = tuple[int, int]
-
-
-def _peer(message: Action, rank: int, placement: Placement) -> int:
-    offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
-    place = placement.neighbour(rank, message.chunk, offset)
-    assert place is not None  # the checker has passed it
-    return place[0]

@@ -55,6 +55,15 @@ def add_communication(
     return plan
 
 
+def peer_of(message: Action, rank: int, placement: Placement) -> int:
+    """The rank at the other end of a message of `rank`; there must be one."""
+    offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    place = placement.neighbour(rank, message.chunk, offset)
+    if place is None:
+        raise ValueError(f"rank {rank} has no neighbour for {message}")
+    return place[0]
+
+
 def _sent(done: Action | None, rank: int, placement: Placement) -> CommGroup:
     """The message that `rank` owes another rank after `done` (none, or a group of one)."""
     if done is None or done.kind == Kind.W:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d.errors import UserError, nearest
 from parallel3d.schedules import orders
-from parallel3d.schedules.actions import Orders, Plan
+from parallel3d.schedules.actions import Kind, Orders, Plan
 from parallel3d.schedules.blocks import v_half
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.placement import Placement
@@ -15,8 +15,8 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
 LOOPED = ("interleaved", "interleaved_zb")
 V_SHAPED = ("zbv", "v_half")
 FORMS = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
-# What the executor runs today; all others can be made, checked, timed and drawn.
-SCHEDULES = ("gpipe", "1f1b")
+# They need messages in the order in which these are made: a receive stands before its reader.
+IN_ORDER = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,21 @@ class Schedule:
     microbatches: int
     orders: Orders
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is made as I and W."""
+        return any(step.kind == Kind.I for order in self.orders for step in order)
+
     def plan(self) -> Plan:
         """The orders with their messages. Raises ScheduleError where ranks wait for each other."""
-        placement = None if self.name in SCHEDULES else self.placement
-        return add_communication(self.orders, placement)
+        return self._with_messages(self.orders)
+
+    def forwards(self) -> Plan:
+        """The plan of an evaluation: the forwards alone, in the same order."""
+        return self._with_messages([[s for s in o if s.kind == Kind.F] for o in self.orders])
+
+    def _with_messages(self, orders: Orders) -> Plan:
+        return add_communication(orders, None if self.name in IN_ORDER else self.placement)
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -51,7 +62,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         raise UserError(
             f"schedule={name} is not known: choose one of {', '.join(FORMS)} (nearest: {choice})."
         )
-    check_chunks(name, chunks)
+    check_vpp(name, chunks)
     placement = Placement(ranks, chunks, "v" if name in V_SHAPED else "loop")
     made: Orders
     if name == "gpipe":
@@ -69,7 +80,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule(name, placement, microbatches, made)
 
 
-def check_chunks(name: str, chunks: int) -> None:
+def check_vpp(name: str, chunks: int) -> None:
     """Refuse a number of chunks that the schedule `name` does not have; raises UserError."""
     if name in V_SHAPED and chunks != 2:
         raise UserError(

@@ -49,24 +49,29 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
         raise ValueError(f"cp={layout.cp}: context parallelism sends nothing yet")
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
-    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    split = layers_of_stages(config)
+    ranks = pipeline_ranks(config, layout)
     if stage is not None:
-        return _of_rank(PipelineRank(config, layout, stage, split))
-    ranks = [PipelineRank(config, layout, index, split) for index in range(layout.pp)]
+        return _of_rank(ranks[stage])
     # Ranks between the ends differ by their numbers of layers alone.
-    inner = {tuple(len(split[s]) for s in rank.stages): rank.index for rank in ranks[1:-1]}
+    inner = {tuple(map(len, rank.layers)): rank.index for rank in ranks[1:-1]}
     lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
     found: list[Transfer] = []
     for dim in DIMS:
         if dim == "pp":
-            boundaries = _most_boundaries(placement_of(config))
+            boundaries = _most_boundaries(ranks[0].placement)
             found += _messages(ranks[0], boundaries, boundaries)
             continue
         mine = [[t for t in sent if t.dim == dim] for sent in lists]
         n = group_size(dim, layout)
         found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
     return found
+
+
+def pipeline_ranks(config: Config, layout: Layout) -> list[PipelineRank]:
+    """The ranks of a pipeline by their index along pp; tp, pp and dp are the layout's."""
+    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    placement, split = placement_of(config), layers_of_stages(config)
+    return [PipelineRank(config, layout, i, placement, split) for i in range(layout.pp)]
 
 
 def _most_boundaries(placement: Placement) -> int:
@@ -85,7 +90,7 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 def _layers(rank: PipelineRank) -> Iterator[Transfer]:
     """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
     whole, what = rank.hidden, "activations of the layers"
-    layers = rank.layers * rank.config.num_microbatches
+    layers = rank.layer_count * rank.config.num_microbatches
     # Recomputation repeats the forward up to the second row-parallel GEMM.
     again = 1 if rank.config.recompute == "full" else 0
     if rank.config.tensor_parallel.attention == "gather_qk":
@@ -123,7 +128,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
         yield from _head(rank)
     model, tp = rank.config.model, rank.layout.tp
     if tp > model.kv_heads:  # each head on several ranks, and a place for each head in the sum
-        rows = 2 * model.kv_heads * model.head_dim * rank.layers
+        rows = 2 * model.kv_heads * model.head_dim * rank.layer_count
         shared = rows * (model.hidden_size + int(model.bias)) * rank.grad_item
         yield Transfer("tp", "all_reduce", shared, 1, "gradients of shared key-value heads")
     if rank.sp:

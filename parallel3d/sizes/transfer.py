@@ -10,7 +10,6 @@ from parallel3d.config.schema import Config
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
-from parallel3d.sizes.stages import placement_of
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -57,17 +56,14 @@ class PipelineRank:
     Attributes:
         config: its tp, pp and dp are `layout`'s.
         index: along pp.
-        split: the layers of every stage of the pipeline (`layers_of_stages`).
+        placement, split: where the stages of the pipeline lie, and the layers of each.
     """
 
     config: Config
     layout: Layout
     index: int
+    placement: Placement
     split: Sequence[range]
-
-    @cached_property
-    def placement(self) -> Placement:
-        return placement_of(self.config)
 
     @property
     def stages(self) -> list[int]:
@@ -75,9 +71,13 @@ class PipelineRank:
         return [self.placement.stage(self.index, c) for c in range(self.placement.chunks)]
 
     @property
-    def layers(self) -> int:
-        """How many, of all its stages."""
-        return sum(len(self.split[stage]) for stage in self.stages)
+    def layers(self) -> list[range]:
+        """By chunk."""
+        return [self.split[stage] for stage in self.stages]
+
+    @property
+    def layer_count(self) -> int:
+        return sum(map(len, self.layers))
 
     @property
     def first(self) -> bool:

@@ -21,7 +21,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
-from parallel3d.parameters.pieces import add_product
+from parallel3d.parameters.gradients import add_product
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece, add_gradient
+from parallel3d.parameters.gradients import add_gradient
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_nodes import (
     ColumnNode,

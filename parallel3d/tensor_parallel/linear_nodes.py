@@ -17,8 +17,8 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.parameters.pieces import add_weight_gradient
-from parallel3d.tensor_parallel.mappings import sequence_first
+from parallel3d.parameters.gradients import add_weight_gradient, waiting_jobs
+from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter
 
 
@@ -38,7 +38,14 @@ def column_backward(
 
     Under sequence parallelism the shard was kept and is gathered again while the input-gradient
     GEMM runs. The reduction of the input gradient travels while the weight-gradient GEMM runs.
+    Where that is put off, the gather is too: until then the shard is all that is kept.
     """
+    rows = grad.flatten(0, -2)
+    if sp is not None and waiting_jobs(weight) is not None:
+        grad_x, reducing = collectives.reduce_scatter_async(sequence_first(grad @ weight), group)
+        add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
+        reducing.wait()
+        return grad_x.transpose(0, 1).contiguous(), None
     if sp is not None:
         gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
         grad_full = sequence_first(grad @ weight)
@@ -48,7 +55,7 @@ def column_backward(
     else:
         grad_x, full = grad @ weight, x
         reducing = collectives.all_reduce_async(grad_x, group)
-    grad_weight = add_weight_gradient(weight, grad.flatten(0, -2), full.flatten(0, -2))
+    grad_weight = add_weight_gradient(weight, rows, full.flatten(0, -2))
     reducing.wait()
     return grad_x if sp is None else grad_x.transpose(0, 1).contiguous(), grad_weight
 

@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from parallel3d.schedules.schedule import V_SHAPED
-
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
 
@@ -41,8 +39,8 @@ class Layout:
     rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
-    `loops`: how often the stages of a pipeline go round its ranks. With more than one, the last
-    rank of a pipeline sends to the first.
+    `loops`: how often the stages of a pipeline go round its ranks, which the wires between them
+    depend on (`sizes.stages.layout_with_loops`): with more than one the last sends to the first.
 
     Raises:
         ValueError: a size or a number of loops below one, or an order that does not name each
@@ -113,5 +111,4 @@ class Layout:
 
 def layout_of(config: Config) -> Layout:
     """The layout that a checked configuration describes; without `dp` that of one pipeline."""
-    loops = 1 if config.schedule.name in V_SHAPED else config.vpp
-    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, loops=loops)
+    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)

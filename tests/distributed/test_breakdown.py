@@ -76,9 +76,9 @@ def with_delay(sizes: tuple[int, int, int], where: str, keys: tuple) -> dict[str
         slow_source(trainer)
     elif dist.get_rank() == int(where == "last stage" or sizes[1] == 1):
         if where == "backward":
-            trainer.stage.register_full_backward_pre_hook(late)
+            trainer.stages[0].register_full_backward_pre_hook(late)
         else:
-            trainer.stage.register_forward_pre_hook(late)
+            trainer.stages[0].register_forward_pre_hook(late)
     steps = []
     for _ in range(3):
         trainer.train_step()

@@ -62,14 +62,13 @@ def artificial(
         parameters[name] = nn.Parameter(torch.randn(40, generator=generator))
         parameters[name].spec = ParameterSpec((40,), (), replicated=True)
     config = DataParallelConfig(bucket_cap_mb=ONE_EACH)
-    engine = BucketedDataParallel(parameters, config, dtype, groups.dp, zero)
+    engine = BucketedDataParallel([parameters], config, dtype, groups.dp, zero)
     optim = OptimConfig(name="adamw", lr=0.1)
     optimizer = Optimizer(optim, engine.segments, groups.tp)
     result: dict[str, Any] = {}
     for step in range(3):
         engine.wait_for_all()
-        engine.start_step()
-        engine.start_last_microbatch()
+        engine.start_step(1)
         order = EXECUTED if groups.rank == 0 or step else EXECUTED[::-1]
         chain(parameters, order, 1.0 + groups.rank).backward()
         result["unused"] = engine.finish_step()

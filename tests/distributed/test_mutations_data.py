@@ -167,10 +167,10 @@ def not_gathered_before_evaluation() -> Iterator[None]:
 
     def evaluate(self: Trainer) -> float:
         engine = self.data_parallel
-        self.stage.before_use = lambda part: None
+        self.stages[0].before_use = lambda part: None
         with patch.object(engine, "wait_for_all", lambda: None):
             found = sound(self)
-        self.stage.before_use = engine.wait_for
+        self.stages[0].before_use = engine.wait_for
         return found
 
     with patch.object(Trainer, "evaluate", evaluate):

@@ -26,7 +26,7 @@ from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.device import accelerator, fused
 from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
-from parallel3d.parameters import pieces
+from parallel3d.parameters import gradients
 from parallel3d.pipeline import p2p
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pretend.device import this_machine
@@ -383,7 +383,7 @@ class Kernels(Observer):
 
 @contextmanager
 def products_are_rounded_before_they_are_added() -> Iterator[None]:
-    with patch.object(pieces, "adds_wide_products", lambda *_: False):
+    with patch.object(gradients, "adds_wide_products", lambda *_: False):
         yield
 
 

@@ -198,7 +198,7 @@ def count_calls(layout: Layout, sp: bool, microbatches: int) -> tuple[Counter, i
             setattr(collectives, name, originals[name])
         for name in raw:
             setattr(dist, name, raw[name])
-    return +calls, len(trainer.data_parallel.buckets), len(trainer.stage.layers)
+    return +calls, len(trainer.data_parallel.buckets), len(trainer.stages[0].layers)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -138,10 +138,9 @@ def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None
 def test_reduction_starts_during_the_last_backward_alone() -> None:
     parameters, hook = named(), Recorded()
     reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
-    reducer.start_step()
+    reducer.start_step(2)
     backward(parameters)
     assert hook.calls == [], "accumulating micro-batches must not communicate"
-    reducer.start_last_microbatch()
     backward(parameters)
     assert hook.calls == [32, 8, 32], "every bucket is under way before the step is finished"
     assert reducer.finish_step() == []
@@ -149,15 +148,14 @@ def test_reduction_starts_during_the_last_backward_alone() -> None:
     for _, p in parameters:
         assert torch.equal(p.main_grad, torch.full(p.shape, 4.0))
         assert p.grad is None
-    reducer.start_step()
+    reducer.start_step(2)
     assert all(not p.main_grad.any() for _, p in parameters)
 
 
 def test_unused_parameter_is_named_and_its_bucket_still_reduced() -> None:
     parameters, hook = named(), Recorded()
     reducer = Reducer(build_buckets(parameters, 16 / MIB, torch.float32), two_ranks(), True, hook)
-    reducer.start_step()
-    reducer.start_last_microbatch()
+    reducer.start_step(1)
     backward(parameters, skip="last.weight")
     assert hook.calls == [], "bucket 0 waits, and order is kept"
     assert reducer.finish_step() == ["last.weight"]
@@ -169,8 +167,7 @@ def test_tied_parameter_is_ready_after_its_last_use() -> None:
     reducer = Reducer(
         build_buckets([("table", table)], None, torch.float32), two_ranks(), True, hook
     )
-    reducer.start_step()
-    reducer.start_last_microbatch()
+    reducer.start_step(1)
     table.gradient_added()
     assert hook.calls == []
     table.gradient_added()
@@ -180,8 +177,7 @@ def test_tied_parameter_is_ready_after_its_last_use() -> None:
 def test_group_of_one_reduces_nothing() -> None:
     parameters, hook = named(), Recorded()
     reducer = Reducer(build_buckets(parameters, None, torch.float32), SINGLE, True, hook)
-    reducer.start_step()
-    reducer.start_last_microbatch()
+    reducer.start_step(1)
     backward(parameters)
     assert reducer.finish_step() == []
     assert hook.calls == []

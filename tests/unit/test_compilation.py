@@ -10,6 +10,7 @@ from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the
 from torch._inductor.runtime import runtime_utils
 
 from parallel3d.models import compilation
+from parallel3d.models.transformer import compile_blocks
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage
 
 
@@ -23,6 +24,6 @@ def test_ranks_take_turns_on_a_cpu_alone(
         monkeypatch.setattr(compilation, "is_on_accelerator", lambda tensor: True)
     torch._dynamo.reset()
     stage = middle_stage("none", layers=1)
-    stage.compile_blocks()
+    compile_blocks([stage], keeps_operands=False)
     stage(hidden(), *NOTHING).sum().backward()
     assert bool(list(tmp_path.glob("parallel3d-*.lock"))) != on_accelerator

@@ -113,12 +113,20 @@ def test_on_an_accelerator_the_next_micro_batch_is_made_while_one_computes(
         return m
 
     batches = InOrder(load, [2, 0, 1], torch.device(device))
-    assert batches.take() == 2
+    assert batches.take(2) == 2
     batches.look_ahead()  # its forward is queued
     batches.look_ahead()  # one is enough
     assert loaded == asked
-    assert [batches.take(), batches.take()] == [0, 1]
+    assert [batches.take(0), batches.take(1)] == [0, 1]
     batches.look_ahead()  # nothing is left
     assert loaded == [2, 0, 1]
     with pytest.raises(IndexError):
-        batches.take()
+        batches.take(3)
+
+
+def test_chunks_of_a_rank_read_a_micro_batch_that_is_made_once() -> None:
+    loaded: list[int] = []
+    batches = InOrder(lambda m: loaded.append(m) or m, [0, 1, 0, 2, 1, 2], torch.device("cpu"))
+    assert [batches.take(m) for m in (0, 1, 0, 2, 1, 2)] == [0, 1, 0, 2, 1, 2]
+    assert loaded == [0, 1, 2]
+    assert not batches.held, "what the last chunk has read is kept no longer"

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline import floors
-from parallel3d.pipeline.p2p import post
+from parallel3d.pipeline.p2p import Route, post
 from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.placement import Placement
 
 PP = Group("pp", (3, 7, 11), 1, None)
 
@@ -44,7 +45,7 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
 ) -> None:
     batches = Batches(monkeypatch)
     messages = [(Action(Kind.SEND_F, 1), torch.ones(2)), (Action(Kind.RECV_B, 0), torch.empty(2))]
-    transfers = post(messages, PP)
+    transfers = post(messages, Route(PP, Placement(3)))
     assert batches.said == [[(dist.isend, 11), (dist.irecv, 11)]]
     assert [t.action for t in transfers] == [action for action, _ in messages]
     for transfer in transfers:

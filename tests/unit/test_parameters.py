@@ -12,14 +12,8 @@ from torch import Tensor
 
 from parallel3d.device import accelerator
 from parallel3d.parameters import pieces
-from parallel3d.parameters.pieces import (
-    TILE,
-    Initializer,
-    ParameterSpec,
-    Piece,
-    add_product,
-    adds_wide_products,
-)
+from parallel3d.parameters.gradients import add_product, adds_wide_products
+from parallel3d.parameters.pieces import TILE, Initializer, ParameterSpec, Piece
 
 CPU = torch.device("cpu")
 

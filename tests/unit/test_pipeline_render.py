@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from parallel3d.schedules.render import render_svg, render_text
-from parallel3d.schedules.schedule import SCHEDULES, schedule
+from parallel3d.schedules.schedule import IN_ORDER, schedule
 from parallel3d.schedules.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,7 +22,7 @@ def test_text_of_a_small_plan_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", IN_ORDER)
 def test_text_shows_every_action_once_in_lines_of_one_width(name: str) -> None:
     timeline = simulate(schedule(name, 11, 13), 0.3, 0.71, 0.05)
     _, *rows = render_text(timeline).splitlines()

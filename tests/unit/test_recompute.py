@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.models import transformer
-from parallel3d.models.transformer import BuildContext, Stage
+from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel import linear_nodes
 
@@ -74,7 +74,7 @@ def test_full_keeps_the_layers_inputs_and_selective_no_heads() -> None:
 
 def test_compiled_full_keeps_the_layers_inputs() -> None:
     stage = middle_stage("full", layers=2)
-    stage.compile_blocks()
+    compile_blocks([stage], keeps_operands=False)
     assert kept_bytes(stage) == INPUTS * 2 // LAYERS
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.sizes.flops import parameter_count
-from parallel3d.sizes.stages import layers_of_stages
-from parallel3d.sizes.traffic import transfers
-from parallel3d.sizes.transfer import PipelineRank, Transfer
+from parallel3d.sizes.traffic import pipeline_ranks, transfers
+from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.layout import Layout
 
 MICROBATCHES = 6
@@ -92,8 +91,7 @@ def test_parameters_of_all_ranks_add_up_to_the_model(
 ) -> None:
     layout = Layout(pp=pp, dp=2)
     config = config_of(name, layout, vpp, tied=tied)
-    split = layers_of_stages(config)
-    held = [PipelineRank(config, layout, index, split).parameters for index in range(pp)]
+    held = [rank.parameters for rank in pipeline_ranks(config, layout)]
     copy = 32 * 16 if tied and ranks[0] != ranks[-1] else 0
     assert sum(p.numel for mine in held for p in mine) == parameter_count(config.model) + copy
     buckets = [t for sent in of_ranks(config, layout) for t in sent if t.what == "gradient buckets"]

@@ -19,8 +19,9 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.group_options import GLOO_ON
 from parallel3d.device import accelerator
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import post
+from parallel3d.pipeline.p2p import Route, post
 from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.placement import Placement
 
 PERIOD = 251
 ITEM = 4  # bytes of an fp32
@@ -269,7 +270,7 @@ def _messages(operation: Operation, site: Site, count: int) -> Call:
         boxes = site.boxes if operation.own else None
 
         def along() -> None:
-            for transfer in post(messages, group, boxes):
+            for transfer in post(messages, Route(group, Placement(n)), boxes):
                 transfer.work.wait()
 
         expected = pattern(me - 1, count) if me > 0 else None

@@ -22,7 +22,7 @@ from parallel3d.device import accelerator
 from parallel3d.pretend import enable
 from parallel3d.pretend.device import TYPE
 from parallel3d.pretend.machine import Machine
-from parallel3d.schedules.schedule import schedule
+from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import Placement
@@ -134,7 +134,7 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
         few = min(microbatches, config.pp + MORE)
 
     def counted(count: int) -> Counts:
-        trainer.plan = schedule(config.schedule.name, config.pp, count)[groups.pp.index]
+        trainer.use(run_schedule(config, count))
         memory.label_state(trainer)
         watch.start()
         trainer.train_step()
