@@ -40,7 +40,6 @@ TINY_SIZES = {
     "vocab_multiple": 8,
     "init_std": 0.2,
 }
-TOKENS = GLOBAL_BATCH * TINY_SIZES["seq_length"]  # read in a step, masked ones included
 # A clip of 0.5 is below every norm that these models have in these steps, so it is always active.
 OPTIM = {
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01, "clip_grad": 0.5},
@@ -67,6 +66,12 @@ class Problem:
     layers: int = 3
     loss: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
+    batch: int = GLOBAL_BATCH
+
+    @property
+    def tokens(self) -> int:
+        """Read in a step, masked ones included."""
+        return self.batch * TINY_SIZES["seq_length"]
 
     def __str__(self) -> str:
         changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
@@ -110,8 +115,8 @@ class Case:
             pp=layout.pp,
             dp=layout.dp,
             sp=self.sp,
-            micro_batch_size=GLOBAL_BATCH // (layout.dp * microbatches),
-            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=problem.batch // (layout.dp * microbatches),
+            global_batch_size=problem.batch,
             device="cpu",
             compile=self.compile,
             model=ModelConfig(**(preset(problem.preset) | sizes)),

@@ -20,8 +20,6 @@ from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
     DTYPES,
-    GLOBAL_BATCH,
-    TOKENS,
     Case,
     Problem,
     UnequalMasks,
@@ -180,7 +178,7 @@ class References:
         )
         with torch.no_grad():
             trained = build(config.model, run.weights, DTYPES[problem.precision])
-            evaluation = batch_loss(trained, source, 0, GLOBAL_BATCH).item()
+            evaluation = batch_loss(trained, source, 0, problem.batch).item()
         return Expected(digests(initial), lrs, run, evaluation, dead)
 
 
@@ -229,7 +227,7 @@ def differences(
         bad = [n for n in names if first.initial.get(n) != expected.initial.get(n)]
         found["initial weights"] = f"bits differ from (1,1,1)'s in {bad}"
     for s, step in enumerate(first.steps):
-        counted = (s + 1, expected.lrs[s], TOKENS)
+        counted = (s + 1, expected.lrs[s], problem.tokens)
         if (step.step, step.lr, step.tokens) != counted:
             found.setdefault("counters", f"{step}, expected (step, lr, tokens) = {counted}")
         for name, ours, theirs, limit in (

@@ -34,7 +34,7 @@ from parallel3d.pretend.records import Kernel, Observer
 from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
-from tests.distributed.cases import TOKENS, Case, Problem
+from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
@@ -421,7 +421,8 @@ def test_weight_gradients_are_added_by_the_product_itself(pretended: PretendedPo
 
 def test_the_loss_moves_few_bytes_a_logit(pretended: PretendedPool) -> None:
     """One pass over the logits forward and one backward, GEMMs not counted."""
-    logits = 4000 * TOKENS
+    problem_tokens = Problem("gpt_tiny", "sgd", True).tokens
+    logits = 4000 * problem_tokens
     for mutation, is_sound in ((sound, True), (the_loss_goes_operator_by_operator, False)):
         (kernels,) = pretended.run(1, kernels_of_a_step, mutation)
         a_loss = logits // 3  # of a micro-batch, in bf16 or wider: nothing else is as large

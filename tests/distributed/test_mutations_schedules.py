@@ -1,0 +1,203 @@
+"""Bugs of pipeline executors, planted: each is caught, by the quantities named."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Done
+from parallel3d.comm.group import Group
+from parallel3d.models import compilation, transformer
+from parallel3d.parameters.gradients import add_product, waiting_jobs
+from parallel3d.parameters.pieces import Initializer
+from parallel3d.pipeline.executor import Executor
+from parallel3d.schedules.actions import Action, Kind, Plan, Step
+from parallel3d.schedules.check import ScheduleError, check
+from parallel3d.schedules.messages import peer_of
+from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.schedule import Schedule, make
+from parallel3d.tensor_parallel import linear_nodes
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.pool import Pool
+
+ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
+
+
+def swapped(steps: list[Step], rank: int, placement: Placement) -> list[Step]:
+    """A rank's steps with two receives of a kind and from one peer exchanged, the first pair of
+    which none is needed in between: neither is missed, and each gets the other's data."""
+    for kind, reader in ((Kind.RECV_F, Kind.F), (Kind.RECV_B, Kind.I)):
+        receives = [
+            (i, j, action)
+            for i, group in enumerate(steps)
+            if not isinstance(group, Action)
+            for j, action in enumerate(group)
+            if action.kind == kind
+        ]
+        for (i, j, one), (k, n, other) in pairwise(receives):
+            if Action(reader, one.microbatch, one.chunk) in steps[i:k]:
+                continue
+            if peer_of(one, rank, placement) != peer_of(other, rank, placement):
+                continue
+            groups = {at: list(steps[at]) for at in (i, k)}
+            groups[i][j], groups[k][n] = other, one
+            return [tuple(groups[at]) if at in groups else step for at, step in enumerate(steps)]
+    return steps
+
+
+def with_swapped(plan: Plan, placement: Placement) -> Plan:
+    return [swapped(steps, rank, placement) for rank, steps in enumerate(plan)]
+
+
+@contextmanager
+def receives_swapped() -> Iterator[None]:
+    """Messages match by position: a rank whose plan is mixed up computes on the wrong data."""
+    sound = Trainer.use
+
+    def use(self: Trainer, schedule: Schedule) -> None:
+        sound(self, schedule)
+        self.plan = swapped(self.plan, self.groups.pp.index, schedule.placement)
+
+    with patch.object(Trainer, "use", use):
+        yield
+
+
+@contextmanager
+def a_weight_gradient_dropped() -> Iterator[None]:
+    """W of micro-batch 1 in the last chunk does nothing."""
+    sound = Executor._weights
+
+    def weights(self: Executor, step: Action) -> None:
+        if (step.microbatch, step.chunk) == (1, len(self.stages) - 1):
+            self.put_off.pop((1, step.chunk))
+        else:
+            sound(self, step)
+
+    with patch.object(Executor, "_weights", weights):
+        yield
+
+
+@contextmanager
+def chunks_start_as_clones() -> Iterator[None]:
+    """Every chunk of a rank draws the values of the first one's layers."""
+    sound = Initializer._tile
+
+    def tile(self: Initializer, name: str, *rest: Any, **named: Any) -> Any:
+        first = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) % 2}", name)
+        return sound(self, first, *rest, **named)
+
+    with patch.object(Initializer, "_tile", tile):
+        yield
+
+
+@contextmanager
+def buckets_told_with_the_input_gradient() -> Iterator[None]:
+    """A weight counts as done in I, and its bucket is summed before the last W."""
+
+    def early(weight: Tensor, grad: Tensor, x: Any) -> Tensor | None:
+        def add() -> None:
+            add_product(weight.main_grad, grad, x if isinstance(x, Tensor) else x())
+
+        jobs = waiting_jobs(weight)
+        add() if jobs is None else jobs.append(add)
+        weight.gradient_added()
+        return None
+
+    def at_once(tensor: Tensor, group: Group) -> Done:
+        collectives.all_reduce(tensor, group)
+        return Done()
+
+    with (
+        patch.object(linear_nodes, "add_weight_gradient", early),
+        patch.object(collectives, "all_reduce_bucket", at_once),
+    ):
+        yield
+
+
+@contextmanager
+def the_compiler_reuses_operands() -> Iterator[None]:
+    """Compiled blocks write again into memory that a later W reads."""
+
+    def forgetful(graph: Any, inputs: Any, *, keeps_operands: bool) -> Callable[..., Any]:
+        return compilation.shared_inductor(graph, inputs)
+
+    with patch.object(transformer, "shared_inductor", forgetful):
+        yield
+
+
+SGD = Problem(
+    "llama_tiny", "sgd", tied=False, optim=(("clip_grad", 0.0), ("lr", 0.1)), layers=4, batch=20
+)
+COMPILED = dataclasses.replace(SGD, steps=2, batch=18)
+TWO_CHUNKS = (("vpp", 2),)
+PLANTED = [
+    pytest.param(
+        receives_swapped, (1, 2, 1), Case(SGD, "interleaved_zb", microbatches=5, keys=TWO_CHUNKS),
+        ALL_NUMBERS, id="swapped-receives",
+    ),
+    pytest.param(
+        a_weight_gradient_dropped, (1, 2, 1), Case(SGD, "zbv", microbatches=5, keys=TWO_CHUNKS),
+        ALL_NUMBERS, id="dropped-w",
+    ),
+    pytest.param(
+        chunks_start_as_clones, (1, 2, 1),
+        Case(SGD, "interleaved", microbatches=5, keys=TWO_CHUNKS),
+        ALL_NUMBERS | {"initial weights"}, id="chunks-as-clones",
+    ),
+    pytest.param(
+        buckets_told_with_the_input_gradient, (1, 2, 2),
+        Case(SGD, "zb_h1", microbatches=5, bucket_cap_mb=0.02),
+        ALL_NUMBERS | {"replicas"}, id="bucket-before-the-last-w",
+    ),
+    pytest.param(
+        the_compiler_reuses_operands, (1, 2, 1),
+        Case(COMPILED, "zbv", microbatches=3, compile=True, keys=TWO_CHUNKS),
+        ALL_NUMBERS, id="operands-reused",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mutation", "sizes", "case", "told_by"), PLANTED)
+def test_a_planted_bug_is_caught(
+    mutation: Callable[[], AbstractContextManager[None]],
+    sizes: tuple[int, int, int],
+    case: Case,
+    told_by: set[str],
+    pool: Pool,
+    references: References,
+) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    expected = references.of(case.problem)
+    sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]
+    assert differences(sound, expected, case.problem) == {}
+    mutated = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case], mutation)]
+    found = differences(mutated, expected, case.problem)
+    assert found.keys() == told_by, found
+
+
+def test_the_checker_refuses_swapped_receives_before_they_run() -> None:
+    made = make("interleaved_zb", 2, 5, 2)
+    plan = with_swapped(made.plan(), made.placement)
+    assert plan != made.plan()
+    with pytest.raises(ScheduleError, match="receives are swapped"):
+        check(plan, 5, made.placement)
+
+
+def test_the_checker_refuses_a_weight_gradient_before_its_input_gradient() -> None:
+    made = make("zb_h1", 2, 5)
+    plan = made.plan()
+    w = plan[1].index(Action(Kind.W, 2))
+    plan[1].insert(plan[1].index(Action(Kind.I, 2)), plan[1].pop(w))
+    with pytest.raises(ScheduleError, match="rank 1 does W2 before I2"):
+        check(plan, 5, made.placement)
