@@ -171,7 +171,9 @@ class ScheduleConfig:
     )
     file: str | None = key(None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2")
     layers_per_stage: list[int] | None = key(  # noqa: RUF009
-        None, "layers of each of the pp · vpp stages, e.g. [3,5]; null balances them by cost"
+        None,
+        "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
+        "balances them by cost",
     )
     num_microbatches: int | None = key(
         None,
