@@ -58,15 +58,16 @@ class Forked:
         self.process.stdin.write(json.dumps(self.jobs) + "\n")
         self.process.stdin.flush()
 
-    def finish(self, timeout_s: float = 120) -> None:
-        """Waits for what was started; none may fail."""
+    def finish(self, timeout_s: float = 120) -> list[tuple[str, str]]:
+        """Waits for what was started; none may fail. What each said on stdout and stderr."""
         answered, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         assert answered, f"still running after {timeout_s} s"
         codes = json.loads(self.process.stdout.readline())
-        said = [Path(job["err"]).read_text() for job in self.jobs]
+        said = [(Path(job["out"]).read_text(), Path(job["err"]).read_text()) for job in self.jobs]
         self.jobs = []
-        failed = [text for text, code in zip(said, codes, strict=True) if code]
+        failed = [err for (_, err), code in zip(said, codes, strict=True) if code]
         assert not failed, "\n".join(failed)
+        return said
 
     def end(self) -> None:
         self.process.stdin.close()
