@@ -130,11 +130,8 @@ class Trainer:
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
         self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
-        sequence = model.seq_length // (groups.tp.size if config.sp else 1)
-        hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
-        message = torch.zeros(hidden_shape, dtype=self.dtype, device=self.device)
         self.executor = Executor.of_run(
-            self.stages, self.schedule, groups, message, config.launch, self.clock
+            config, self.stages, self.schedule, groups, self.dtype, self.device, self.clock
         )
         self._open_data()
 

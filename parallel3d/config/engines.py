@@ -175,6 +175,13 @@ class ScheduleConfig:
         "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
         "balances them by cost",
     )
+    slices: bool | None = key(
+        None,
+        "with tp > 1 and no sp: each tensor-parallel rank sends its part of the sequence to the "
+        "next stage, whose ranks gather the parts; null: on accelerators",
+        megatron="--no-scatter-gather-tensors-in-pipeline",
+        differs="--no-scatter-gather-tensors-in-pipeline is schedule.slices=false",
+    )
     num_microbatches: int | None = key(
         None,
         "parallel3d schedule: micro-batches of a step, typed num_microbatches; null: what "

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
+from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
+from parallel3d.config.schema import Config
 from parallel3d.data.batches import InOrder, MicroBatch
+from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
 from parallel3d.pipeline.floors import measure_floors
@@ -29,6 +31,8 @@ from parallel3d.pipeline.p2p import Route, Transfer, post
 from parallel3d.pipeline.trace import Trace
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.sizes.run_schedule import sends_slices
+from parallel3d.tensor_parallel.mappings import all_gather_sequence
 
 Loader = Callable[[int], MicroBatch]
 Place = tuple[int, int]  # micro-batch and chunk
@@ -59,8 +63,10 @@ class Executor:
     Args:
         stages: this rank's, by chunk.
         route: the pipeline group, and which of its ranks holds which stage.
-        hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
-            parallelism: every micro-batch has this shape.
+        message_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
+            parallelism or with `slices`: every micro-batch has this shape.
+        slices: the tensor group whose members each send a part of the sequence, gathered by those
+            of the next stage; None: messages are whole.
         boxes: the group's shared memory, if it has any.
         clock: told what this rank does when.
 
@@ -72,17 +78,19 @@ class Executor:
         self,
         stages: Sequence[Stage],
         route: Route,
-        hidden_shape: tuple[int, int, int],
+        message_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         boxes: Mailboxes | None = None,
         clock: Clock | None = None,
+        slices: Group | None = None,
     ) -> None:
         self.stages, self.route, self.boxes = stages, route, boxes
         self.clock = clock or Clock()
         if boxes is not None:
             boxes.clock = self.clock
-        self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
+        self.message_shape, self.dtype, self.device = message_shape, dtype, device
+        self.slices = slices
         self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
         self.put_off: dict[Place, list[Job]] = {}
         self.outbox: dict[Action, Tensor] = {}
@@ -98,22 +106,27 @@ class Executor:
     @classmethod
     def of_run(
         cls,
+        config: Config,
         stages: Sequence[Stage],
         schedule: Schedule,
         groups: ProcessGroups,
-        message: Tensor,
-        launch: LaunchConfig,
+        dtype: torch.dtype,
+        device: torch.device,
         clock: Clock,
     ) -> Executor:
-        """The executor of a run, whose messages are like `message`; collective over the world.
+        """The executor of a run; collective over the world.
 
         The clock learns how long the groups take when nobody is late.
         """
+        model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
+        sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
+        shape = (config.micro_batch_size, sequence, model.hidden_size)
+        message = torch.zeros(shape, dtype=dtype, device=device)
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
-        boxes = Mailboxes.of_plans(plans, placement, launch, groups.pp, message)
+        boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
         clock.floors = measure_floors(groups, message, boxes)
-        route, shape = Route(groups.pp, placement), tuple(message.shape)
-        return cls(stages, route, shape, message.dtype, message.device, boxes, clock)
+        slices, route = groups.tp if sliced else None, Route(groups.pp, placement)
+        return cls(stages, route, shape, dtype, device, boxes, clock, slices)
 
     def train_step(
         self,
@@ -170,7 +183,7 @@ class Executor:
             if action.kind.is_send:
                 tensor = self.outbox.pop(action)
             else:
-                tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+                tensor = torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
         with self.clock.starting("pp"):
@@ -199,7 +212,9 @@ class Executor:
             return self.handed.pop(action)
         transfer = self.receiving.pop(action)
         self._wait(transfer)
-        return transfer.tensor
+        if self.slices is None:
+            return transfer.tensor
+        return all_gather_sequence(transfer.tensor, self.slices)
 
     def _hand_on(self, kind: Kind, step: Action, tensor: Tensor) -> None:
         """What `step` made goes to the stage after (SEND_F) or before (SEND_B) it."""
@@ -208,6 +223,8 @@ class Executor:
         if place is not None and place[0] == me:
             self.handed[Action(received, step.microbatch, place[1])] = tensor
         else:
+            if self.slices is not None:
+                tensor = tensor.chunk(self.slices.size, dim=1)[self.slices.index].contiguous()
             self.outbox[Action(kind, step.microbatch, step.chunk)] = tensor
 
     @contextmanager

@@ -17,6 +17,15 @@ def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
     return wanted(name, config.pp, count, config.vpp, file, *_costs(config))
 
 
+def sends_slices(config: Config, on_accelerator: bool) -> bool:
+    """Whether the ranks of a tensor group, which hold equal hidden states without `sp`, each send
+    a part of them to the next stage (Narayanan et al. 2021 §4.1)."""
+    if config.sp or config.tp == 1 or config.pp == 1 or config.model.seq_length % config.tp:
+        return False
+    wanted = config.schedule.slices
+    return on_accelerator if wanted is None else wanted
+
+
 def why_chosen(config: Config) -> str:
     """What `schedule=auto` has found, and what it is better than."""
     return chosen(config.pp, config.num_microbatches, config.vpp, *_costs(config)).why

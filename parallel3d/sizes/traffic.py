@@ -168,12 +168,16 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
 
 def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
     """pipeline/executor.py: one message a micro-batch, direction and boundary between ranks."""
-    yield from _messages(rank, rank.neighbours(1), rank.neighbours(-1))
+    after, before = rank.neighbours(1), rank.neighbours(-1)
+    yield from _messages(rank, after, before)
+    if rank.sends_slices:
+        count = rank.config.num_microbatches * (after + before)
+        yield Transfer("tp", "all_gather", rank.hidden, count, "parts of messages")
 
 
 def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
     """Activations over `forward` boundaries and gradients over `back` ones."""
-    nbytes = rank.hidden // (rank.layout.tp if rank.sp else 1)
+    nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
     count = rank.config.num_microbatches
     if forward:
         what = "activations to the next stage"

@@ -10,6 +10,7 @@ from parallel3d.config.schema import Config
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
+from parallel3d.sizes.run_schedule import sends_slices
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -105,6 +106,11 @@ class PipelineRank:
     @property
     def sp(self) -> bool:
         return self.config.sp and self.layout.tp > 1
+
+    @property
+    def sends_slices(self) -> bool:
+        # Where the run has yet to find out (device=auto), a topology is one of accelerators.
+        return sends_slices(self.config, on_accelerator=self.config.device != "cpu")
 
     @property
     def item(self) -> int:

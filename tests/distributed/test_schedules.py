@@ -44,6 +44,7 @@ class Levels(NamedTuple):
     tp: int
     zero: int
     sp: bool
+    slices: bool
     recompute: str
     model: str
     optimizer: str
@@ -68,7 +69,10 @@ class Levels(NamedTuple):
             *(self.model, self.optimizer, self.tied),
             layers=self.pp * chunks + 1, steps=2, batch=batch,
         )  # fmt: skip
-        keys = (("vpp", chunks), ("zero", self.zero), ("recompute", self.recompute))
+        keys = (
+            *(("vpp", chunks), ("zero", self.zero), ("recompute", self.recompute)),
+            ("schedule.slices", self.slices),
+        )
         return Case(
             problem, name, self.sp, self.microbatches, bucket_cap_mb=0.02, keys=keys
         )  # fmt: skip
@@ -76,12 +80,12 @@ class Levels(NamedTuple):
 
 def combinations_of(kind: tuple[str, int], pp: int) -> Iterator[Levels]:
     rest = product(
-        range(4), (1, 2), (0, 1), (False, True), ("none", "full"),
+        range(4), (1, 2), (0, 1), (False, True), (False, True), ("none", "full"),
         ("llama_tiny", "gpt_tiny"), ("sgd", "adamw"), (True, False),
     )  # fmt: skip
     for levels in (Levels(kind, pp, *other) for other in rest):
         tp, _, dp = levels.layout
-        if tp * pp * dp <= 8 and (tp > 1 or not levels.sp):
+        if tp * pp * dp <= 8 and levels.sp + levels.slices < tp:
             yield levels
 
 
@@ -138,7 +142,7 @@ def test_all_that_is_promised_is_among_them() -> None:
     for kind in KINDS:
         of_kind = [c for c in CHOSEN if c.kind == kind]
         assert {c.count for c in of_kind} == {0, 1, 2, 3}
-        for name in ("tp", "zero", "sp", "recompute", "optimizer", "tied", "model"):
+        for name in ("tp", "zero", "sp", "slices", "recompute", "optimizer", "tied", "model"):
             assert len({getattr(c, name) for c in of_kind}) == 2, (kind, name)
     assert len(CHOSEN) < 60
 

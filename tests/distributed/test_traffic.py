@@ -128,6 +128,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
+    config.schedule.name, config.vpp = changes.get("schedule", "1f1b"), changes.get("vpp", 1)
+    config.schedule.slices = changes.get("slices")
     return config
 
 
@@ -227,6 +229,17 @@ CASES = [
         {"sp": True, **REPLICATED, "layers_per_stage": [2, 1], "precision": "fp64"},
         id="tp2 pp2 dp2 sp replicated fp64",
     ),
+]
+
+
+LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
+V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
+CASES += [
+    pytest.param(Layout(pp=2), LOOPS, id="pp2 loops"),
+    pytest.param(Layout(pp=2, dp=2), V | {"zero": 1}, id="pp2 dp2 v zero1"),
+    pytest.param(Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}, id="tp2 pp2 v sp"),
+    pytest.param(Layout(tp=2, pp=2), LOOPS | {"slices": True}, id="tp2 pp2 loops slices"),
+    pytest.param(Layout(tp=2, pp=3), {"slices": True, **UNTIED}, id="tp2 pp3 slices"),
 ]
 
 
