@@ -50,15 +50,13 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
-    if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
-        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if worker.rank == 0:
+        say_choices(config, groups)
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
     corpus = open_corpus(config.data, config.model.seq_length)
     check_same_text(corpus, groups.world, device)
-    if config.schedule.name == "auto" and worker.rank == 0:
-        say(f"schedule=auto: {why_chosen(config)}")
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
@@ -100,6 +98,14 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def say_choices(config: Config, groups: ProcessGroups) -> None:
+    """What was left to parallel3d, or cannot be as it was asked for."""
+    if config.ddp.hierarchical and groups.dp_inner.size == 1:
+        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if config.schedule.name == "auto":
+        say(f"schedule=auto: {why_chosen(config)}")
 
 
 def is_over(config: Config, worker: Worker, first_step: int) -> bool:

@@ -359,10 +359,10 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         if "nearest" not in sentence or world_size is True:
             continue
         advice = sentence.rpartition("nearest")[2]
-        for name, value in re.findall(r"([a-z_][\w.]*)=([\d.]+\d|\d|[a-z]\w*)", advice):
+        for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
-            if key.name == "data.name":
-                continue  # already given beside it
+            if key.name == "data.name" or "schedule.file" in changes:
+                continue  # already given beside it, or another file as well
             typed = value == "true" if key.type is bool else key.type(value)
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)

@@ -54,7 +54,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     ("words", "sentence"),
     [
         ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* needs vpp=2, not vpp=4"),
-        ("pp=4 schedule=v_half", "needs vpp=2, not vpp=1"),
+        ("pp=4 vpp=1 schedule=v_half", "needs vpp=2, not vpp=1"),
         ("schedule.costs=[1,0,1]", "must be three positive numbers"),
         ("schedule.costs=[1,1]", "must be three positive numbers"),
         ("schedule.costs=[1,nan,1]", "must be three positive numbers"),
