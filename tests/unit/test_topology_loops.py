@@ -127,6 +127,18 @@ def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
     assert sample.seconds(Tiling.parse(text, layout), sent, {}) == pytest.approx(whole)
 
 
+def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
+    """Two nodes and one: 0 and 1 share the uplinks that 1 takes to 2, which has one to get back."""
+    config = config_of("interleaved", 3, 2)
+    cluster = a_cluster(3, gpus=1, unit_nodes=2, oversubscription=4.0)
+    placement = placed(cluster, config)
+    layout = placement.layout
+    sent = [t for t in transfers(config, layout) if t.dim == "pp"]
+    sample = Sample(layout, np.arange(3), 1, 2, Fabric(cluster))
+    text = Tiling.parse("tp-cp-dp-pp", layout)
+    assert sample.seconds(text, sent, {}) == pytest.approx(price_step(placement, sent).seconds)
+
+
 def report_text(name: str, vpp: int) -> tuple[dict, str]:
     values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
     cluster = ClusterConfig(**values | {"nodes": 4})
