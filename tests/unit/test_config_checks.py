@@ -74,7 +74,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model": None}, None, ["model=null", "ModelConfig"]),
     # schedules
     ({"vpp": 2}, None, ["schedule=1f1b", "vpp=2", "nearest is vpp=1, or schedule=interleaved"]),
-    ({"schedule.name": "zbv"}, None, ["schedule=zbv", "needs vpp=2, not vpp=1"]),
+    ({"schedule.name": "zbv"}, None, ["schedule=zbv", "vpp=1 must be 2", "nearest is vpp=2"]),
     (
         {"schedule.name": "interleaved", "pp": 2, "vpp": 4},
         None,

@@ -53,8 +53,8 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* needs vpp=2, not vpp=4"),
-        ("pp=4 vpp=1 schedule=v_half", "needs vpp=2, not vpp=1"),
+        ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* vpp=4 must be 2"),
+        ("pp=4 vpp=1 schedule=v_half", "vpp=1 must be 2"),
         ("schedule.costs=[1,0,1]", "must be three positive numbers"),
         ("schedule.costs=[1,1]", "must be three positive numbers"),
         ("schedule.costs=[1,nan,1]", "must be three positive numbers"),

@@ -220,7 +220,7 @@ def test_memory_below_one_microbatch_is_the_users_error() -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunks", "sentence"),
-    [("zbv", 1, "needs vpp=2, not vpp=1"), ("v_half", 4, "needs vpp=2"), ("1f1b", 2, "vpp=1, or")],
+    [("zbv", 1, "vpp=1 must be 2"), ("v_half", 4, "must be 2"), ("1f1b", 2, "vpp=1, or")],
 )
 def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
