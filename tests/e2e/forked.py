@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import select
 import socket
@@ -81,7 +82,10 @@ class Forked:
         answered, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         assert answered, f"still running after {timeout_s} s"
         codes = json.loads(self.process.stdout.readline())
-        said = [(Path(job["out"]).read_text(), Path(job["err"]).read_text()) for job in self.jobs]
+        logs = [[Path(job[name]) for name in ("out", "err")] for job in self.jobs]
+        said = [[log.read_text() for log in of_one] for of_one in logs]
+        for log in itertools.chain(*logs):
+            log.unlink()
         self.jobs = []
         return [Ended(code, *text, 0.0, 0.0) for code, text in zip(codes, said, strict=True)]
 
