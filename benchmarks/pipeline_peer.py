@@ -25,7 +25,7 @@ THEIRS = {
     "interleaved": ["--vpp=2"],
     "interleaved compiled": ["--vpp=2", "--compile"],
     "zero bubble": ["--vpp=2", "--zero-bubble"],
-    "ZB-V": ["--vpp=2", "--zero-bubble", "--v"],
+    "ZB-V": ["--vpp=2", "--zero-bubble", "--v-placement"],
 }
 OUR_SCHEDULES = {
     "1f1b": [],

@@ -15,6 +15,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
+from parallel3d.commands.trace import LATER, train_traced_step
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
@@ -140,7 +141,10 @@ def run_steps(
         compiles = trainer.config.compile and step == first
         if compiles:
             worker.watchdog.rest()
-        result = trainer.train_step()
+        if trainer.config.trace and step == min(first + LATER, settings.steps):
+            result = train_traced_step(trainer, worker.run_dir)
+        else:
+            result = trainer.train_step()
         if compiles:
             worker.watchdog.go_on()
         if recorder is not None:
