@@ -27,12 +27,12 @@ THEIRS = {
     "zero bubble": ["--vpp=2", "--zero-bubble"],
     "ZB-V": ["--vpp=2", "--zero-bubble", "--v-placement"],
 }
-OUR_SCHEDULES = {
-    "1f1b": [],
-    "interleaved": ["vpp=2", "schedule=interleaved"],
-    "zb_h1": ["schedule=zb_h1"],
-    "interleaved_zb": ["vpp=2", "schedule=interleaved_zb"],
-    "zbv": ["vpp=2", "schedule=zbv"],
+OUR_SCHEDULES = {  # all compiled
+    "1f1b": ["compile=true"],
+    "interleaved": ["vpp=2", "schedule=interleaved", "compile=true"],
+    "zb_h1": ["schedule=zb_h1", "compile=true"],
+    "interleaved_zb": ["vpp=2", "schedule=interleaved_zb", "compile=true"],
+    "zbv": ["schedule=zbv", "compile=true"],
 }
 
 

@@ -351,6 +351,26 @@ def test_something_else_than_a_config_is_refused() -> None:
     assert "dict is not a Config" in sentence_of({"tp": 2})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("table", "wrong"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1X1\n", "line 2: '1X1' is no action"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "rank 1 never does 1B1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1F0,1B0,1F1,1B1\n", "rank 1 has 1F0 twice"),
+        ("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1\n", "rank 0 does 0B1 before 0F1"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "rank 0 waits for ever for the input of 0B0"),
+    ],
+)
+def test_a_table_that_cannot_run_is_refused_by_rank_action_and_reason(
+    tmp_path: Path, table: str, wrong: str
+) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text(table)
+    made = config(pp=2, dp=1, global_batch_size=8, micro_batch_size=4)
+    made.schedule.name, made.schedule.file = "file", str(file)
+    assert wrong in sentence_of(made, 2)
+
+
 def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
     """Whatever single change a sentence proposes must lead to a configuration that passes."""
     followed = 0
