@@ -112,6 +112,12 @@ def line(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
     return tuple(action(kind, m, chunk) for m in range(count))
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...], ...]:
+    """The messages of `line`, each a group of its own."""
+    return tuple((message,) for message in line(kind, chunk, count))
+
+
 # orders[rank] lists what that rank computes, in order: all that tells one schedule from another.
 Orders: TypeAlias = list[list[Action]]
 # A group is posted as one batch: all of its sends and receives are in flight together.

@@ -7,6 +7,8 @@ between two ranks (NCCL and gloo do).
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -99,19 +101,57 @@ _BITS = {
 }
 _WIDTH = len(_BITS)
 _BITS[Kind.B] = _BITS[Kind.I] | _BITS[Kind.W]
-_OWED = {Kind.F: 0, Kind.I: _BITS[Kind.F], Kind.B: _BITS[Kind.F], Kind.W: _BITS[Kind.I]}
-_HELD = {Kind.F: 1, Kind.I: 0, Kind.B: -1, Kind.W: -1}  # activations taken or given back
-# A message: the way to its other end, what makes it (if sent), and how it is called there.
-_MESSAGES = {
-    Kind.SEND_F: (1, Kind.F, Kind.RECV_F),
-    Kind.RECV_F: (-1, None, Kind.SEND_F),
-    Kind.SEND_B: (-1, Kind.I, Kind.RECV_B),
-    Kind.RECV_B: (1, None, Kind.SEND_B),
-}
+
+
+@dataclass(frozen=True)
+class _Template:
+    """What a chunk's actions need and do, as bits over those of the chunk before, by `row`.
+
+    computes: (row of chunk 0, bits needed, bits set, activations taken or given back).
+    messages: (row of chunk 0, bits needed, bits set, is a send, goes to or comes from the next
+    stage). all: the bits of a micro-batch that is through.
+    """
+
+    computes: list[tuple[int, int, int, int]]
+    messages: list[tuple[int, int, int, bool, bool]]
+    all: int
+
+
+@functools.cache
+def _template(before: bool | None, after: bool | None) -> _Template:
+    """Given whether the stages before and after lie on the same rank; None: there is none."""
+    own = {kind: bits << _WIDTH for kind, bits in _BITS.items()}
+    forward = {None: 0, True: _BITS[Kind.F], False: own[Kind.RECV_F]}[before]
+    backward = {None: 0, True: own[Kind.I] << _WIDTH, False: own[Kind.RECV_B]}[after]
+    backward |= own[Kind.F]
+    computes = (
+        (Kind.F, forward, 1),
+        (Kind.I, backward, 0),
+        (Kind.B, backward, -1),
+        (Kind.W, own[Kind.I], -1),
+    )
+    messages = [
+        (row_of(kind, 0), own[maker] if maker else 0, own[kind], maker is not None, is_next)
+        for kind, maker, is_next in (
+            (Kind.SEND_F, Kind.F, True),
+            (Kind.RECV_F, None, False),
+            (Kind.SEND_B, Kind.I, False),
+            (Kind.RECV_B, None, True),
+        )
+        if (after if is_next else before) is False
+    ]
+    return _Template(
+        [(row_of(kind, 0), need, own[kind], held) for kind, need, held in computes],
+        messages,
+        functools.reduce(operator.or_, [own[kind] for kind, _, _ in computes])
+        | sum(bits for _, _, bits, _, _ in messages),
+    )
+
+
 # Where deeds of a micro-batch are noted, the bits to look at, how these must be, those to set.
 _Computes: TypeAlias = dict[int, tuple[dict[int, int], int, int, int, int]]
-_Messages: TypeAlias = dict[int, tuple[dict[int, int], int, int, int, list[int], int]]
 _Flow: TypeAlias = list[int]
+_Messages: TypeAlias = dict[int, tuple[dict[int, int], int, int, int, _Flow, _Flow, int]]
 
 
 class _Proof:
@@ -133,7 +173,7 @@ class _Proof:
 
     def holds(self) -> bool:
         """Whether all ranks come to their ends with everything done, in one order of messages."""
-        if not self.plan or self.microbatches < 1:
+        if not 1 <= self.microbatches <= min(map(len, self.plan), default=0):
             return False
         runs = [self._run(rank, *self._rules(rank)) for rank in range(self.placement.ranks)]
         try:
@@ -165,15 +205,20 @@ class _Proof:
                 if live > peak:
                     peak = live
                 continue
+            is_met = True
             for message in step:
-                notes, care, need, bits, flow, first = messages[message.row]
+                notes, care, need, bits, mine, other, first = messages[message.row]
                 m = message.microbatch
                 done = notes[m]
                 if done & care != need:
                     raise _UnsoundError
                 notes[m] = done | bits
-                flow.append(first + m)
+                mine.append(first + m)
+                if len(other) < len(mine):
+                    is_met = False
             groups += 1
+            if is_met:
+                continue
             for mine, other in flows:
                 while len(other) < len(mine):
                     yield groups
@@ -182,46 +227,38 @@ class _Proof:
     def _rules(self, rank: int) -> tuple[_Computes, _Messages, list[tuple[_Flow, _Flow]]]:
         """By row: rules of computations, with the activations that they take; rules of messages,
         with their flow and its number for micro-batch 0. And the flows with their other ends."""
-        placement, computes, messages = self.placement, {}, {}
+        placement, count = self.placement, self.microbatches
+        computes: _Computes = {}
+        messages: _Messages = {}
         flows: dict[int, tuple[_Flow, _Flow]] = {}
         notes: dict[int, int] = {}
         shift = all_done = 0
-        for chunk in range(placement.chunks):
-            stage = placement.stage(rank, chunk)
-            before, after = (placement.neighbour(rank, chunk, side) for side in (-1, 1))
-            if before is not None and before[0] == rank:
+        for chunk, (stage, before, after) in enumerate(placement.around(rank)):
+            turned = None if before is None else before[0] == rank
+            turns = None if after is None else after[0] == rank
+            if turned:
                 shift += _WIDTH  # neighbours on one rank share their notes
             else:
-                notes, shift, all_done = dict.fromkeys(range(self.microbatches), 0), 0, 0
-            inputs = dict.fromkeys(_OWED, 0)
-            if before is not None:
-                is_here = before[0] == rank
-                inputs[Kind.F] = (
-                    _BITS[Kind.F] << shift - _WIDTH if is_here else _BITS[Kind.RECV_F] << shift
-                )
-            if after is not None:
-                is_here = after[0] == rank
-                inputs[Kind.B] = inputs[Kind.I] = (
-                    _BITS[Kind.I] << shift + _WIDTH if is_here else _BITS[Kind.RECV_B] << shift
-                )
-            for kind, owed in _OWED.items():
-                need, bits = owed << shift | inputs[kind], _BITS[kind] << shift
-                computes[row_of(kind, chunk)] = notes, need | bits, need, bits, _HELD[kind]
-                all_done |= bits
-            for kind, (side, maker, _) in _MESSAGES.items():
-                place = after if side > 0 else before
-                if place is None or place[0] == rank:
-                    continue
-                need, bits = (_BITS[maker] if maker else 0) << shift, _BITS[kind] << shift
-                pair = (rank, place[0]) if maker else (place[0], rank)
-                ends = self.sent.setdefault(pair, []), self.received.setdefault(pair, [])
-                mine, other = ends if maker else ends[::-1]
-                reader = stage + side if maker else stage
-                is_backward = kind in (Kind.SEND_B, Kind.RECV_B)
-                first = (is_backward * placement.stages + reader) * self.microbatches
-                messages[row_of(kind, chunk)] = notes, need | bits, need, bits, mine, first
+                notes, shift, all_done = dict.fromkeys(range(count), 0), 0, 0
+            template = _template(turned, turns)
+            first_row = row_of(Kind.F, chunk)
+            for row, need, bits, held in template.computes:
+                need, bits = need << shift, bits << shift
+                computes[first_row + row] = notes, need | bits, need, bits, held
+            for row, need, bits, is_send, is_next in template.messages:
+                need, bits = need << shift, bits << shift
+                place = after if is_next else before
+                assert place is not None  # or there was no message
+                pair = (rank, place[0]) if is_send else (place[0], rank)
+                mine, other = self.sent.setdefault(pair, []), self.received.setdefault(pair, [])
+                if not is_send:
+                    mine, other = other, mine
+                # The numbers of a message begin with the boundary that it crosses, and its way.
+                boundary = 2 * (stage + is_next) + (is_send == is_next)
+                first = boundary * count
+                messages[first_row + row] = notes, need | bits, need, bits, mine, other, first
                 flows[id(mine)] = mine, other
-                all_done |= bits
-            if after is None or after[0] != rank:
+            all_done |= template.all << shift
+            if not turns:
                 self.owed.append((notes, all_done))
         return computes, messages, list(flows.values())

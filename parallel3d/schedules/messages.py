@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
-from parallel3d.schedules.actions import Action, CommGroup, Kind, Plan, Step, line, row_of
+from parallel3d.schedules.actions import (
+    Action,
+    CommGroup,
+    Kind,
+    Plan,
+    Step,
+    groups_of_one,
+    line,
+    row_of,
+)
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.simulate import Costs, clock
 
-# The computations that make a message, the way to its reader, and its names at both ends.
+# The computations that make a message and read it, whether it goes forward, its names.
 _FLOWS = (
-    ((Kind.F,), 1, Kind.SEND_F, Kind.RECV_F),
-    ((Kind.B, Kind.I), -1, Kind.SEND_B, Kind.RECV_B),
+    ((Kind.F,), True, Kind.SEND_F, Kind.RECV_F),
+    ((Kind.B, Kind.I), False, Kind.SEND_B, Kind.RECV_B),
 )
-_TIME = itemgetter(0)
 
 
 def add_communication(
@@ -38,7 +45,7 @@ def add_communication(
     Raises ScheduleError for orders that wait for each other, a `placement` given; without one the
     checker finds that.
     """
-    count = 1 + max((step.microbatch for order in compute for step in order), default=0)
+    count = 1 + max((max([s.microbatch for s in order], default=0) for order in compute), default=0)
     if placement is None:
         placement = Placement(len(compute) or 1)
         return [
@@ -61,28 +68,25 @@ class _Links(NamedTuple):
     """What one rank sends and receives around its computations, by their `row`, micro-batches in
     order; a row that stands nowhere has no message. `targets` are who receives, and as what."""
 
-    sent: dict[int, list[CommGroup]]
-    received: dict[int, list[CommGroup]]
+    sent: dict[int, tuple[CommGroup, ...]]
+    received: dict[int, tuple[CommGroup, ...]]
     targets: dict[int, tuple[int, tuple[Action, ...]]]
 
 
 def _links(rank: int, placement: Placement, count: int) -> _Links:
     found = _Links({}, {}, {})
-    for chunk in range(placement.chunks):
-        for kinds, offset, send, receive in _FLOWS:
-            reader = placement.neighbour(rank, chunk, offset)
+    for chunk, (_, before, after) in enumerate(placement.around(rank)):
+        for kinds, is_forward, send, receive in _FLOWS:
+            maker, reader = (before, after) if is_forward else (after, before)
             if reader is not None and reader[0] != rank:
-                sends, comes = line(send, chunk, count), line(receive, reader[1], count)
+                sends = groups_of_one(send, chunk, count)
+                target = reader[0], line(receive, reader[1], count)
                 for kind in kinds:
-                    row = row_of(kind, chunk)
-                    found.sent[row] = [(message,) for message in sends]
-                    found.targets[row] = reader[0], comes
-            maker = placement.neighbour(rank, chunk, -offset)
+                    found.sent[row_of(kind, chunk)] = sends
+                    found.targets[row_of(kind, chunk)] = target
             if maker is not None and maker[0] != rank:
-                for kind in kinds:
-                    found.received[row_of(kind, chunk)] = [
-                        (message,) for message in line(receive, chunk, count)
-                    ]
+                comes = groups_of_one(receive, chunk, count)
+                found.received.update((row_of(kind, chunk), comes) for kind in kinds)
     return found
 
 
@@ -111,42 +115,52 @@ def _as_sent(compute: Sequence[Sequence[Action]], placement: Placement, count: i
     """
     starts, ends = clock(compute, placement, Costs.even(placement))
     links = [_links(rank, placement, count) for rank in range(placement.ranks)]
-    # By rank; the messages of each sender in order of time, so that sorting them merges few runs.
-    coming: list[list[tuple[float, Action]]] = [[] for _ in compute]
-    for order, ended, (_, _, targets) in zip(compute, ends, links, strict=True):
-        rows = {row: (coming[peer].append, comes) for row, (peer, comes) in targets.items()}
+    # By rank and sender: when its messages come, and as what; each in order of time.
+    coming: list[dict[int, _Arrivals]] = [{} for _ in compute]
+    for rank, (order, ended) in enumerate(zip(compute, ends, strict=True)):
+        rows = {}
+        for row, (peer, comes) in links[rank].targets.items():
+            times, messages = coming[peer].setdefault(rank, ([], []))
+            rows[row] = times.append, messages.append, comes
         for step, end in zip(order, ended, strict=True):
             if step.row in rows:
-                arrive, comes = rows[step.row]
-                arrive((end, comes[step.microbatch]))
-    plan: Plan = []
-    for order, begun, came, (sent, _, _) in zip(compute, starts, coming, links, strict=True):
-        came.sort(key=_TIME)  # of equals the lower rank's comes first
-        plan.append(_merged(order, begun, came, sent))
-    return plan
+                at, arrives, comes = rows[step.row]
+                at(end)
+                arrives(comes[step.microbatch])
+    return [
+        _merged(order, begun, [came[peer] for peer in sorted(came)], links[rank].sent)
+        for rank, (order, begun, came) in enumerate(zip(compute, starts, coming, strict=True))
+    ]
+
+
+_Arrivals = tuple[list[float], list[Action]]
 
 
 def _merged(
     order: Sequence[Action],
     begun: Sequence[float],
-    came: Sequence[tuple[float, Action]],
-    sent: dict[int, list[CommGroup]],
+    came: Sequence[_Arrivals],
+    sent: dict[int, tuple[CommGroup, ...]],
 ) -> list[Step]:
-    """One rank's steps; what comes after its last action nobody would need."""
-    times = [*[time for time, _ in came], float("inf")]
-    messages = [message for _, message in came]
+    """One rank's steps. Of messages that come at once the lower rank's stands first; what comes
+    after the rank's last action nobody would need."""
+    never = float("inf")
+    (low_times, low), (high_times, high) = [*came, ([], []), ([], [])][:2]
+    lows, highs = iter([*low_times, never]), iter([*high_times, never])
+    next_low, next_high = iter(low).__next__, iter(high).__next__
+    low_time, high_time = next(lows), next(highs)
     steps: list[Step] = []
     add = steps.append
-    first, arrival = 0, times[0]
     group: CommGroup = ()
     for step, start in zip(order, begun, strict=True):
-        if arrival <= start:
-            end = first + 1
-            while times[end] <= start:
-                end += 1
-            add((*group, *messages[first:end]))
-            first, arrival = end, times[end]
-        elif group:
+        while low_time <= start or high_time <= start:
+            if low_time <= high_time:
+                group += (next_low(),)
+                low_time = next(lows)
+            else:
+                group += (next_high(),)
+                high_time = next(highs)
+        if group:
             add(group)
         add(step)
         group = sent[step.row][step.microbatch] if step.row in sent else ()

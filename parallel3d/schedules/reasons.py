@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import TypeAlias
 
 from parallel3d.schedules.actions import Action, Kind, Step
@@ -50,11 +51,9 @@ class _Rank:
         self.rank, self.placement = rank, placement
         self.stages = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
         self.peers = _peers(rank, placement)
+        kinds = [kind for kind in Kind if kind != Kind.B]
         self.positions: dict[tuple[Kind, int], dict[int, int]] = {
-            (kind, chunk): {}
-            for kind in Kind
-            if kind != Kind.B
-            for chunk in range(len(self.stages))
+            one: {} for one in product(kinds, range(len(self.stages)))
         }
         self.sent: dict[int, list[_Name]] = {}
         self.received: dict[int, list[_Name]] = {}
@@ -135,14 +134,11 @@ class _Rank:
                     continue
                 for m in found:
                     if not 0 <= m < microbatches:
-                        raise ScheduleError(
-                            f"rank {self.rank} has {self._said(kind, m, chunk)}, but micro-batches "
-                            f"are 0 to {microbatches - 1}"
-                        )
-                absent = min(set(range(microbatches)) - found.keys())
-                raise ScheduleError(
-                    f"rank {self.rank} never does {self._missing(kind, absent, chunk)}"
-                )
+                        said = self._said(kind, m, chunk)
+                        numbers = f"micro-batches are 0 to {microbatches - 1}"
+                        raise ScheduleError(f"rank {self.rank} has {said}, but {numbers}")
+                absent = self._missing(kind, min(set(range(microbatches)) - found.keys()), chunk)
+                raise ScheduleError(f"rank {self.rank} never does {absent}")
 
     def _said(self, kind: Kind, m: int, chunk: int) -> Action:
         is_whole = (chunk, m) in self.whole

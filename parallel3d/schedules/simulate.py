@@ -236,25 +236,16 @@ def _rows(rank: int, placement: Placement, costs: Costs, made: Sequence[_Times])
     the micro-batch, where the result goes, and the cost."""
     rows: dict[int, _Row] = {}
     forwards, backwards = made[: placement.stages], made[placement.stages :]
-    for chunk in range(placement.chunks):
-        stage = placement.stage(rank, chunk)
-
-        def came(from_: Sequence[_Times], offset: int) -> tuple[_Times | None, float]:
-            place = placement.neighbour(rank, chunk, offset)  # noqa: B023 (called at once)
-            if place is None:
-                return None, 0.0
-            return from_[stage + offset], costs.hop if place[0] != rank else 0.0  # noqa: B023
-
+    for chunk, (stage, before, after) in enumerate(placement.around(rank)):
         mine, back = forwards[stage], backwards[stage]
-        for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-            cost = costs.of(kind, stage)
-            if kind == Kind.F:
-                row: _Row = (*came(forwards, -1), None, mine, cost)
-            elif kind == Kind.W:
-                row = (None, 0.0, back, None, cost)
-            else:
-                row = (*came(backwards, 1), mine, back, cost)
-            rows[row_of(kind, chunk)] = row
+        input = None if before is None else forwards[stage - 1]
+        delay = 0.0 if before is None or before[0] == rank else costs.hop
+        rows[row_of(Kind.F, chunk)] = input, delay, None, mine, costs.forward[stage]
+        input = None if after is None else backwards[stage + 1]
+        delay = 0.0 if after is None or after[0] == rank else costs.hop
+        for kind in (Kind.B, Kind.I):
+            rows[row_of(kind, chunk)] = input, delay, mine, back, costs.of(kind, stage)
+        rows[row_of(Kind.W, chunk)] = None, 0.0, back, None, costs.weight[stage]
     return rows
 
 
