@@ -44,9 +44,6 @@ from parallel3d.optim.state import ParameterSlice, parameter_slices
 from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.pieces import Initializer
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.floors import measure_floors
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sizes.run_schedule import run_schedule
@@ -133,16 +130,9 @@ class Trainer:
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
         self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
-        sequence = model.seq_length // (groups.tp.size if config.sp else 1)
-        hidden_shape = (config.micro_batch_size, sequence, model.hidden_size)
-        message = torch.zeros(hidden_shape, dtype=self.dtype, device=self.device)
-        plans = self.schedule.plan(), self.schedule.forwards()
-        boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
-        route = Route(groups.pp, placement)
-        self.executor = Executor(
-            self.stages, route, hidden_shape, self.dtype, self.device, boxes, self.clock
+        self.executor = Executor.of_run(
+            config, self.stages, self.schedule, groups, self.dtype, self.device, self.clock
         )
-        self.clock.floors = measure_floors(groups, message, boxes)
         self._open_data()
 
     def use(self, schedule: Schedule) -> None:
@@ -282,9 +272,7 @@ class Trainer:
             "steps": self.steps_done,
             "consumed_samples": self.consumed_samples,
             "updates": self.optimizer.updates,
-            "loss_scale": self.loss_scale.scale,
-            "good_steps": self.loss_scale.good_steps,
-            "overflows": self.loss_scale.overflows,
+            **self.loss_scale.progress(),
         }
 
     def restore(self, progress: dict[str, int | float]) -> None:
@@ -295,10 +283,7 @@ class Trainer:
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
         self.optimizer.restore(int(progress["updates"]))
-        if self.loss_scale.is_dynamic:
-            self.loss_scale.scale = float(progress["loss_scale"])
-            self.loss_scale.good_steps = int(progress["good_steps"])
-            self.loss_scale.overflows = int(progress["overflows"])
+        self.loss_scale.restore(progress)
         self.data_parallel.publish()
         self.data_parallel.wait_for_all()
 

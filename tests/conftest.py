@@ -14,6 +14,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # Without an interface gloo resolves this machine's host name: seconds where DNS is out of reach.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# TorchInductor believes what the processor says of its vector instructions. Otherwise each process
+# that compiles tries them in others, seconds of it where nothing is in its cache.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 # A shell without a terminal starts what it puts aside (`&`, nohup) with these ignored, and every
 # command of a test would inherit that.

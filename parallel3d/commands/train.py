@@ -15,6 +15,7 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
+from parallel3d.commands.trace import LATER, train_traced_step
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
@@ -31,6 +32,7 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.sizes.flops import flops_per_token
+from parallel3d.sizes.run_schedule import why_chosen
 from parallel3d.trainer import StepResult, Trainer
 
 # The file in the run directory that asks a batch script to queue the job again.
@@ -49,8 +51,8 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
-    if config.ddp.hierarchical and groups.dp_inner.size == 1 and worker.rank == 0:
-        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if worker.rank == 0:
+        say_choices(config, groups)
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
@@ -99,6 +101,14 @@ def train(config: Config, worker: Worker) -> None:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 
 
+def say_choices(config: Config, groups: ProcessGroups) -> None:
+    """What was left to parallel3d, or cannot be as it was asked for."""
+    if config.ddp.hierarchical and groups.dp_inner.size == 1:
+        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+    if config.schedule.name == "auto":
+        say(f"schedule=auto: {why_chosen(config)}")
+
+
 def is_over(config: Config, worker: Worker, first_step: int) -> bool:
     """Whether an earlier start has done all that the configuration asks for; says so."""
     if first_step <= config.train.steps or status(worker.run_dir) != "finished":
@@ -131,7 +141,10 @@ def run_steps(
         compiles = trainer.config.compile and step == first
         if compiles:
             worker.watchdog.rest()
-        result = trainer.train_step()
+        if trainer.config.trace and step == min(first + LATER, settings.steps):
+            result = train_traced_step(trainer, worker.run_dir)
+        else:
+            result = trainer.train_step()
         if compiles:
             worker.watchdog.go_on()
         if recorder is not None:

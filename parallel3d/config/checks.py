@@ -162,9 +162,12 @@ def _check_stages(config: Config, placement: Placement) -> None:
     stages, chunks = placement.stages, placement.chunks
     times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
+        near = f"pp={max(1, layers // chunks)}"
+        if pp <= layers < stages:
+            near += f", or vpp={layers // pp}"
         raise UserError(
             f"{times} must be at most model.num_layers={layers}, as no stage may be empty; the "
-            f"nearest is pp={max(1, layers // chunks)}."
+            f"nearest is {near}."
         )
     if given is None:
         return

@@ -171,7 +171,16 @@ class ScheduleConfig:
     )
     file: str | None = key(None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2")
     layers_per_stage: list[int] | None = key(  # noqa: RUF009
-        None, "layers of each stage, e.g. [3,5]; null balances them by cost"
+        None,
+        "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
+        "balances them by cost",
+    )
+    slices: bool | None = key(
+        None,
+        "with tp > 1 and no sp: each tensor-parallel rank sends its part of the sequence to the "
+        "next stage, whose ranks gather the parts; null: on accelerators",
+        megatron="--no-scatter-gather-tensors-in-pipeline",
+        differs="--no-scatter-gather-tensors-in-pipeline is schedule.slices=false",
     )
     num_microbatches: int | None = key(
         None,
@@ -181,14 +190,16 @@ class ScheduleConfig:
     )
     costs: list[float] = key(  # noqa: RUF009
         [1.0, 1.0, 1.0],
-        "parallel3d schedule: time of a micro-batch in all layers of one rank: forward, gradient "
-        "of the input, gradient of the weights",
+        "for auto and parallel3d schedule: time of a micro-batch in all layers of one rank: "
+        "forward, gradient of the input, gradient of the weights",
     )
-    hop: float = key(0.0, "parallel3d schedule: time of a message, in the unit of costs", minimum=0)
+    hop: float = key(
+        0.0, "for auto and parallel3d schedule: time of a message, in the unit of costs", minimum=0
+    )
     memory: float | None = key(
         None,
-        "parallel3d schedule: activations that auto may hold, of 1F1B's peak; null: 1, and the "
-        "table shows what more would give",
+        "activations that auto may hold, of 1F1B's peak; null: 1, and the table of parallel3d "
+        "schedule shows what more would give",
         above=0,
     )
     svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG")

@@ -143,6 +143,13 @@ class Config:
     )
     prompt: str = key("\n", "generate: the text to go on from, taken as it is typed")
     preflight: bool = key(False, "probe every group before step 1 and name what is slow")
+    trace: bool = key(
+        False,
+        "draw the third step of a start: when each pipeline rank computed what, measured and on "
+        "the clock, as timeline.svg and, for Perfetto, trace.json in the run directory",
+        megatron="--profile",
+        differs="--profile is trace=true, which draws the pipeline's schedule",
+    )
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

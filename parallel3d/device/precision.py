@@ -82,6 +82,22 @@ class LossScale:
             self.scale *= config.loss_scale_growth
             self.good_steps = self.overflows = 0
 
+    def progress(self) -> dict[str, float]:
+        """What `restore` needs."""
+        return {
+            "loss_scale": self.scale,
+            "good_steps": self.good_steps,
+            "overflows": self.overflows,
+        }
+
+    def restore(self, progress: dict[str, int | float]) -> None:
+        """Go on from `progress`; a scale that is given stays as it is given now."""
+        if self.is_dynamic:
+            self.scale = float(progress["loss_scale"])
+            self.good_steps, self.overflows = (
+                int(progress[name]) for name in ("good_steps", "overflows")
+            )
+
     def unscaled(self, norm: float) -> float:
         """The norm of the gradients without the scale, which they still carry."""
         return norm / self.scale if math.isfinite(norm) else norm

@@ -60,5 +60,7 @@ def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
     files = ["metrics.jsonl", "config.yaml", "summary.json"]
     if is_drawn:
         files.append("breakdown.svg")
+    if (run_dir / "timeline.svg").exists():  # trace=true
+        files.append("timeline.svg")
     paths = {name.split(".")[0]: str(run_dir / name) for name in files}
     return {"run_dir": str(run_dir)} | paths

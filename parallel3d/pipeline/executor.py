@@ -10,19 +10,29 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm.clock import Clock
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config
 from parallel3d.data.batches import InOrder, MicroBatch
+from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
+from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route, Transfer, post
+from parallel3d.pipeline.trace import Trace
 from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.sizes.run_schedule import sends_slices
+from parallel3d.tensor_parallel.mappings import all_gather_sequence
 
 Loader = Callable[[int], MicroBatch]
 Place = tuple[int, int]  # micro-batch and chunk
@@ -53,37 +63,70 @@ class Executor:
     Args:
         stages: this rank's, by chunk.
         route: the pipeline group, and which of its ranks holds which stage.
-        hidden_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
-            parallelism: every micro-batch has this shape.
+        message_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
+            parallelism or with `slices`: every micro-batch has this shape.
+        slices: the tensor group whose members each send a part of the sequence, gathered by those
+            of the next stage; None: messages are whole.
         boxes: the group's shared memory, if it has any.
         clock: told what this rank does when.
+
+    Attributes:
+        trace: collects what is computed when, if there is one.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         route: Route,
-        hidden_shape: tuple[int, int, int],
+        message_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         boxes: Mailboxes | None = None,
         clock: Clock | None = None,
+        slices: Group | None = None,
     ) -> None:
         self.stages, self.route, self.boxes = stages, route, boxes
         self.clock = clock or Clock()
         if boxes is not None:
             boxes.clock = self.clock
-        self.hidden_shape, self.dtype, self.device = hidden_shape, dtype, device
+        self.message_shape, self.dtype, self.device = message_shape, dtype, device
+        self.slices = slices
         self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
         self.put_off: dict[Place, list[Job]] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, Transfer] = {}
         self.sending: deque[Transfer] = deque()
+        self.trace: Trace | None = None
         self.weight_gradients = WeightGradients()
         for stage in stages:
             for parameter in stage.parameters():
                 parameter.weight_gradients = self.weight_gradients
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        groups: ProcessGroups,
+        dtype: torch.dtype,
+        device: torch.device,
+        clock: Clock,
+    ) -> Executor:
+        """The executor of a run; collective over the world.
+
+        The clock learns how long the groups take when nobody is late.
+        """
+        model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
+        sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
+        shape = (config.micro_batch_size, sequence, model.hidden_size)
+        message = torch.zeros(shape, dtype=dtype, device=device)
+        plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
+        boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
+        clock.floors = measure_floors(groups, message, boxes)
+        slices, route = groups.tp if sliced else None, Route(groups.pp, placement)
+        return cls(stages, route, shape, dtype, device, boxes, clock, slices)
 
     def train_step(
         self,
@@ -140,7 +183,7 @@ class Executor:
             if action.kind.is_send:
                 tensor = self.outbox.pop(action)
             else:
-                tensor = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+                tensor = torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
         with self.clock.starting("pp"):
@@ -169,7 +212,9 @@ class Executor:
             return self.handed.pop(action)
         transfer = self.receiving.pop(action)
         self._wait(transfer)
-        return transfer.tensor
+        if self.slices is None:
+            return transfer.tensor
+        return all_gather_sequence(transfer.tensor, self.slices)
 
     def _hand_on(self, kind: Kind, step: Action, tensor: Tensor) -> None:
         """What `step` made goes to the stage after (SEND_F) or before (SEND_B) it."""
@@ -178,7 +223,14 @@ class Executor:
         if place is not None and place[0] == me:
             self.handed[Action(received, step.microbatch, place[1])] = tensor
         else:
+            if self.slices is not None:
+                tensor = tensor.chunk(self.slices.size, dim=1)[self.slices.index].contiguous()
             self.outbox[Action(kind, step.microbatch, step.chunk)] = tensor
+
+    @contextmanager
+    def _computing(self, kind: str, step: Action) -> Iterator[None]:
+        with self.clock.within(kind), self.trace.within(step) if self.trace else nullcontext():
+            yield
 
     def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
         order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
@@ -192,7 +244,7 @@ class Executor:
             x = self._input(Kind.RECV_F, step).requires_grad_(torch.is_grad_enabled())
         with self.clock.within("data"):
             batch = batches.take(step.microbatch)
-        with self.clock.within("forward"):
+        with self._computing("forward", step):
             y = stage(x, *batch, loss_scale)
         if batches.looks_ahead:
             with self.clock.within("data"):
@@ -209,7 +261,7 @@ class Executor:
         x, y = self.live.pop(place)
         last = self.stages[step.chunk].last
         grad = loss_scale.to(y.dtype) if last else self._input(Kind.RECV_B, step)
-        with self.clock.within("backward"):
+        with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.put_off() as self.put_off[place]:
                     _Start.apply(y, grad).backward()
@@ -222,7 +274,7 @@ class Executor:
     def _weights(self, step: Action) -> None:
         jobs = self.put_off.pop((step.microbatch, step.chunk))
         jobs.reverse()
-        with self.clock.within("backward"):
+        with self._computing("backward", step):
             while jobs:  # what a job has kept is free behind it
                 jobs.pop()()
 

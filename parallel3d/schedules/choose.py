@@ -71,19 +71,19 @@ def wanted(
             "nearest is schedule=file."
         )
     if name == "auto":
-        return _chosen(ranks, microbatches, chunks, work, memory)
+        return chosen(ranks, microbatches, chunks, work, memory).schedule
     return make(name, ranks, microbatches, chunks)
 
 
 @functools.lru_cache(maxsize=8)
-def _chosen(ranks: int, microbatches: int, chunks: int, work: Work, memory: float) -> Schedule:
-    """A search of seconds, for which a run asks several times."""
+def chosen(ranks: int, microbatches: int, chunks: int, work: Work, memory: float) -> Choice:
+    """`choose`, a search of seconds, for which a run asks several times."""
     if (boxes := ranks * microbatches * max(2, chunks)) > LARGEST:
         raise UserError(
             f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
             f"{boxes:,}; the nearest is schedule=interleaved_zb."
         )
-    return choose(ranks, microbatches, chunks, work, memory).schedule
+    return choose(ranks, microbatches, chunks, work, memory)
 
 
 def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Schedule:

@@ -127,19 +127,22 @@ def render_svg(
     placement: Placement | None = None,
     hop: float = 0.0,
     unit: str = " s",
+    until: float | None = None,
 ) -> str:
     """The classic pipeline diagram as a stand-alone SVG document, `width` pixels wide.
 
     Boxes carry their micro-batch's number where it fits; every box names its action and times
     in a tooltip, up to some thousand of them. The title ends with the bubble: the idle share of all
     ranks' time. Given a `placement` and a `hop`, lines show the way of messages, if there are few.
+    Time is drawn to the end of the step, or `until` later.
     """
     ranks = len(timeline.spans)
     row, gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
     top, left, right = 92, 76, 76
     bottom = top + ranks * (row + gap)
     height = bottom + 40
-    scale = (width - left - right) / timeline.makespan
+    until = until or timeline.makespan
+    scale = (width - left - right) / until
     chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
     label = "stage" if chunks == 1 else "rank"
     size = 14 if row >= 20 else 10
@@ -169,7 +172,7 @@ def render_svg(
         parts.append(f"<text x='{width - right + 10}' {text}>{bubble:.1%}</text>")
     if placement is not None and hop > 0:
         parts += _ways(timeline, placement, hop, (left, top, row, gap, scale))
-    parts += _axis(timeline.makespan, left, width - right, bottom, unit)
+    parts += _axis(until, left, width - right, bottom, unit)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

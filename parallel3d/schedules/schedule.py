@@ -84,8 +84,8 @@ def check_vpp(name: str, chunks: int) -> None:
     """Refuse a number of chunks that the schedule `name` does not have; raises UserError."""
     if name in V_SHAPED and chunks != 2:
         raise UserError(
-            f"schedule={name} lays two chunks of each rank out as a V and needs vpp=2, not "
-            f"vpp={chunks}."
+            f"schedule={name} lays two chunks of each rank out as a V, so vpp={chunks} must be 2; "
+            "the nearest is vpp=2."
         )
     if name in ONE_CHUNK and chunks != 1:
         other = "interleaved_zb" if name == "zb_h1" else "interleaved"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
 from parallel3d.errors import UserError
+from parallel3d.schedules.placement import Placement
 
 
 def balance(
@@ -26,11 +29,7 @@ def balance(
         raise ValueError(f"stages={stages} must be at least 1")
     if not all(math.isfinite(c) and c >= 0 for c in (*costs, first_extra, last_extra)):
         raise ValueError("costs of layers must be finite and not negative")
-    if stages > len(costs):
-        raise UserError(
-            f"pp={stages} is more than model.num_layers={len(costs)}, but every stage needs a "
-            f"layer: set pp={len(costs)} or less."
-        )
+    _refuse_empty_stages(len(costs), stages)
     layers, first, last = _integers(costs, first_extra, last_extra)
     prefix = [0]
     for cost in layers:
@@ -43,6 +42,89 @@ def balance(
         else:
             low = middle + 1
     return _most_even(prefix, stages, first, last, low)
+
+
+def balance_chunks(
+    cost: float,
+    layers: int,
+    placement: Placement,
+    first_extra: float = 0.0,
+    last_extra: float = 0.0,
+) -> list[int]:
+    """How many of `layers` layers of one `cost` each stage gets, where a rank holds several stages.
+
+    What counts is the most expensive rank, over all of its chunks and the ends of the model that
+    it holds. Of the splits that make it cheapest, those with the most even stages are taken, and
+    of these as `balance` says. It is the exact optimum at any size: a layer is worth less to a
+    stage the more it has, and a rank that is full takes no more, so that giving layers away one by
+    one, each to where it does least harm, is best in the end. With one chunk a rank this is
+    `balance`. Raises UserError if there are more stages than layers.
+    """
+    if not all(math.isfinite(c) and c >= 0 for c in (cost, first_extra, last_extra)):
+        raise ValueError("costs of layers must be finite and not negative")
+    _refuse_empty_stages(layers, placement.ranks, placement.chunks)
+    (unit,), first, last = _integers([cost], first_extra, last_extra)
+    stages = placement.stages
+    ranks = [rank for rank, _ in placement.places]
+    extras = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
+    room = _room(unit, layers, placement, ranks, extras)
+
+    def harm(stage: int, count: int) -> tuple[int, int, int]:
+        """What one layer more than `count` adds to a stage's squared cost, and the next best."""
+        squares = unit * (2 * (count * unit + extras[stage]) + unit)
+        return squares, abs(2 * stage - (stages - 1)), stage
+
+    counts = [1] * stages
+    waiting = [harm(stage, 1) for stage in range(stages)]
+    heapq.heapify(waiting)
+    for _ in range(layers - stages):
+        while not room[ranks[waiting[0][-1]]]:
+            heapq.heappop(waiting)
+        stage = waiting[0][-1]
+        counts[stage] += 1
+        room[ranks[stage]] -= 1
+        heapq.heapreplace(waiting, harm(stage, counts[stage]))
+    return counts
+
+
+def _room(
+    unit: int, layers: int, placement: Placement, ranks: Sequence[int], extras: Sequence[int]
+) -> list[int]:
+    """How many layers each rank may take beyond one a chunk, if none is to cost more than must be.
+
+    Args:
+        unit: the cost of a layer. ranks, extras: of each stage, its rank and what else it costs.
+    """
+    burdens: Counter[int] = Counter()
+    for rank, extra in zip(ranks, extras, strict=True):
+        burdens[rank] += extra + unit
+    if not unit:
+        return [layers] * placement.ranks
+
+    def rooms(limit: int) -> list[int]:
+        return [(limit - burdens[rank]) // unit for rank in range(placement.ranks)]
+
+    low = max(burdens.values())
+    high = low + unit * layers
+    while low < high:
+        middle = (low + high) // 2
+        if sum(rooms(middle)) >= layers - placement.stages:
+            high = middle
+        else:
+            low = middle + 1
+    return rooms(low)
+
+
+def _refuse_empty_stages(layers: int, pp: int, vpp: int = 1) -> None:
+    """Raises UserError if there are more stages than layers."""
+    if pp * vpp <= layers:
+        return
+    said = f"pp={pp} is" if vpp == 1 else f"pp={pp} × vpp={vpp} stages are"
+    enough = f"pp={layers // vpp}" if vpp <= layers else f"pp=1 and vpp={layers}"
+    raise UserError(
+        f"{said} more than model.num_layers={layers}, but every stage needs a layer: set {enough} "
+        "or less."
+    )
 
 
 def _integers(
@@ -101,13 +183,17 @@ def _most_even(prefix: Sequence[int], stages: int, first: int, last: int, limit:
     return best[layers][1]
 
 
-def layers_per_stage_given(given: Sequence[int], num_layers: int, stages: int) -> list[int]:
+def layers_per_stage_given(
+    given: Sequence[int], num_layers: int, pp: int, vpp: int = 1
+) -> list[int]:
     """The user's `schedule.layers_per_stage`, if it is a split of the model; else UserError."""
+    _refuse_empty_stages(num_layers, pp, vpp)
     said = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
-    fair = str(balance([1.0] * num_layers, stages)).replace(" ", "")
-    if len(given) != stages:
+    fair = str(balance([1.0] * num_layers, pp * vpp)).replace(" ", "")
+    if len(given) != pp * vpp:
+        sizes = f"pp={pp}" if vpp == 1 else f"pp={pp} × vpp={vpp}"
         raise UserError(
-            f"{said} has {len(given)} entries, but pp={stages} stages need one each, e.g. {fair}."
+            f"{said} has {len(given)} entries, but {sizes} stages need one each, e.g. {fair}."
         )
     if min(given) < 1:
         stage = next(s for s, count in enumerate(given) if count < 1)

@@ -22,17 +22,25 @@ class LocalParameter(NamedTuple):
 
 
 def stage_parameters(
-    model: ModelConfig, tp: int, layers: range, first: bool, last: bool
+    model: ModelConfig,
+    tp: int,
+    layers: range,
+    first: bool,
+    last: bool,
+    *,
+    borrows_table: bool = False,
 ) -> list[LocalParameter]:
     """The parameters of a rank whose stage has `layers`, the embedding if `first`, head if `last`.
 
-    A tied table is listed once where one stage has both ends; padding of the vocabulary counts.
+    A tied table is listed once where one stage has both ends, and not at all where the head's stage
+    `borrows_table` from the first, which lies on the same rank; padding of the vocabulary counts.
     """
     found = list(_embedding(model, tp)) if first else []
     for layer in layers:
         found += _layer(model, tp, f"layers.{layer}")
     if last:
-        found += _head(model, tp, has_table=not (first and model.tie_embeddings))
+        shared = model.tie_embeddings and (first or borrows_table)
+        found += _head(model, tp, has_table=not shared)
     return found
 
 

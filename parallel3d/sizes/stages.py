@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, V_SHAPED
-from parallel3d.sizes.balance import balance, layers_per_stage_given
+from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.run_schedule import run_schedule
+from parallel3d.topology.layout import Layout, layout_of
 
 
 def layer_cost(model: ModelConfig) -> float:
@@ -33,19 +35,26 @@ def placement_of(config: Config) -> Placement:
     return Placement(config.pp, config.vpp, "v" if name in V_SHAPED else "loop")
 
 
+def layout_with_loops(config: Config) -> Layout:
+    """`layout_of`, and how often the stages of a pipeline go round its ranks."""
+    placement = placement_of(config)
+    loops = 1 if placement.shape == "v" else placement.chunks
+    return replace(layout_of(config), loops=loops)
+
+
 def layers_of_stages(config: Config) -> list[range]:
-    """Global layer numbers of every stage, pp · vpp of them in the order of the model:
-    `schedule.layers_per_stage`, or balanced by cost.
+    """Global layer numbers of every stage, in the order of the model:
+    `schedule.layers_per_stage`, or balanced by what each rank's stages cost together.
 
     Raises:
-        UserError: the given split does not fit the model.
+        UserError: the given split does not fit the model, or a stage would be empty.
     """
-    model, given = config.model, config.schedule.layers_per_stage
-    stages = placement_of(config).stages
+    model, given, placement = config.model, config.schedule.layers_per_stage, placement_of(config)
     if given is not None:
-        counts = layers_per_stage_given(given, model.num_layers, stages)
+        sizes = placement.ranks, placement.chunks
+        counts = layers_per_stage_given(given, model.num_layers, *sizes)
     else:
-        costs = [layer_cost(model)] * model.num_layers
-        counts = balance(costs, stages, last_extra=head_cost(model))
+        cost, head = layer_cost(model), head_cost(model)
+        counts = balance_chunks(cost, model.num_layers, placement, last_extra=head)
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

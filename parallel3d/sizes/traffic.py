@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from parallel3d.config.schema import Config
+from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
 from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
 from parallel3d.sizes.loss_chunks import loss_chunks
-from parallel3d.sizes.stages import layers_of_stages
-from parallel3d.sizes.transfer import SCALAR_BYTES, Stage, Transfer, group_size, wire_bytes
+from parallel3d.sizes.stages import layers_of_stages, placement_of
+from parallel3d.sizes.transfer import (
+    SCALAR_BYTES,
+    PipelineRank,
+    Transfer,
+    group_size,
+    wire_bytes,
+)
 from parallel3d.topology.layout import Layout
 
 TIED_TABLES = ("embedding.word.weight", "head.table")
@@ -23,15 +31,15 @@ DIMS = ("tp", "pp", "dp", "embedding", "world")
 
 
 def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[Transfer]:
-    """All that one rank sends in a step: of `stage`, or of the busiest stage of each dimension.
+    """All that one rank sends in a step: of `stage`, or of the busiest rank of each dimension.
 
-    Stages differ in layers, embedding and head. Without `stage`, each dimension is that of the
-    stage that sends most along it, except pp: there both directions of one boundary are listed,
-    forward and back, also where pp=2 and no single stage sends both.
+    Ranks of a pipeline differ in layers, embedding and head. Without `stage`, each dimension is
+    that of the rank that sends most along it, except pp: there it is what passes between two
+    neighbouring ranks, those with the most, in both directions.
 
     Args:
         config: checked; only its sizes are read. tp, pp and dp are the layout's.
-        stage: pipeline stage, 0 to pp − 1.
+        stage: index along pp, 0 to pp − 1; the rank there sends for all of its chunks.
 
     Raises:
         ValueError: no such stage, or cp > 1, which the trainer does not know yet.
@@ -41,19 +49,17 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
         raise ValueError(f"cp={layout.cp}: context parallelism sends nothing yet")
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
-    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
-    layers = layers_of_stages(config)
+    ranks = pipeline_ranks(config, layout)
     if stage is not None:
-        return _of_stage(Stage(config, layout, stage, layers[stage]))
-    # Stages between the ends differ by their number of layers alone.
-    inner = {len(layers[p]): p for p in range(1, layout.pp - 1)}
-    chosen = sorted({0, layout.pp - 1, *inner.values()})
-    lists = [_of_stage(Stage(config, layout, p, layers[p])) for p in chosen]
+        return _of_rank(ranks[stage])
+    # Ranks between the ends differ by their numbers of layers alone.
+    inner = {tuple(map(len, rank.layers)): rank.index for rank in ranks[1:-1]}
+    lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
     found: list[Transfer] = []
     for dim in DIMS:
         if dim == "pp":
-            # A set in order: all messages of a step have one size, only the direction differs.
-            found += dict.fromkeys(t for sent in lists for t in sent if t.dim == dim)
+            boundaries = _most_boundaries(ranks[0].placement)
+            found += _messages(ranks[0], boundaries, boundaries)
             continue
         mine = [[t for t in sent if t.dim == dim] for sent in lists]
         n = group_size(dim, layout)
@@ -61,25 +67,39 @@ def transfers(config: Config, layout: Layout, stage: int | None = None) -> list[
     return found
 
 
-def _of_stage(stage: Stage) -> list[Transfer]:
+def pipeline_ranks(config: Config, layout: Layout) -> list[PipelineRank]:
+    """The ranks of a pipeline by their index along pp; tp, pp and dp are the layout's."""
+    config = replace(config, tp=layout.tp, pp=layout.pp, dp=layout.dp)
+    placement, split = placement_of(config), layers_of_stages(config)
+    return [PipelineRank(config, layout, i, placement, split) for i in range(layout.pp)]
+
+
+def _most_boundaries(placement: Placement) -> int:
+    """The most boundaries of stages that any two ranks have between them."""
+    ranks = [rank for rank, _ in placement.places]
+    between = Counter(frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1])
+    return max(between.values(), default=0)
+
+
+def _of_rank(rank: PipelineRank) -> list[Transfer]:
     groups = (_tensor, _pipeline, _data, _tied, _scalars)
-    found = [transfer for make in groups for transfer in make(stage)]
-    return [t for t in found if t.count and group_size(t.dim, stage.layout) > 1]
+    found = [transfer for make in groups for transfer in make(rank)]
+    return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
 
-def _layers(stage: Stage) -> Iterator[Transfer]:
+def _layers(rank: PipelineRank) -> Iterator[Transfer]:
     """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
-    whole, what = stage.hidden, "activations of the layers"
-    layers = len(stage.layers) * stage.config.num_microbatches
+    whole, what = rank.hidden, "activations of the layers"
+    layers = rank.layer_count * rank.config.num_microbatches
     # Recomputation repeats the forward up to the second row-parallel GEMM.
-    again = 1 if stage.config.recompute == "full" else 0
-    if stage.config.tensor_parallel.attention == "gather_qk":
-        model, tp = stage.config.model, stage.layout.tp
+    again = 1 if rank.config.recompute == "full" else 0
+    if rank.config.tensor_parallel.attention == "gather_qk":
+        model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
-        every = stage.tokens * heads * model.head_dim * stage.item
+        every = rank.tokens * heads * model.head_dim * rank.item
         yield Transfer("tp", "all_gather", every, (1 + again) * layers, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
-    if not stage.sp:
+    if not rank.sp:
         yield Transfer("tp", "all_reduce", whole, (4 + again) * layers, what)
         return
     # The backward of a column-parallel GEMM gathers the shard that was kept and scatters its
@@ -88,114 +108,130 @@ def _layers(stage: Stage) -> Iterator[Transfer]:
     yield Transfer("tp", "reduce_scatter", whole, 2 * layers, what)
     # In pieces: the forward gathers for column- and scatters for row-parallel ones, and the
     # backward of the row-parallel ones gathers.
-    chunks = stage.config.tensor_parallel.chunks
+    chunks = rank.config.tensor_parallel.chunks
     piece, pieces = whole // chunks, chunks * layers
     yield Transfer("tp", "all_gather", piece, (4 + 2 * again) * pieces, what)
     yield Transfer("tp", "reduce_scatter", piece, (2 + again) * pieces, what)
 
 
-def _tensor(stage: Stage) -> Iterator[Transfer]:
+def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     """The layers, the embedding, the head; optim/optimizer.py for sp."""
-    microbatches, whole = stage.config.num_microbatches, stage.hidden
-    yield from _layers(stage)
-    if stage.first and stage.config.model.embedding == "vocab_parallel":
-        if stage.sp:
+    microbatches, whole = rank.config.num_microbatches, rank.hidden
+    yield from _layers(rank)
+    if rank.first and rank.config.model.embedding == "vocab_parallel":
+        if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
             yield Transfer("tp", "all_gather", whole, microbatches, "embedding's gradient")
         else:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
-    if stage.last:
-        yield from _head(stage)
-    model, tp = stage.config.model, stage.layout.tp
+    if rank.last:
+        yield from _head(rank)
+    model, tp = rank.config.model, rank.layout.tp
     if tp > model.kv_heads:  # each head on several ranks, and a place for each head in the sum
-        rows = 2 * model.kv_heads * model.head_dim * len(stage.layers)
-        shared = rows * (model.hidden_size + int(model.bias)) * stage.grad_item
+        rows = 2 * model.kv_heads * model.head_dim * rank.layer_count
+        shared = rows * (model.hidden_size + int(model.bias)) * rank.grad_item
         yield Transfer("tp", "all_reduce", shared, 1, "gradients of shared key-value heads")
-    if stage.sp:
-        shards = stage.layout.dp if stage.config.zero > 1 else 1
-        partial = sum(_sharded_numel(p, shards) for p in stage.parameters if p.replicated)
-        nbytes = partial * stage.grad_item
+    if rank.sp:
+        shards = rank.layout.dp if rank.config.zero > 1 else 1
+        partial = sum(_sharded_numel(p, shards) for p in rank.parameters if p.replicated)
+        nbytes = partial * rank.grad_item
         yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
 
 
-def _head(stage: Stage) -> Iterator[Transfer]:
+def _head(rank: PipelineRank) -> Iterator[Transfer]:
     """tensor_parallel/head_loss.py, over tp."""
-    model, microbatches, whole = stage.config.model, stage.config.num_microbatches, stage.hidden
-    tp, loss, columns = stage.layout.tp, stage.config.loss, model.padded_vocab_size
-    if stage.sp:
+    model, microbatches, whole = rank.config.model, rank.config.num_microbatches, rank.hidden
+    tp, loss, columns = rank.layout.tp, rank.config.loss, model.padded_vocab_size
+    if rank.sp:
         yield Transfer("tp", "all_gather", whole, microbatches, "head's input")
         yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
     else:
         yield Transfer("tp", "all_reduce", whole, microbatches, "head's input gradient")
         if model.tie_embeddings and model.embedding == "replicated":
-            table = columns * model.hidden_size * stage.item
+            table = columns * model.hidden_size * rank.item
             yield Transfer("tp", "all_gather", table, microbatches, "replicated table's gradient")
     if model.parallel_output:
         # Maximum, sum of exponentials and target of each token, and for label smoothing the sum,
         # from every rank, fp32 or better.
         columns //= tp
-        token, what = tp * (4 if loss.label_smoothing else 3) * max(4, stage.item), "loss"
+        token, what = tp * (4 if loss.label_smoothing else 3) * max(4, rank.item), "loss"
     else:
-        token, what = columns * stage.item, "logits"
+        token, what = columns * rank.item, "logits"
     # Where the run has yet to find out (device=auto), a topology is one of accelerators.
-    on_accelerator = stage.config.device != "cpu"
+    on_accelerator = rank.config.device != "cpu"
     sizes = loss_chunks(
-        stage.tokens, columns, loss.chunk_tokens, item=stage.item, on_accelerator=on_accelerator
+        rank.tokens, columns, loss.chunk_tokens, item=rank.item, on_accelerator=on_accelerator
     )
     for tokens, count in Counter(sizes).items():
         yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 
-def _pipeline(stage: Stage) -> Iterator[Transfer]:
-    """pipeline/executor.py: one message a micro-batch, direction and boundary."""
-    nbytes = stage.hidden // (stage.layout.tp if stage.sp else 1)
-    count = stage.config.num_microbatches
-    if not stage.last:
-        yield Transfer("pp", "send_recv", nbytes, count, "activations to the next stage")
-    if not stage.first:
-        yield Transfer("pp", "send_recv", nbytes, count, "gradients to the previous stage")
+def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
+    """pipeline/executor.py: one message a micro-batch, direction and boundary between ranks."""
+    after, before = rank.neighbours(1), rank.neighbours(-1)
+    yield from _messages(rank, after, before)
+    if rank.sends_slices:
+        count = rank.config.num_microbatches * (after + before)
+        yield Transfer("tp", "all_gather", rank.hidden, count, "parts of messages")
 
 
-def _data(stage: Stage) -> Iterator[Transfer]:
+def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
+    """Activations over `forward` boundaries and gradients over `back` ones."""
+    nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
+    count = rank.config.num_microbatches
+    if forward:
+        what = "activations to the next stage"
+        yield Transfer("pp", "send_recv", nbytes, count * forward, what)
+    if back:
+        what = "gradients to the previous stage"
+        yield Transfer("pp", "send_recv", nbytes, count * back, what)
+
+
+def _data(rank: PipelineRank) -> Iterator[Transfer]:
     """data_parallel/reducer.py: every bucket once; trainer.py: token count and loss."""
-    config, dp = stage.config, stage.layout.dp
-    if stage.last:
+    config, dp = rank.config, rank.layout.dp
+    if rank.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
     if config.zero > 1:
-        yield from _fully_sharded(stage)
+        yield from _fully_sharded(rank)
         return
-    ready = list(reversed(stage.parameters))
     shards = dp if config.zero else 1
-    sizes = [p.numel * stage.grad_item for p in ready]
-    tied = config.model.tie_embeddings and stage.layout.pp > 1
-    alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_TABLES]
-    accelerated = config.device != "cpu"  # a plan for `auto` is one for a cluster of GPUs
-    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, accelerated)
-    bucketed = [[ready[i] for i in members] for members in buckets]
+    bucketed = [bucket for chunk in reversed(rank.chunks) for bucket in _bucketed(rank, chunk)]
     if config.ddp.comm_hook == "powersgd":
-        yield from _low_rank(stage, bucketed)
+        yield from _low_rank(rank, bucketed)
     else:
         numels = Counter(padded_numel(sum(p.numel for p in b), shards) for b in bucketed)
         for numel, count in numels.items():
-            yield from _buckets(stage, numel, count)
+            yield from _buckets(rank, numel, count)
 
 
-def _fully_sharded(stage: Stage) -> Iterator[Transfer]:
+def _bucketed(rank: PipelineRank, chunk: list[LocalParameter]) -> list[list[LocalParameter]]:
+    """The buckets of one chunk, whose backward makes the gradients of its last parameter first."""
+    config, ready = rank.config, chunk[::-1]
+    sizes = [p.numel * rank.grad_item for p in ready]
+    tied = rank.is_tied_to_another
+    alone = [i for i, p in enumerate(ready) if tied and p.name in TIED_TABLES]
+    accelerated = config.device != "cpu"  # a plan for `auto` is one for a cluster of GPUs
+    buckets = assign(sizes, config.ddp.bucket_cap_mb, alone, accelerated)
+    return [[ready[i] for i in members] for members in buckets]
+
+
+def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     """data_parallel/fully_sharded.py: a unit a block and one for the rest, rows padded to dp.
 
     With ddp.shard_size this is an upper bound: fewer ranks gather, and a sum over copies follows.
     """
-    config, dp, microbatches = stage.config, stage.layout.dp, stage.config.num_microbatches
+    config, dp, microbatches = rank.config, rank.layout.dp, rank.config.num_microbatches
     every = microbatches if config.ddp.reduces_every_microbatch(config.zero) else 1
     numels: Counter[str] = Counter()
-    for p in stage.parameters:
+    for p in rank.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
         numels[unit] += dp * _sharded_numel(p, dp)
     for unit, numel in numels.items():
         times = 2 * microbatches if config.zero == 3 and unit != "rest" else 1
-        yield Transfer("dp", "all_gather", numel * stage.item, times, "parameters")
-        yield Transfer("dp", "reduce_scatter", numel * stage.grad_item, every, "gradients")
+        yield Transfer("dp", "all_gather", numel * rank.item, times, "parameters")
+        yield Transfer("dp", "reduce_scatter", numel * rank.grad_item, every, "gradients")
 
 
 def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
@@ -204,47 +240,47 @@ def _sharded_numel(parameter: LocalParameter, shards: int) -> int:
     return -(-rows // shards) * parameter.columns
 
 
-def _buckets(stage: Stage, numel: int, count: int) -> Iterator[Transfer]:
+def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
     """data_parallel/reducer.py, bucketed.py and compressed.py: `count` buckets of `numel`."""
-    if stage.config.ddp.comm_hook == "bf16":
-        half = 2 * padded_numel(numel, stage.layout.dp)
+    if rank.config.ddp.comm_hook == "bf16":
+        half = 2 * padded_numel(numel, rank.layout.dp)
         yield Transfer("dp", "all_to_all", half, count, "gradient buckets")
         yield Transfer("dp", "all_gather", half, count, "gradient buckets")
         return
-    op = "reduce_scatter" if stage.config.zero else "all_reduce"
-    yield Transfer("dp", op, numel * stage.grad_item, count, "gradient buckets")
-    if stage.config.zero:
-        yield Transfer("dp", "all_gather", numel * stage.item, count, "stepped parameters")
+    op = "reduce_scatter" if rank.config.zero else "all_reduce"
+    yield Transfer("dp", op, numel * rank.grad_item, count, "gradient buckets")
+    if rank.config.zero:
+        yield Transfer("dp", "all_gather", numel * rank.item, count, "stepped parameters")
 
 
-def _low_rank(stage: Stage, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
+def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
     """data_parallel/powersgd.py, once it has begun: P and what is left whole, then Q."""
     for bucket in buckets:
         first = second = 0
         for p in bucket:
             rows = p.numel // p.columns
-            rank = compressed_rank(rows, p.columns, stage.config.ddp.powersgd_rank)
-            first += rank * rows or p.numel
-            second += rank * p.columns
+            kept = compressed_rank(rows, p.columns, rank.config.ddp.powersgd_rank)
+            first += kept * rows or p.numel
+            second += kept * p.columns
         for numel in filter(None, (first, second)):
-            nbytes = numel * stage.grad_item
+            nbytes = numel * rank.grad_item
             yield Transfer("dp", "all_reduce", nbytes, 1, "factors of gradient buckets")
 
 
-def _tied(stage: Stage) -> Iterator[Transfer]:
-    """optim/optimizer.py: the table that first and last stage both hold."""
-    model = stage.config.model
-    if model.tie_embeddings and (stage.first or stage.last):
-        dp, whole = stage.layout.dp, word_table_numel(model, stage.layout.tp)
-        shards = dp if stage.config.zero else 1
+def _tied(rank: PipelineRank) -> Iterator[Transfer]:
+    """optim/optimizer.py: the table of which first and last stage hold a copy on two ranks."""
+    model = rank.config.model
+    if rank.is_tied_to_another:
+        dp, whole = rank.layout.dp, word_table_numel(model, rank.layout.tp)
+        shards = dp if rank.config.zero else 1
         numel = padded_numel(whole, shards) // shards
-        if stage.config.zero > 1:
+        if rank.config.zero > 1:
             numel = -(-whole // model.hidden_size // dp) * model.hidden_size
-        table = numel * stage.grad_item
+        table = numel * rank.grad_item
         yield Transfer("embedding", "all_reduce", SCALAR_BYTES, 1, "meeting ahead of that table")
         yield Transfer("embedding", "all_reduce", table, 1, "gradient of the tied table")
 
 
-def _scalars(stage: Stage) -> Iterator[Transfer]:
+def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
     """trainer.py: loss, token count, squared gradient norm and whether to stop."""
     yield Transfer("world", "all_reduce", 4 * SCALAR_BYTES, 1, "loss and gradient norm")

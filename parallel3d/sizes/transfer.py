@@ -1,12 +1,16 @@
-"""A call that a rank makes in a step, and the stage of which it is told."""
+"""A call that a rank makes in a step, and what is known of the rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from parallel3d.config.schema import Config
+from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
+from parallel3d.sizes.run_schedule import sends_slices
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -47,25 +51,66 @@ def group_size(dim: str, layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pipeline stage of a configuration whose tp, pp and dp are `layout`'s."""
+class PipelineRank:
+    """One rank of a pipeline, with all stages that it holds.
+
+    Attributes:
+        config: its tp, pp and dp are `layout`'s.
+        index: along pp.
+        placement, split: where the stages of the pipeline lie, and the layers of each.
+    """
 
     config: Config
     layout: Layout
     index: int
-    layers: range
+    placement: Placement
+    split: Sequence[range]
+
+    @property
+    def stages(self) -> list[int]:
+        """By chunk."""
+        return [self.placement.stage(self.index, c) for c in range(self.placement.chunks)]
+
+    @property
+    def layers(self) -> list[range]:
+        """By chunk."""
+        return [self.split[stage] for stage in self.stages]
+
+    @property
+    def layer_count(self) -> int:
+        return sum(map(len, self.layers))
 
     @property
     def first(self) -> bool:
-        return self.index == 0
+        """Whether it holds the embedding."""
+        return 0 in self.stages
 
     @property
     def last(self) -> bool:
-        return self.index == self.layout.pp - 1
+        """Whether it holds the head."""
+        return self.placement.stages - 1 in self.stages
+
+    @property
+    def is_tied_to_another(self) -> bool:
+        """Whether it is one of two ranks that each have a copy of a tied table."""
+        return self.config.model.tie_embeddings and self.first != self.last
+
+    def neighbours(self, offset: int) -> int:
+        """Of how many of its stages the next (+1) or the one before (-1) lies on another rank."""
+        around = (
+            self.placement.neighbour(self.index, chunk, offset)
+            for chunk in range(self.placement.chunks)
+        )
+        return sum(place is not None and place[0] != self.index for place in around)
 
     @property
     def sp(self) -> bool:
         return self.config.sp and self.layout.tp > 1
+
+    @property
+    def sends_slices(self) -> bool:
+        # Where the run has yet to find out (device=auto), a topology is one of accelerators.
+        return sends_slices(self.config, on_accelerator=self.config.device != "cpu")
 
     @property
     def item(self) -> int:
@@ -87,7 +132,22 @@ class Stage:
         """Bytes of a micro-batch's whole hidden states (b, s, h)."""
         return self.tokens * self.config.model.hidden_size * self.item
 
+    @cached_property
+    def chunks(self) -> list[list[LocalParameter]]:
+        """The parameters of each of its chunks."""
+        model, tp, last = self.config.model, self.layout.tp, self.placement.stages - 1
+        return [
+            stage_parameters(
+                model,
+                tp,
+                self.split[stage],
+                stage == 0,
+                stage == last,
+                borrows_table=self.first,
+            )
+            for stage in self.stages
+        ]
+
     @property
     def parameters(self) -> list[LocalParameter]:
-        model, tp = self.config.model, self.layout.tp
-        return stage_parameters(model, tp, self.layers, self.first, self.last)
+        return [parameter for chunk in self.chunks for parameter in chunk]

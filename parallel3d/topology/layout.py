@@ -39,8 +39,12 @@ class Layout:
     rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
+    `loops`: how often the stages of a pipeline go round its ranks, which the wires between them
+    depend on (`sizes.stages.layout_with_loops`): with more than one the last sends to the first.
+
     Raises:
-        ValueError: a size below one, or an order that does not name each dimension once.
+        ValueError: a size or a number of loops below one, or an order that does not name each
+            dimension once.
     """
 
     tp: int = 1
@@ -48,17 +52,25 @@ class Layout:
     dp: int = 1
     cp: int = 1
     order: str = DEFAULT_ORDER
+    loops: int = 1
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
             if self.size(name) < 1:
                 raise ValueError(f"{name}={self.size(name)} must be at least 1")
+        if self.loops < 1:
+            raise ValueError(f"loops={self.loops} must be at least 1")
         if sorted(self.order.split("-")) != sorted(DIMENSIONS):
             raise ValueError(f"order={self.order!r} must name each of {', '.join(DIMENSIONS)} once")
 
     @property
     def world_size(self) -> int:
         return math.prod(self.size(name) for name in DIMENSIONS)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the last rank of a pipeline and the first are neighbours for its loops alone."""
+        return self.loops > 1 and self.pp > 2
 
     def size(self, dim: str) -> int:
         return getattr(self, dim)

@@ -105,6 +105,11 @@ class Case:
         ]
         return f"{self.problem} [{' '.join(ways)}]"
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Below fp64 the compiler has a forward of its own to make for it, and its kernels."""
+        return not self.compile or self.problem.precision == "fp64"
+
     def config(self, layout: Layout) -> Config:
         """The configuration of this case under `layout`."""
         problem = self.problem

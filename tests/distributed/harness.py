@@ -45,7 +45,7 @@ class Outcome:
     """What one rank saw of one case; weights are world rank 0's, by logical name."""
 
     steps: list[Step]
-    evaluation: float = 0.0  # of the first global batch, after the last step
+    evaluation: float | None = 0.0  # of the first global batch, after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
     replicas: tuple[float, str] = (0.0, "")  # how far any rank's box is from `final`, and which
@@ -111,7 +111,7 @@ def run_cases(
                 trainer = make_trainer(case, groups)
                 initial = digests(trainer.full_parameters())
                 results = [trainer.train_step() for _ in range(case.problem.steps)]
-                evaluation = trainer.evaluate()
+                evaluation = trainer.evaluate() if case.is_evaluated else None
                 final = trainer.full_parameters()
                 boxes = gather_boxes(trainer.parameters.values(), groups)
         except Exception as error:
@@ -236,7 +236,8 @@ def differences(
         ):
             if relative(ours, theirs) > limit:
                 found.setdefault(name, f"step {s + 1}: {ours!r}, reference {theirs!r}")
-    if relative(first.evaluation, expected.evaluation) > tolerance.loss:
+    evaluation = first.evaluation
+    if evaluation is not None and relative(evaluation, expected.evaluation) > tolerance.loss:
         found["evaluation"] = f"{first.evaluation!r}, reference {expected.evaluation!r}"
     if tolerance.weights is not None:
         worst = worst_weight(first.final, expected)

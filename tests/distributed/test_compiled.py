@@ -19,6 +19,7 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, make_trainer, run_cases
 from tests.distributed.pool import Pool
+from tests.kernels import no_kernels
 
 # Two layers, as compiling takes seconds for each; micro-batches of the size that test_engines
 # compiles for, whose kernels are found.
@@ -50,7 +51,7 @@ def graphs_by_step() -> tuple[list[int], int, list[float]]:
         return finish()
 
     trainer.data_parallel.reducer.finish_step = finish_step
-    with mock.patch.object(transformer, "GRAPH_BLOCKS", 2):
+    with mock.patch.object(transformer, "GRAPH_BLOCKS", 2), no_kernels():
         for _ in range(3):
             start = time.perf_counter()
             trainer.train_step()

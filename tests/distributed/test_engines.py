@@ -59,7 +59,16 @@ def works_together(levels: Mapping[str, Any]) -> bool:
         and (dp > 1 or levels["zero"] == 0)
         and (levels["zero"] < 2 or levels["bucket_order"] == "model")
         and not (levels["compile"] and levels["zero"] > 1)  # refused: see config_checks
+        and not (levels["compile"] and levels["precision"] != "fp64" and has_more_kernels(levels))
     )
+
+
+def has_more_kernels(levels: Mapping[str, Any]) -> bool:
+    """What is compiled in a precision of its own finds no other's kernels, a second each.
+
+    Below fp64 only pairs with the precision count, and others hold these.
+    """
+    return levels["sp"] or levels["recompute"] != "none"
 
 
 Pairs = frozenset[tuple[str, Any, str, Any]]
@@ -128,8 +137,10 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     # What is compiled has micro-batches of one size, so that it finds the kernels of another.
     _, pp, dp = of["layout"]
     size = 3 if pp > 1 and not of["compile"] else 2
+    # A block after a block is compiled in fp64, where the two of a graph are told apart best.
+    layers = 1 if of["compile"] and of["precision"] != "fp64" and pp == 1 else size
     case = Case(
-        Problem(*(of[n] for n in ("model", "optimizer", "tied", "precision")), layers=size),
+        Problem(*(of[n] for n in ("model", "optimizer", "tied", "precision")), layers=layers),
         schedule=of["schedule"],
         sp=of["sp"],
         microbatches=4 // dp if of["compile"] else size,

@@ -44,6 +44,7 @@ class Levels(NamedTuple):
     tp: int
     zero: int
     sp: bool
+    slices: bool
     recompute: str
     model: str
     optimizer: str
@@ -68,7 +69,10 @@ class Levels(NamedTuple):
             *(self.model, self.optimizer, self.tied),
             layers=self.pp * chunks + 1, steps=2, batch=batch,
         )  # fmt: skip
-        keys = (("vpp", chunks), ("zero", self.zero), ("recompute", self.recompute))
+        keys = (
+            *(("vpp", chunks), ("zero", self.zero), ("recompute", self.recompute)),
+            ("schedule.slices", self.slices),
+        )
         return Case(
             problem, name, self.sp, self.microbatches, bucket_cap_mb=0.02, keys=keys
         )  # fmt: skip
@@ -76,12 +80,12 @@ class Levels(NamedTuple):
 
 def combinations_of(kind: tuple[str, int], pp: int) -> Iterator[Levels]:
     rest = product(
-        range(4), (1, 2), (0, 1), (False, True), ("none", "full"),
+        range(4), (1, 2), (0, 1), (False, True), (False, True), ("none", "full"),
         ("llama_tiny", "gpt_tiny"), ("sgd", "adamw"), (True, False),
     )  # fmt: skip
     for levels in (Levels(kind, pp, *other) for other in rest):
         tp, _, dp = levels.layout
-        if tp * pp * dp <= 8 and (tp > 1 or not levels.sp):
+        if tp * pp * dp <= 8 and levels.sp + levels.slices < tp:
             yield levels
 
 
@@ -138,12 +142,13 @@ def test_all_that_is_promised_is_among_them() -> None:
     for kind in KINDS:
         of_kind = [c for c in CHOSEN if c.kind == kind]
         assert {c.count for c in of_kind} == {0, 1, 2, 3}
-        for name in ("tp", "zero", "sp", "recompute", "optimizer", "tied", "model"):
+        for name in ("tp", "zero", "sp", "slices", "recompute", "optimizer", "tied", "model"):
             assert len({getattr(c, name) for c in of_kind}) == 2, (kind, name)
     assert len(CHOSEN) < 60
 
 
-COMPILED = [("zb_h1", 1), ("interleaved", 2), ("zbv", 2)]
+# (schedule, chunks, layers): a block a stage, so that all graphs have the same kernels.
+COMPILED = [("zb_h1", 1, 2), ("interleaved", 2, 4), ("zbv", 2, 4)]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 2, 2)], ids=str)
@@ -154,11 +159,11 @@ def test_compiled_blocks_put_weight_gradients_off(
     dp = sizes[2]
     cases = [
         Case(
-            Problem("llama_tiny", "sgd", tied=dp == 1, layers=4, steps=2, batch=18 * dp),
+            Problem("llama_tiny", "sgd", tied=dp == 1, layers=layers, steps=2, batch=18 * dp),
             name, microbatches=3, compile=True, bucket_cap_mb=0.02,
             keys=(("vpp", chunks), ("zero", dp - 1)),
         )
-        for name, chunks in (COMPILED if dp == 1 else COMPILED[-1:])
+        for name, chunks, layers in (COMPILED if dp == 1 else COMPILED[-1:])
     ]  # fmt: skip
     check(sizes, cases, pool, references)
 

@@ -11,6 +11,7 @@ from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
+from tests.kernels import no_kernels
 
 
 def compiled_and_found(folder: str) -> tuple[int, int]:
@@ -27,6 +28,7 @@ def compiled_and_found(folder: str) -> tuple[int, int]:
     groups = plain_groups(Layout(tp=1, dp=2))
     try:
         with (
+            no_kernels(),
             torch.compiler.config.patch(cache_key_tag=folder),
             mock.patch.object(runtime_utils, "cache_dir", lambda: folder),
         ):

@@ -22,6 +22,7 @@ from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
+from tests.kernels import no_kernels
 
 Count = Counter[tuple[str, str, int]]  # (group, operation, bytes of a call) → calls
 
@@ -127,6 +128,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
+    config.schedule.name, config.vpp = changes.get("schedule", "1f1b"), changes.get("vpp", 1)
+    config.schedule.slices = changes.get("slices")
     return config
 
 
@@ -137,8 +140,9 @@ def sent_in_a_step(
     groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
     config = config_of(layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
-    for _ in range(config.ddp.powersgd_start if config.ddp.comm_hook == "powersgd" else 1):
-        trainer.train_step()
+    with no_kernels():
+        for _ in range(config.ddp.powersgd_start if config.ddp.comm_hook == "powersgd" else 1):
+            trainer.train_step()
     with Counting() as counting:
         reducer = getattr(trainer.data_parallel, "reducer", None)
         if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
@@ -225,6 +229,17 @@ CASES = [
         {"sp": True, **REPLICATED, "layers_per_stage": [2, 1], "precision": "fp64"},
         id="tp2 pp2 dp2 sp replicated fp64",
     ),
+]
+
+
+LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
+V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
+CASES += [
+    pytest.param(Layout(pp=2), LOOPS, id="pp2 loops"),
+    pytest.param(Layout(pp=2, dp=2), V | {"zero": 1}, id="pp2 dp2 v zero1"),
+    pytest.param(Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}, id="tp2 pp2 v sp"),
+    pytest.param(Layout(tp=2, pp=2), LOOPS | {"slices": True}, id="tp2 pp2 loops slices"),
+    pytest.param(Layout(tp=2, pp=3), {"slices": True, **UNTIED}, id="tp2 pp3 slices"),
 ]
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.e2e.fork_ranks
 
-Each line on stdin has ranks that run at once: [{"words", "environ", "out", "err", "slot"}]. Each is
-forked, enters its slot as `railnet exec` does, where it has one ({"host", "netns", "etc"}), and
-answers the words. Once all have ended, a line on stdout has their exit codes.
+Each line on stdin has ranks that run at once: [{"words", "cwd", "environ", "out", "err", "slot"}].
+Each is forked, enters its slot as `railnet exec` does, where it has one ({"host", "netns", "etc"}),
+and answers the words. Once all have ended, a line on stdout has their exit codes.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def live(rank: dict[str, Any]) -> int:
             os.dup2(file.fileno(), number)
     if rank["slot"]:
         enter(rank["slot"])
+    os.chdir(rank["cwd"])
     os.environ.clear()
     os.environ.update(rank["environ"])
     from parallel3d.cli.command_line import main

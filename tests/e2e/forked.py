@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import select
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import tempfile
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.command import Shell
+from tests.e2e.command import Ended, Shell
+from tests.pace import PATIENCE
 
 
 @dataclass
@@ -36,14 +41,21 @@ class Forked:
         )
         return cls(shell, process)
 
-    def add(self, *words: str, slot: dict[str, str] | None = None, **environ: str) -> None:
-        """One more process for the next start."""
+    def add(
+        self,
+        *words: str,
+        slot: dict[str, str] | None = None,
+        shell: Shell | None = None,
+        **environ: str,
+    ) -> None:
+        """One more process for the next start, in the directory of `shell`."""
         self.count += 1
-        job = {"words": words, "slot": slot, "environ": self.shell.environment(**environ)}
-        logs = {name: str(self.shell.scratch / f"{self.count}.{name}") for name in ("out", "err")}
-        self.jobs.append(job | logs)
+        of = shell or self.shell
+        job = {"words": words, "slot": slot, "cwd": str(of.cwd)}
+        logs = {name: str(of.scratch / f"{self.count}.{name}") for name in ("out", "err")}
+        self.jobs.append(job | {"environ": of.environment(**environ)} | logs)
 
-    def add_world(self, size: int, *words: str) -> None:
+    def add_world(self, size: int, *words: str, shell: Shell | None = None) -> None:
         """The ranks of one run on this host."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -51,23 +63,55 @@ class Forked:
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         for rank in map(str, range(size)):
-            self.add(*words, RANK=rank, LOCAL_RANK=rank, **sizes, **meeting)
+            self.add(*words, shell=shell, RANK=rank, LOCAL_RANK=rank, **sizes, **meeting)
 
     def start(self) -> None:
         """Starts what was added."""
         self.process.stdin.write(json.dumps(self.jobs) + "\n")
         self.process.stdin.flush()
 
-    def finish(self, timeout_s: float = 120) -> None:
+    def finish(self, timeout_s: float = 120) -> list[Ended]:
         """Waits for what was started; none may fail."""
+        ended = self.ends(timeout_s)
+        failed = [each.err for each in ended if each.code]
+        assert not failed, "\n".join(failed)
+        return ended
+
+    def ends(self, timeout_s: float = 120) -> list[Ended]:
+        """Waits for what was started."""
         answered, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         assert answered, f"still running after {timeout_s} s"
         codes = json.loads(self.process.stdout.readline())
-        said = [Path(job["err"]).read_text() for job in self.jobs]
+        logs = [[Path(job[name]) for name in ("out", "err")] for job in self.jobs]
+        said = [[log.read_text() for log in of_one] for of_one in logs]
+        for log in itertools.chain(*logs):
+            log.unlink()
         self.jobs = []
-        failed = [text for text, code in zip(said, codes, strict=True) if code]
-        assert not failed, "\n".join(failed)
+        return [Ended(code, *text, 0.0, 0.0) for code, text in zip(codes, said, strict=True)]
 
     def end(self) -> None:
         self.process.stdin.close()
         self.process.wait(30)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@functools.cache
+def _of_the_session() -> Forked:
+    """A process for all tests, with a mark of its own: it ends with this one."""
+    return Forked.begin(Shell(Path("/"), Path(tempfile.gettempdir())))
+
+
+def run_forked(shell: Shell, *words: str, ranks: int = 1) -> Ended:
+    """What `parallel3d WORDS` does in the shell's directory, where starting it is not what is
+    tested: with more ranks than one what the first says, and the worst exit code."""
+    with _ONE_AT_A_TIME:
+        forked = _of_the_session()
+        if ranks == 1:
+            forked.add(*words, shell=shell)
+        else:
+            forked.add_world(ranks, *words, shell=shell)
+        forked.start()
+        first, *others = forked.ends(120 * PATIENCE)
+    return replace(first, code=max([first.code, *(each.code for each in others)], key=abs))

@@ -16,6 +16,7 @@ from parallel3d.checkpoint.storage import read_whole
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.forked import run_forked
 from tests.e2e.here import answer
 from tests.e2e.watched import Watched
 
@@ -27,9 +28,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A run `mine` of a small Llama, on two ranks, with checkpoints of steps 10 and 20."""
     shell = Shell(tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("scratch"))
     words = ("tp=2", "train.steps=20", "checkpoint.every=10", "optim.lr=0.01")
-    ended = shell.run(
-        *PARALLEL3D, "train", "run=mine", *LLAMA, *words, *shell.text(), "checkpoint.async=false"
-    )
+    words = ("run=mine", *LLAMA, *words, *shell.text(), "checkpoint.async=false")
+    ended = run_forked(shell, "train", *words, ranks=2)
     assert ended.code == 0, ended
     yield shell
     shell.end_all()
@@ -166,7 +166,7 @@ def test_an_imported_run_trains_on_under_another_layout(
     assert checkpoint(["import", "from=hf", "run=on", *words, "train.eval_batches=0"]) == 0
     command = capsys.readouterr().out.split()
     assert command[:2] == ["parallel3d", "train"]
-    ended = trained.run(*PARALLEL3D, *command[1:])  # one process, where mine had tp=2
+    ended = run_forked(trained, *command[1:])  # one process, where mine had tp=2
     assert ended.code == 0, ended
     assert "goes on at step 1" in ended.err + ended.out
 
@@ -186,7 +186,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     # What a machine of several hosts has in its environment is not for ranks of one.
     elsewhere = {"GLOO_SOCKET_IFNAME": "eth0"}
     with at_once(trained, "generate", *words, "tp=2", "pp=2", **elsewhere) as (other, watched):
-        one = trained.run(*PARALLEL3D, "generate", *words)
+        one = run_forked(trained, "generate", *words)
         four = other()
     assert one.code == 0, one
     assert one.out.startswith("12 bot")
@@ -202,7 +202,7 @@ def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
     with at_once(trained, "generate", *words, "generate.step=20") as (other, _):
-        ended = trained.run(*PARALLEL3D, "generate", *words)
+        ended = run_forked(trained, "generate", *words)
         refused = other()
     assert ended.code == 0, ended
     assert "step-00000020" in ended.errors[0]

@@ -9,6 +9,7 @@ import socket
 import time
 
 from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell, wait_for
+from tests.e2e.forked import run_forked
 from tests.pace import pace
 
 HOST = socket.gethostname()
@@ -16,7 +17,7 @@ FOUR = ("tp=2", "pp=2", "run=mine", *TINY)
 
 
 def train_on_two(shell: Shell, *words: str) -> Ended:
-    return shell.run(*PARALLEL3D, "train", "tp=2", "run=mine", *TINY, *shell.text(), *words)
+    return run_forked(shell, "train", "tp=2", "run=mine", *TINY, *shell.text(), *words)
 
 
 def saved(shell: Shell) -> dict:

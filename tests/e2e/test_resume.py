@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.forked import run_forked
 
 STEPS = 6
 EVERY = 2
@@ -19,10 +20,11 @@ SECRET = "d41d8cd98f00b204e9800998ecf8427e"
 pytestmark = pytest.mark.at_once(2)
 
 
-def train(shell: Shell, *words: str) -> Ended:
+def train(shell: Shell, *words: str, ranks: int = 2) -> Ended:
     # The last of two equal keys wins: those of TINY come first.
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *SAVING, *words)}
-    return shell.run(*PARALLEL3D, "train", *given.values(), WANDB_API_KEY=SECRET)
+    shell.environ = {"WANDB_API_KEY": SECRET}
+    return run_forked(shell, "train", *given.values(), ranks=ranks)
 
 
 def curve(run: Path) -> list[tuple[int, float, float, int]]:
@@ -63,13 +65,13 @@ def test_run_goes_on(shell: Shell) -> None:
         0,
         ["parallel3d: run=mine is finished: 6 steps are done; a larger train.steps goes on"],
     )
-    other = train(shell, "run=mine", "seed=7", "model.hidden_size=64")
+    other = train(shell, "run=mine", "seed=7", "model.hidden_size=64", ranks=1)
     assert other.code == 2
     assert "model.hidden_size is 32 there, now 64, seed is 1234 there, now 7" in other.err
 
     folder = runs / "mine" / "checkpoints"
     flip(folder / "step-00000006" / "rank-00001.safetensors")
-    moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", "micro_batch_size=1")
+    moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", ranks=1)
     assert moved.code == 0, moved
     damaged, goes_on = moved.errors
     assert "is not what was written: it is now damaged-step-00000006, and the" in damaged

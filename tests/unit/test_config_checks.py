@@ -72,10 +72,47 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"tpp": 2}, None, ["tpp=2", "not a key", "nearest is tp"]),
     ({"model.num_layer": 2}, None, ["model.num_layer=2", "not a key", "model.num_layers"]),
     ({"model": None}, None, ["model=null", "ModelConfig"]),
+    # schedules
+    ({"vpp": 2}, None, ["schedule=1f1b", "vpp=2", "nearest is vpp=1, or schedule=interleaved"]),
+    ({"schedule.name": "zbv"}, None, ["schedule=zbv", "vpp=1 must be 2", "nearest is vpp=2"]),
+    (
+        {"schedule.name": "interleaved", "pp": 2, "vpp": 4},
+        None,
+        ["pp=2 times 4 chunks", "model.num_layers=4", "nearest is pp=1, or vpp=2"],
+    ),
+    (
+        {"schedule.name": "interleaved", "vpp": 2, "schedule.layers_per_stage": [4]},
+        None,
+        ["schedule.layers_per_stage=[4]", "1 entries", "even split", "[2,2]"],
+    ),
+    (
+        {"schedule.name": "zb_h1", "zero": 2, "dp": 2},
+        2,
+        ["zero=2", "schedule=zb_h1", "nearest is zero=1, or schedule=1f1b"],
+    ),
+    (
+        {"schedule.name": "auto", "schedule.costs": [1.0, 0.0, 1.0]},
+        None,
+        ["schedule.costs=[1.0,0.0,1.0]", "three positive numbers"],
+    ),
+    (
+        {"schedule.name": "auto", "pp": 2, "schedule.memory": 0.2},
+        2,
+        ["schedule.memory=0.2", "less than one", "nearest is schedule.memory=0.5"],
+    ),
+    ({"schedule.name": "file"}, None, ["schedule=file needs schedule.file=", "schedule=1f1b"]),
+    (
+        {"schedule.name": "file", "schedule.file": "no such.csv"},
+        None,
+        ["schedule.file='no such.csv' cannot be read", "No such file"],
+    ),
+    (
+        {"schedule.file": "plan.csv"},
+        None,
+        ["schedule.file=plan.csv", "schedule=1f1b", "nearest is schedule=file"],
+    ),
     # engines of later versions
     ({"cp": 2}, None, ["cp=2", "later version", "cp=1"]),
-    ({"vpp": 2}, None, ["vpp=2", "later version", "vpp=1"]),
-    ({"schedule.name": "interleaved"}, None, ["schedule=interleaved", "later", "schedule=1f1b"]),
     ({"precision.name": "fp8"}, None, ["precision=fp8", "later version", "precision=bf16"]),
     (
         {"precision.loss_scale": 8.0},
@@ -322,10 +359,10 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         if "nearest" not in sentence or world_size is True:
             continue
         advice = sentence.rpartition("nearest")[2]
-        for name, value in re.findall(r"([a-z_][\w.]*)=([\d.]+\d|\d|[a-z]\w*)", advice):
+        for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
-            if key.name == "data.name":
-                continue  # already given beside it
+            if key.name == "data.name" or "schedule.file" in changes:
+                continue  # already given beside it, or another file as well
             typed = value == "true" if key.type is bool else key.type(value)
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)

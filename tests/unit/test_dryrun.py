@@ -19,7 +19,9 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.sizes.flops import flops_per_token
 from parallel3d.sizes.local_shapes import stage_parameters
-from parallel3d.sizes.stages import layers_of_stages
+from parallel3d.sizes.stages import layers_of_stages, layout_with_loops
+from parallel3d.sizes.traffic import pipeline_ranks, transfers
+from parallel3d.sizes.transfer import wire_bytes
 
 MODEL = {
     "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
@@ -43,6 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
     "3d": ONE | {"tp": 2, "pp": 2, "dp": 2, "sp": True, "global_batch_size": 16},
     "gpipe": ONE | {"pp": 2, "schedule": "gpipe", "global_batch_size": 16},
     "1f1b": ONE | {"pp": 2, "global_batch_size": 16},
+    "loops": ONE
+    | {"pp": 2, "vpp": 2, "dp": 2, "schedule": "interleaved", "global_batch_size": 64}
+    | {"model": {"num_layers": 6}},
+    "v": ONE
+    | {"pp": 2, "vpp": 2, "dp": 2, "schedule": "zbv", "global_batch_size": 64}
+    | {"model": {"num_layers": 6, "tie_embeddings": True}},
     "world": ONE
     | {"tp": 4, "pp": 4, "dp": 1024, "zero": 1, "global_batch_size": 16384}
     | {"model": {"num_layers": 4}},
@@ -76,6 +84,8 @@ def config_of(name: str) -> Config:
     keys = complete(CASES[name])
     named = {k: v for k, v in keys.items() if k not in ("precision", "schedule", "optim")}
     config = Config(**named | {"model": ModelConfig(**keys["model"])})
+    config.precision.name = keys.get("precision", "bf16")
+    config.schedule.name = keys.get("schedule", "1f1b")
     return check_config(config, own_samples=True)
 
 
@@ -229,6 +239,33 @@ def test_bytes_that_a_rank_sends(facts) -> None:
     unit = 2 * 2 * 512 * 256 // 2  # a hidden state of one tp rank
     assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # of 4 micro-batches, one way
     assert {"tp", "pp", "dp", "world"} == set(found["groups"])
+
+
+@pytest.mark.parametrize("name", ["loops", "v"])
+def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts, name) -> None:
+    found, config = facts[name], config_of(name)
+    layout = layout_with_loops(config)
+    rank = pipeline_ranks(config, layout)[found["stage"]]
+    numel = sum(p.numel for p in rank.parameters)
+    assert near(state(found)[0], 2 * numel) and near(state(found)[1], 4 * numel)
+    assert [row["stages"] for row in found["rows"]] == {
+        "loops": [[0, 2], [1, 3]],
+        "v": [[0, 3], [1, 2]],
+    }[name]
+    # 16 micro-batches are played as a few and the difference of two and one.
+    sent = [t for t in transfers(config, layout, rank.index) if t.dim == "pp"]
+    assert found["groups"]["pp"]["bytes_sent"] == sum(wire_bytes(t, 2) for t in sent)
+    buckets = [t for t in transfers(config, layout, rank.index) if t.dim == "dp"]
+    assert found["groups"]["dp"]["bytes_sent"] == sum(wire_bytes(t, 2) for t in buckets)
+    assert found["groups"]["dp"]["calls"] == sum(t.count for t in buckets)
+
+
+def test_the_bubble_of_loops_is_the_clock_s(facts) -> None:
+    """Of 16 micro-batches on 2 ranks with 2 chunks: (2 − 1) / (2 · 16) of the compute."""
+    found = facts["loops"]
+    slowest = max(row["seconds"] for row in found["rows"])
+    over = found["step_seconds"] / slowest - 1
+    assert 0.8 / 32 < over <= 1 / 32 * (1 + 1e-9)  # the optimizer does not stretch
 
 
 def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:

@@ -18,7 +18,6 @@ from parallel3d.device import accelerator
 TINY = ["--size", "tiny", "--device", "cpu"]
 HERE = ["versions", "gemm", "addmm", "attention", "rms_norm", "adamw", "communicators", "losses"]
 HERE += ["host syncs", "trace"]
-IN_PROCESSES = ["train", "dryrun", "verify tp=2"]
 
 
 def given(folder: Path) -> Given:
@@ -48,9 +47,13 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
 
 
 def test_the_lines_that_run_parallel3d(tmp_path: Path) -> None:
-    words = [*TINY, "--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
-    assert gpu_first.main([*words, "--only", *IN_PROCESSES]) == 0
-    found = rows(tmp_path)
+    """The first of them in a process of its own, as all are without `--in-process`."""
+    found = {}
+    for only in (["train"], ["dryrun", "verify tp=2", "--in-process"]):
+        (folder := tmp_path / only[0]).mkdir()
+        words = [*TINY, "--json", str(folder / "first.json"), "--folder", str(folder / "runs")]
+        assert gpu_first.main([*words, "--only", *only]) == 0
+        found |= rows(folder)
     assert [found[name]["verdict"] for name in ("train", "verify tp=2")] == ["PASS", "PASS"]
     figures = found["train"]["figures"]
     # Two sequences of 64 tokens a step; both are medians over steps, of other steps each.

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
-from parallel3d.sizes.balance import balance, layers_per_stage_given
+from parallel3d.schedules.placement import Placement
+from parallel3d.sizes.balance import balance, balance_chunks, layers_per_stage_given
+from parallel3d.sizes.stages import layers_of_stages
+from tests.pace import cpu_pace
 
 
 def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
@@ -102,12 +108,104 @@ def test_more_stages_than_layers_is_the_users_error() -> None:
         balance([1.0] * 4, 5)
 
 
+# --- several chunks a rank ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["loop", "v"])
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 1)])
+def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> None:
+    """The busiest rank, then evenness, then the preferences: no split is better."""
+    placement = Placement(ranks, chunks, shape)
+    middle = placement.stages - 1
+    rng = random.Random(f"{shape} {ranks} {chunks}")
+    for _ in range(30):
+        layers = placement.stages + rng.randint(0, 4)
+        cost, first, last = rng.randint(1, 3), rng.randint(0, 4), rng.randint(0, 9)
+
+        def preference(split: list[int]) -> tuple[int, ...]:
+            stages = stage_costs(split, [cost] * layers, first, last)  # noqa: B023 (in this round)
+            ranks: Counter[int] = Counter()
+            for (rank, _), of_stage in zip(placement.places, stages, strict=True):
+                ranks[rank] += of_stage
+            return (
+                max(ranks.values()),
+                sum(s * s for s in stages),
+                sum(abs(2 * i - middle) * n for i, n in enumerate(split)),
+                sum(i * n for i, n in enumerate(split)),
+            )
+
+        split = balance_chunks(cost, layers, placement, first, last)
+        assert sum(split) == layers
+        best = min(all_splits(layers, placement.stages), key=preference)
+        assert split == best, (layers, cost, first, last)
+
+
+def test_one_chunk_a_rank_is_split_as_ever() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        stages = rng.randint(1, 12)
+        layers = rng.randint(stages, 60)
+        cost = rng.choice([0.0, 0.1, 1.0, rng.uniform(0.1, 3)])
+        first, last = rng.choice([0.0, cost, rng.uniform(0, 9)]), rng.choice([0.0, 3 * cost, 7.7])
+        as_ever = balance([cost] * layers, stages, first, last)
+        assert balance_chunks(cost, layers, Placement(stages), first, last) == as_ever
+
+
+def test_the_rank_with_the_head_gets_fewer_layers() -> None:
+    # Ranks 0 and 1 have 5 each: 5 layers, and 3 with a head of two.
+    assert balance_chunks(1.0, 8, Placement(2, 2), last_extra=2.0) == [2, 2, 3, 1]
+    # As a V the head lies on rank 0, with the embedding.
+    assert balance_chunks(1.0, 8, Placement(2, 2, "v"), last_extra=2.0) == [2, 3, 2, 1]
+    assert balance_chunks(1.0, 8, Placement(2, 2, "v"), 1.0, 3.0) == [1, 3, 3, 1]
+
+
+def test_many_chunks_are_split_at_once() -> None:
+    began = time.process_time()
+    split = balance_chunks(1.3e9, 400, Placement(16, 8), 0.0, 3.7e9)
+    assert time.process_time() - began < 0.05 * cpu_pace()
+    assert len(split) == 128
+    assert sum(split) == 400
+    assert max(split) <= 4
+
+
+def pipeline(name: str, pp: int, vpp: int, layers: int, given: list[int] | None = None) -> Config:
+    schedule = ScheduleConfig(name=name, layers_per_stage=given)
+    return Config(pp=pp, vpp=vpp, model=ModelConfig(num_layers=layers), schedule=schedule)
+
+
+def test_stages_of_a_configuration_are_its_chunks_in_the_order_of_the_model() -> None:
+    for name in ("interleaved", "zbv"):
+        found = layers_of_stages(pipeline(name, 2, 2, 9))
+        assert len(found) == 4
+        assert [layer for layers in found for layer in layers] == list(range(9))
+    given = layers_of_stages(pipeline("interleaved", 2, 2, 9, [1, 2, 5, 1]))
+    assert given == [range(0, 1), range(1, 3), range(3, 8), range(8, 9)]
+
+
+@pytest.mark.parametrize("given", [None, [1, 1, 1, 1]])
+def test_more_chunks_than_layers_is_the_users_error(given: list[int] | None) -> None:
+    with pytest.raises(UserError, match=r"pp=2 × vpp=2 stages are .*num_layers=3.*pp=1 or less"):
+        layers_of_stages(pipeline("interleaved", 2, 2, 3, given))
+    with pytest.raises(UserError, match=r"pp=2 × vpp=4 stages are .*=3.*pp=1 and vpp=3 or less"):
+        layers_of_stages(pipeline("interleaved", 2, 4, 3, given))
+
+
+def test_given_split_has_an_entry_for_each_chunk() -> None:
+    with pytest.raises(UserError, match=r"2 entries, but pp=2 × vpp=2 stages .*\[2,2,2,2\]"):
+        layers_of_stages(pipeline("interleaved", 2, 2, 8, [4, 4]))
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 def test_costs_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="finite and not negative"):
         balance([1.0, bad], 1)
     with pytest.raises(ValueError, match="finite and not negative"):
         balance([1.0, 1.0], 1, last_extra=bad)
+    with pytest.raises(ValueError, match="finite and not negative"):
+        balance_chunks(1.0, 2, Placement(1), last_extra=bad)
 
 
 def test_given_split_is_taken_as_it_is() -> None:

@@ -53,8 +53,8 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* needs vpp=2, not vpp=4"),
-        ("pp=4 schedule=v_half", "needs vpp=2, not vpp=1"),
+        ("pp=4 vpp=4 schedule=zbv", "schedule=zbv .* vpp=4 must be 2"),
+        ("pp=4 vpp=1 schedule=v_half", "vpp=1 must be 2"),
         ("schedule.costs=[1,0,1]", "must be three positive numbers"),
         ("schedule.costs=[1,1]", "must be three positive numbers"),
         ("schedule.costs=[1,nan,1]", "must be three positive numbers"),
@@ -77,16 +77,6 @@ def test_bad_input_is_one_sentence(
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert re.search(sentence, err), err
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zb_h1", "interleaved_zb", "zbv", "auto", "file"])
-def test_train_refuses_what_it_does_not_run_yet(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    assert main(["train", "pp=2", f"schedule={name}"]) == 2
-    err = capsys.readouterr().err
-    assert f"schedule={name} comes with a later version" in err
-    assert "schedule=1f1b works, and schedule=gpipe" in err
 
 
 def test_no_torch_is_imported() -> None:

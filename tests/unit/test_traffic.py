@@ -15,7 +15,7 @@ from parallel3d.sizes.transfer import Transfer, group_size, wire_bytes
 from parallel3d.topology.layout import Layout
 
 
-def llama_70b(layout: Layout, sp: bool = False) -> Config:
+def llama_70b(layout: Layout, sp: bool = False, slices: bool | None = False) -> Config:
     model = ModelConfig(
         num_layers=80, hidden_size=8192, num_attention_heads=64, num_query_groups=8,
         ffn_hidden_size=28672, seq_length=4096, vocab_size=32000, norm="rmsnorm",
@@ -27,6 +27,7 @@ def llama_70b(layout: Layout, sp: bool = False) -> Config:
     )  # fmt: skip
     config.precision.name = "bf16"
     config.schedule.layers_per_stage = [80 // layout.pp] * layout.pp
+    config.schedule.slices = slices
     return config
 
 
@@ -54,10 +55,17 @@ def test_sequence_parallelism_sends_a_quarter_more_for_the_inputs_that_it_does_n
     assert total(found, "tp", LARGE) - layers == 2 * 7 / 8 * (40 * 8192 * 4)
 
 
-def test_messages_between_stages_shrink_by_tp_under_sequence_parallelism() -> None:
-    plain, split = (transfers(llama_70b(LARGE, sp=sp), LARGE, stage=1) for sp in (False, True))
-    assert [(t.nbytes, t.count) for t in plain if t.dim == "pp"] == [(4096 * 8192 * 2, 8)] * 2
-    assert [(t.nbytes, t.count) for t in split if t.dim == "pp"] == [(1024 * 8192, 8)] * 2
+def test_messages_between_stages_shrink_by_tp_under_sequence_parallelism_or_in_slices() -> None:
+    plain, split, sliced = (
+        transfers(llama_70b(LARGE, sp=sp, slices=slices), LARGE, stage=1)
+        for sp, slices in ((False, False), (True, None), (False, None))
+    )
+    whole = 4096 * 8192 * 2
+    assert [(t.nbytes, t.count) for t in plain if t.dim == "pp"] == [(whole, 8)] * 2
+    assert [(t.nbytes, t.count) for t in split if t.dim == "pp"] == [(whole // 8, 8)] * 2
+    assert [(t.nbytes, t.count) for t in sliced if t.dim == "pp"] == [(whole // 8, 8)] * 2
+    gathered = [(t.op, t.nbytes, t.count) for t in sliced if t.what == "parts of messages"]
+    assert gathered == [("all_gather", whole, 2 * 8)]
 
 
 def test_buckets_hold_every_gradient_of_the_stage_in_fp32() -> None:

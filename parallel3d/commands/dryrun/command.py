@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config, conf_dir
 from parallel3d.errors import UserError
+from parallel3d.sizes.stages import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.layout import layout_of
@@ -94,6 +95,6 @@ def _ranks(config: Config) -> list[int]:
 
 def _placement(config: Config) -> Placement:
     """Where the ranks sit on the configured cluster, which decides the two levels of dp."""
-    layout = layout_of(config)
+    layout = layout_with_loops(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     return place(config, cluster, layout, transfers(config, layout))

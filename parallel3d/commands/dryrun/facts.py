@@ -11,13 +11,32 @@ from parallel3d.commands.dryrun.memory import KINDS
 from parallel3d.commands.dryrun.roofline import Gpu
 from parallel3d.commands.dryrun.world import Dry
 from parallel3d.config.schema import Config
+from parallel3d.schedules.choose import Work, measure
+from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.sizes.flops import flops_per_token, parameter_count
+from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.topology.layout import Layout
 
 Facts = dict[str, Any]
-ROW = ("rank", "stage", "peak_bytes", "peak_in", "between_steps_bytes", "start_peak_bytes")
+ROW = (
+    "rank",
+    "stage",
+    "stages",
+    "peak_bytes",
+    "peak_in",
+    "between_steps_bytes",
+    "start_peak_bytes",
+)
 ROW += ("launches", "flops", "seconds")
-SETTINGS = ("zero", "sp", "recompute", "micro_batch_size", "global_batch_size", "num_microbatches")
+SETTINGS = (
+    "zero",
+    "vpp",
+    "sp",
+    "recompute",
+    "micro_batch_size",
+    "global_batch_size",
+    "num_microbatches",
+)
 
 
 def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> Facts:
@@ -25,7 +44,8 @@ def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> F
     worst = max(rows, key=lambda row: row.peak)
     usable = gpu.memory - 1e9 * config.dryrun.reserve_gb
     busy = max(row.counts.sum("seconds") for row in rows)
-    step = max(step_seconds(row, config) for row in rows)
+    times = stretch(config)
+    step = max(step_seconds(row, times) for row in rows)
     tokens = config.global_batch_size * config.model.seq_length
     model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
     return {
@@ -51,15 +71,26 @@ def facts_of(config: Config, layout: Layout, gpu: Gpu, rows: Sequence[Dry]) -> F
     }
 
 
-def step_seconds(row: Dry, config: Config) -> float:
-    """A step of a pipeline of stages like this rank's, with nothing to wait for but its bubble.
+def step_seconds(row: Dry, times: float) -> float:
+    """A step of a pipeline of ranks like this one, with nothing to wait for but its bubble.
 
-    The bubble is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); what a step does once, its
-    optimizer and zeroing, does not repeat in it.
+    What a step does once, its optimizer and zeroing, does not repeat in the bubble. times: see
+    `stretch`.
     """
     once = row.counts.parts.get("optimizer", Sums()).seconds
+    return once + (row.counts.sum("seconds") - once) * times
+
+
+def stretch(config: Config) -> float:
+    """How many times longer than its ranks compute a pipeline of equal ranks takes.
+
+    The bubble of 1F1B is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1), and so is GPipe's;
+    others are timed with `schedule.costs`, and messages that take no time.
+    """
     count = config.num_microbatches
-    return once + (row.counts.sum("seconds") - once) * (count + config.pp - 1) / count
+    if config.schedule.name in IN_ORDER:
+        return (count + config.pp - 1) / count
+    return 1 + measure(run_schedule(config), Work(*config.schedule.costs)).overhead
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -78,6 +109,7 @@ def _of_rank(row: Dry) -> Facts:
     return {
         "rank": row.rank,
         "stage": row.stage,
+        "stages": row.stages,
         **{f"{kind}_bytes": row.at_peak[kind] for kind in KINDS},
         "peak_bytes": row.peak,
         "peak_in": row.peak_phase,

@@ -19,7 +19,7 @@ _PARTS = (
     ("/parallel3d/tensor_parallel/head_loss.py", LOSS),
     ("/parallel3d/tensor_parallel/cross_entropy.py", LOSS),
     ("/parallel3d/tensor_parallel/embedding.py", OTHER),
-    ("/parallel3d/parameters/pieces.py", None),
+    ("/parallel3d/parameters/gradients.py", None),
     ("/parallel3d/tensor_parallel/mappings.py", None),
     ("/parallel3d/models/ends.py", OTHER),
     ("/parallel3d/models/", BLOCKS),
@@ -36,7 +36,7 @@ _KINDS = (
     ("/parallel3d/tensor_parallel/head_loss.py", "train", "activations"),  # of the hidden states
     ("/parallel3d/tensor_parallel/head_loss.py", None, "logits"),
     ("/parallel3d/tensor_parallel/cross_entropy.py", None, "logits"),
-    ("/parallel3d/parameters/pieces.py", None, "buffers"),  # products to be added
+    ("/parallel3d/parameters/gradients.py", None, "buffers"),  # products to be added
     ("/fsdp/_fully_shard/_fsdp_param.py", "to_accumulated_grad_if_needed", "gradients"),
     ("/fsdp/_fully_shard/_fsdp_param.py", None, "parameters"),  # gathered
     ("/torch/distributed/fsdp/", None, "buffers"),
@@ -51,6 +51,7 @@ _PHASES = (
     ("/parallel3d/tensor_parallel/head_loss.py", None, "head and loss"),
     ("/parallel3d/pipeline/executor.py", "_forward", "forward"),
     ("/parallel3d/pipeline/executor.py", "_backward", "backward"),
+    ("/parallel3d/pipeline/executor.py", "_weights", "weight gradients"),
     ("/parallel3d/pipeline/executor.py", "_communicate", "messages between stages"),
     ("/parallel3d/optim/optimizer.py", None, "optimizer"),
     ("/parallel3d/data_parallel/", "publish", "optimizer"),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from parallel3d.commands.dryrun.memory import KINDS
 from parallel3d.metrics.text import encodable, percent, si, three_digits
+from parallel3d.schedules.schedule import IN_ORDER
 
 Facts = dict[str, Any]
 WIDTH = 100
@@ -96,9 +97,13 @@ def _heading(facts: Facts) -> Iterator[str]:
     )
     micro, count = settings["micro_batch_size"], settings["num_microbatches"]
     sequences, length = settings["global_batch_size"], settings["seq_length"]
+    order = ""
+    if settings["schedule"] not in IN_ORDER:
+        order = f", schedule={settings['schedule']} vpp={settings['vpp']}"
     yield (
         f"{sequences} sequences of {length} a step: micro-batches of {micro}, {count} a replica; "
         f"{settings['precision']}, zero={settings['zero']}, recompute={settings['recompute']}"
+        f"{order}"
     )
     if facts["compiled"]:
         yield "compile=true is estimated: the blocks' element-wise kernels are joined between GEMMs"
@@ -147,7 +152,7 @@ def _ranks(facts: Facts, units: Units) -> Table:
     table = _table("Ranks", *names, work.name, time.name, "fits")
     for row in facts["rows"]:
         table.add_row(
-            str(row["stage"]),
+            ", ".join(map(str, row["stages"])),
             str(row["rank"]),
             memory.of(row["peak_bytes"]),
             row["peak_in"],

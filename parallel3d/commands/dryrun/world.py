@@ -22,6 +22,7 @@ from parallel3d.device import accelerator
 from parallel3d.pretend import enable
 from parallel3d.pretend.device import TYPE
 from parallel3d.pretend.machine import Machine
+from parallel3d.schedules.choose import peak_live
 from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
@@ -50,12 +51,14 @@ class Dry:
     """What one rank was seen to do.
 
     Attributes:
+        stage: index along pp; stages: those of the model that it holds.
         peak: bytes at the fullest moment of a step, which is in `peak_phase`; `at_peak` by kind.
         live: bytes between two steps, by kind. start_peak: the most while the trainer is built.
     """
 
     rank: int
     stage: int
+    stages: list[int]
     counts: Counts
     peak: int
     at_peak: dict[str, int]
@@ -128,10 +131,8 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
     kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
     watch.names = {getattr(groups, kind).handle: kind for kind in kinds}
     memory.phase = None
-    microbatches = config.num_microbatches
-    few = microbatches
-    if config.schedule.name != "gpipe":  # whose memory grows with every micro-batch
-        few = min(microbatches, config.pp + MORE)
+    microbatches, stage = config.num_microbatches, groups.coordinates.pp
+    few = _fewest(config, stage)
 
     def counted(count: int) -> Counts:
         trainer.use(run_schedule(config, count))
@@ -140,17 +141,31 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
         trainer.train_step()
         return watch.end()
 
-    counted(1)
+    counted(1 if microbatches > few else few)
     differences = (counted(1), counted(2)) if microbatches > few else None
     counts = counted(few)
     if differences is not None:
         counts = grown(counts, *differences, microbatches - few)
     machine.collect()
-    stage = groups.coordinates.pp
+    placement = trainer.schedule.placement
+    held = [placement.stage(stage, chunk) for chunk in range(placement.chunks)]
     return Dry(
-        groups.rank, stage, counts, memory.peak, memory.at_peak, memory.peak_phase,
+        groups.rank, stage, held, counts, memory.peak, memory.at_peak, memory.peak_phase,
         dict(memory.live), start_peak,
     )  # fmt: skip
+
+
+def _fewest(config: Config, index: int) -> int:
+    """As few micro-batches as fill the pipeline, and hold as much on rank `index` of it as all."""
+    count = config.num_microbatches
+    if config.schedule.name in ("gpipe", "auto", "file"):
+        return count  # memory grows with each, or the orders are those of so many
+
+    def live(microbatches: int) -> int:
+        return peak_live([run_schedule(config, microbatches).orders[index]])
+
+    most = live(count)
+    return next((few for few in range(config.pp + MORE, count) if live(few) == most), count)
 
 
 def grown(counts: Counts, one: Counts, two: Counts, times: int) -> Counts:

@@ -20,6 +20,7 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.sizes.stages import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.discover import discover, run_command
@@ -108,7 +109,7 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     dp = _data_parallel(config, cluster)
     config, more = assume_batch(config, dp, typed)
     config = check_config(config, config.tp * config.pp * config.cp * dp, own_samples=True)
-    layout = Layout(tp=config.tp, pp=config.pp, dp=dp, cp=config.cp)
+    layout = layout_with_loops(config)
     if config.topology.rank >= layout.world_size:
         raise UserError(
             f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "

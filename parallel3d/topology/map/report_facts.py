@@ -92,6 +92,8 @@ def _job(report: Report) -> dict[str, Any]:
         "num_microbatches": config.num_microbatches,
         "global_batch_size": config.global_batch_size,
         **{dim: layout.size(dim) for dim in DIMENSIONS},
+        "vpp": config.vpp,
+        "schedule": config.schedule.name,
         "ranks": layout.world_size,
         "idle_gpus": report.cluster.size - layout.world_size,
     }

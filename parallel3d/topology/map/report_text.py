@@ -82,7 +82,10 @@ def cluster_line(facts: Facts) -> str:
 def job_line(facts: Facts) -> str:
     """`tp=8 pp=4 dp=4 on 128 GPUs, default order; llama3_70b in fp32, 64 sequences a step ...`"""
     job = facts["job"]
-    sizes = " ".join(f"{d}={job[d]}" for d in ("tp", "cp", "pp", "dp") if d != "cp" or job[d] > 1)
+    shown = [d for d in ("tp", "cp", "pp", "vpp", "dp") if d not in ("cp", "vpp") or job[d] > 1]
+    sizes = " ".join(f"{d}={job[d]}" for d in shown)
+    if job["vpp"] > 1:
+        sizes += f" schedule={job['schedule']}"
     batch = (
         f"{job['global_batch_size']:,} sequences a step = {job['micro_batch_size']} × "
         f"{job['num_microbatches']} micro-batches × dp"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import LinkClass
-from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import permutations, snaked
 from parallel3d.topology.price.links import DimLinks, classify, members
 from parallel3d.topology.price.step import Paths, price_step, price_transfer
@@ -82,7 +82,7 @@ def _what_works(placement: Placement, transfers: list[Transfer] | None) -> str:
     for tp in fitting:
         if tp == layout.tp:
             continue
-        other = Layout(tp=tp, cp=layout.cp, dp=both // tp, pp=layout.pp)
+        other = replace(layout, tp=tp, dp=both // tp)
         if _has_paths(Placement.tiled(cluster, other, permutations(other)[0]), transfers):
             return f"the largest tp that works on as many GPUs is tp={tp} with dp={both // tp}"
     return f"no tp works with cp={layout.cp} pp={layout.pp} here; set cluster.spine=true or pp=1"

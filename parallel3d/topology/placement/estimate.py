@@ -189,5 +189,6 @@ def _next(
     for d in dims:  # fastest first
         now[d] = (was[d] + carry) % layout.size(d)
         carry = carry * (was[d] == layout.size(d) - 1)
-    goes = was["pp"] < layout.pp - 1 if dim == "pp" else np.ones(carry.shape, dtype=bool)
+    is_chain = dim == "pp" and not layout.wraps
+    goes = was["pp"] < layout.pp - 1 if is_chain else np.ones(carry.shape, dtype=bool)
     return now, goes

@@ -23,6 +23,7 @@ import numpy as np
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.sizes.stages import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
 from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_of
@@ -91,6 +92,7 @@ def place_processes(
         chosen = _from_file(Path(config.rank_file), processes)
     if cluster is None:
         return PlacedRanks(tuple(processes), tuple(chosen), layout, config.placement)
+    layout = layout_with_loops(config)
     cluster, slots, note = slots_of(cluster, processes)
     if config.placement in (DEFAULT, FILE):
         placement = Placement(cluster, layout, slots[chosen], config.placement)

@@ -6,7 +6,7 @@ The rules are those of `price`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -61,19 +61,34 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Flows:
-    """What ranks send at the same time, from `here` to `there`, element by element."""
+    """What ranks send at the same time, from `here` to `there`, element by element.
+
+    `weights`: how much of what is one flow's each of them sends; None: all of it.
+    """
 
     here: Wiring
     there: Wiring
+    weights: np.ndarray | None = None
+
+    @property
+    def back(self) -> Flows:
+        """The same the other way."""
+        return Flows(self.there, self.here, self.weights)
 
     @cached_property
     def kinds(self) -> np.ndarray:
         return self.here.to(self.there)
 
     @cached_property
-    def counts(self) -> dict[LinkClass, int]:
-        found = np.bincount(self.kinds, minlength=len(LinkClass))
-        return {k: int(found[k]) for k in LinkClass if found[k]}
+    def counts(self) -> dict[LinkClass, float]:
+        """How many flows use each class, by their weights."""
+        found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
+        return {k: found[k].item() for k in LinkClass if found[k]}
+
+    def per(self, numbers: Slots, chosen: np.ndarray, size: int) -> np.ndarray:
+        """(size,): how many of the `chosen` flows have each of `numbers`, by their weights."""
+        weights = None if self.weights is None else self.weights[chosen]
+        return np.bincount(numbers[chosen], weights, minlength=size)
 
     def slowest(self, fabric: Fabric) -> Link | None:
         """The wire that the slowest of these flows sees, sharing counted."""
@@ -102,16 +117,21 @@ class Port:
     nbytes: float
 
 
-def flows_of(dim: str, groups: Wiring) -> tuple[Flows, Flows | None]:
+def flows_of(dim: str, groups: Wiring, loops: int = 1) -> tuple[Flows, Flows | None]:
     """The flows of all groups' rings (or of the stages), and between domains in two levels.
 
-    `groups`: (groups, n). Of a chain of stages the way forward; backward is its mirror image.
+    `groups`: (groups, n). Of a chain of stages the way forward; backward is its mirror image. Where
+    it goes round in `loops`, the last rank sends to the first, in all rounds but one.
     """
-    if dim == "pp":
-        return Flows(groups.flat(np.s_[:, :-1]), groups.flat(np.s_[:, 1:])), None
     size = groups.domain.shape[1]
+    if dim == "pp" and (loops == 1 or size == 2):
+        return Flows(groups.flat(np.s_[:, :-1]), groups.flat(np.s_[:, 1:])), None
     following = np.roll(np.arange(size), -1)
     ring = Flows(groups.flat(np.s_[:, :]), groups.flat(np.s_[:, following]))
+    if dim == "pp":
+        weights = np.ones(groups.domain.shape)
+        weights[:, -1] = (loops - 1) / loops
+        return replace(ring, weights=weights.ravel()), None
     order = None if dim in OPEN_CHAINS else outer_order(groups)
     if order is None:
         return ring, None
@@ -136,8 +156,8 @@ class Ports:
         outside, spine = flows.kinds > LinkClass.NVLINK, flows.kinds == LinkClass.SPINE
         for end in ends:
             share = nbytes / len(ends)
-            self.nics += share * np.bincount(end.nic[outside], minlength=self.nics.size)
-            self.leaves += share * np.bincount(end.leaf[spine], minlength=self.leaves.size)
+            self.nics += share * flows.per(end.nic, outside, self.nics.size)
+            self.leaves += share * flows.per(end.leaf, spine, self.leaves.size)
 
     def busiest_nic(self) -> Port | None:
         nic, cluster = int(self.nics.argmax()), self.fabric.cluster

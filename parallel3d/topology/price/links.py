@@ -15,7 +15,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import Placement
 
 CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
-OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one
+OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, but in loops of a pipeline
 SHOWN_PAIRS = 4
 
 Numbers = npt.NDArray[np.int32]
@@ -49,17 +49,18 @@ def neighbours(layout: Layout, dim: str) -> tuple[Slots, Slots]:
     """(pairs,), (pairs,): the ranks that exchange data along `dim`, from and to.
 
     Rings for tp, cp and dp: each member with the next, the last with the first; two members are one
-    pair. Stage k with stage k + 1 for pp, first with last stage for `embedding`.
+    pair. Rank k with rank k + 1 for pp, and the last with the first where its stages go round in
+    loops; for `embedding` the first with the last.
     """
     ranks = members(layout, dim)
     first, second = ranks[:, :-1], ranks[:, 1:]
-    if _is_ring(dim, ranks.shape[1]):
+    if _is_ring(layout, dim, ranks.shape[1]):
         first, second = ranks, np.roll(ranks, -1, axis=1)
     return first.ravel(), second.ravel()
 
 
-def _is_ring(dim: str, size: int) -> bool:
-    return size > 2 and dim not in OPEN_CHAINS
+def _is_ring(layout: Layout, dim: str, size: int) -> bool:
+    return layout.wraps if dim == "pp" else size > 2 and dim not in OPEN_CHAINS
 
 
 @dataclass(frozen=True)

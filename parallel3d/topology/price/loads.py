@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.topology.cluster.parts import LinkClass, Slots
-from parallel3d.topology.price.links import Wiring, members, outer_order
+from parallel3d.topology.price.links import Wiring, members, neighbours, outer_order
 from parallel3d.topology.price.step import Flows, StepPrice, flow_bytes, flows_of
 from parallel3d.topology.tiling import Placement
 
@@ -46,19 +46,23 @@ def loads_of(placement: Placement, price: StepPrice) -> Loads:
         """`nbytes` from each of `ranks`, which are the flows' senders."""
         slots, kinds = placement.slots[ranks], flows.kinds
         inside, spine = kinds == LinkClass.NVLINK, kinds == LinkClass.SPINE
-        np.add.at(nvlink, slots[inside], nbytes)
-        np.add.at(nic, slots[~inside], nbytes)
-        np.add.at(leaf, flows.here.leaf[spine], nbytes)
+        sent = np.full(slots.size, nbytes)
+        if flows.weights is not None:
+            sent *= flows.weights
+        np.add.at(nvlink, slots[inside], sent[inside])
+        np.add.at(nic, slots[~inside], sent[~inside])
+        np.add.at(leaf, flows.here.leaf[spine], sent[spine])
 
     wiring = Wiring.of(cluster, placement.slots)
     for dim, priced in price.dims.items():
         ranks = members(placement.layout, dim)
         groups = wiring[ranks]
         flat, inside, between = flow_bytes(priced.transfers, priced.paths)
-        ring, outer = flows_of(dim, groups)
+        ring, outer = flows_of(dim, groups, placement.layout.loops)
         if dim == "pp":  # half of the bytes goes forward, half back
-            add(ring, ranks[:, :-1].ravel(), flat / 2)
-            add(Flows(ring.there, ring.here), ranks[:, 1:].ravel(), flat / 2)
+            ahead, after = neighbours(placement.layout, dim)
+            add(ring, ahead, flat / 2)
+            add(ring.back, after, flat / 2)
             continue
         add(ring, ranks.ravel(), flat)
         order = outer_order(groups) if between else None

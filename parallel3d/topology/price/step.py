@@ -14,7 +14,9 @@ bandwidth shared where flows meet:
    highest latency of any pair. A tree, for small messages, is given the same wire.
 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
    bytes, all-gather inside) the outer rings all run at once and share as in 2.
-5. For each transfer the cheapest of ring, tree and two levels counts, and is named. A ring over a
+5. The stages of a pipeline are a chain of ranks. Where they go round in loops, its last rank sends
+   to its first, in all rounds but one, at the same time as the others to their next.
+6. For each transfer the cheapest of ring, tree and two levels counts, and is named. A ring over a
    pair without a wire costs infinity.
 
 Sources: `costs` for the formulas; Wang et al. 2023 (arXiv 2307.12169) for rails and
@@ -153,8 +155,8 @@ def price_step(
 ) -> StepPrice:
     """Seconds a step per dimension, bytes per link class, busiest ports; the model is above.
 
-    `transfers` is what one rank does, the busiest of its kind; those of pp are what passes one
-    stage boundary, half of it each way. Dimensions of size one are left out. `algorithms` limits
+    `transfers` is what one rank does, the busiest of its kind; those of pp are what passes between
+    two neighbours, half of it each way. Dimensions of size one are left out. `algorithms` limits
     what a reduction may use, `("ring",)` for one that has nothing else.
     """
     fabric = fabric or Fabric(placement.cluster)
@@ -165,7 +167,8 @@ def price_step(
         ranks = members(placement.layout, dim)
         if ranks.shape[1] > 1:
             mine = [t for t in transfers if t.dim == dim]
-            dims[dim] = _price_dim(dim, ranks, wiring, mine, fabric, ports, algorithms)
+            flows = flows_of(dim, wiring[ranks], placement.layout.loops)
+            dims[dim] = _price_dim(dim, ranks, wiring, flows, mine, fabric, ports, algorithms)
     return StepPrice(dims, ports.busiest_nic(), ports.busiest_uplink())
 
 
@@ -173,12 +176,13 @@ def _price_dim(
     dim: str,
     ranks: np.ndarray,
     wiring: Wiring,
+    flows: tuple[Flows, Flows | None],
     transfers: list[Transfer],
     fabric: Fabric,
     ports: Ports,
     algorithms: tuple[str, ...],
 ) -> DimPrice:
-    ring, outer = flows_of(dim, wiring[ranks])
+    ring, outer = flows
     n = ranks.shape[1]
     paths = Paths(n, ring.slowest(fabric))
     if outer is not None:

@@ -1,0 +1,117 @@
+"""`trace=true`: when each rank of a pipeline computed what in one step, measured and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.errors import say
+from parallel3d.files.durable import replace_durably
+from parallel3d.pipeline.trace import Measured, Trace
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.render import render_svg
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
+from parallel3d.trainer import StepResult, Trainer
+
+LATER = 2  # steps of a start before the traced one: the first ones allocate, or compile
+TRACE_FILE, PICTURE = "trace.json", "timeline.svg"
+
+
+def train_traced_step(trainer: Trainer, run_dir: Path) -> StepResult:
+    """One step, of which the pipeline that rank 0 belongs to is drawn; collective.
+
+    Rank 0 writes `timeline.svg`, the measured step above the one of a clock that has its costs, on
+    one axis, and `trace.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
+    """
+    groups, executor = trainer.groups, trainer.executor
+    executor.trace = trace = Trace(trainer.device)
+    result = trainer.train_step()
+    executor.trace = None
+    spans = trace.measured()
+    by_rank: list[Any] = [spans]
+    if groups.pp.size > 1:
+        by_rank = all_gather_json(spans, groups.pp.handle, trainer.device)
+    if groups.rank == 0:
+        measured = timeline_of(by_rank)
+        clock = clock_of(measured, trainer.schedule)
+        title = f"{trainer.config.schedule.name}, step {result.step}"
+        _write(run_dir / PICTURE, pictures(measured, clock, title))
+        _write(run_dir / TRACE_FILE, json.dumps(trace_events(measured), indent=1) + "\n")
+    return result
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replace_durably(path, text.encode())
+    except OSError as error:  # the run goes on without its picture
+        say(f"{path} is not written: {error.strerror}")
+
+
+def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
+    """The spans of all ranks, from the first computation of any of them on."""
+    begin = min(start for spans in by_rank for _, start, _ in spans)
+    return Timeline(
+        tuple(
+            tuple(Span(Action.parse(word), a - begin, b - begin) for word, a, b in spans)
+            for spans in by_rank
+        )
+    )
+
+
+def clock_of(measured: Timeline, schedule: Schedule) -> Timeline:
+    """The same orders on the clock, where every stage takes what it took at the median."""
+    placement = schedule.placement
+    seconds: dict[tuple[Kind, int], list[float]] = {}
+    for rank, spans in enumerate(measured.spans):
+        for span in spans:
+            stage = placement.stage(rank, span.action.chunk)
+            seconds.setdefault((span.action.kind, stage), []).append(span.end - span.start)
+
+    def cost(kind: Kind, stage: int) -> float:
+        if (kind, stage) in seconds:
+            return max(median(seconds[kind, stage]), 1e-9)
+        return cost(Kind.B, stage) / 2  # a whole backward, which the clock knows as two halves
+
+    stages = range(placement.stages)
+    kinds = (Kind.F, Kind.I, Kind.W)
+    costs = Costs(*(tuple(cost(kind, stage) for stage in stages) for kind in kinds))
+    return time_orders(schedule.orders, placement, costs)
+
+
+def pictures(measured: Timeline, clock: Timeline, title: str) -> str:
+    """Both timelines as one SVG document, the measured one above."""
+    until = max(measured.makespan, clock.makespan)
+    above = render_svg(measured, f"{title}, measured", until=until)
+    below = render_svg(clock, "the same costs on the clock, no hops", until=until)
+    width, height = 1200, _height(above) + _height(below)
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
+        f"height='{height}'>\n{above}<g transform='translate(0 {_height(above)})'>\n{below}</g>\n"
+        "</svg>\n"
+    )
+
+
+def _height(svg: str) -> int:
+    return int(svg.partition("height='")[2].partition("'")[0])
+
+
+def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
+    """The Trace Event Format: a process a rank, complete events in microseconds."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(timeline.spans):
+        name = {"name": f"pipeline rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        events += [
+            {
+                "ph": "X", "name": str(span.action), "cat": str(span.action.kind), "pid": rank,
+                "tid": span.action.chunk, "ts": 1e6 * span.start,
+                "dur": 1e6 * (span.end - span.start),
+            }
+            for span in spans
+        ]  # fmt: skip
+    return {"traceEvents": events}

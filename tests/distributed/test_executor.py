@@ -1,0 +1,61 @@
+"""The executor on real ranks, with stages that compute nothing: every schedule keeps its promises.
+
+What it holds is counted where it is made and freed; messages go through shared memory or the
+network, small or larger than what a socket buffers.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel3d.schedules.check import check
+from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from tests.distributed.pool import Pool
+from tests.tools.sleeping_stages import Ran, run_all
+
+LARGE = (1, 1024, 16384)  # 64 MiB
+
+
+def forms(ranks: int, microbatches: int) -> list[Schedule]:
+    chunks = dict.fromkeys(V_SHAPED, 2) | dict.fromkeys(LOOPED, 3)
+    return [make(name, ranks, microbatches, chunks.get(name, 1)) for name in FORMS]
+
+
+def is_right(by_rank: list[Ran], schedule: Schedule) -> None:
+    """Every stage added 1 to what came, both ways, once for each micro-batch, and kept nothing."""
+    stages, count = schedule.placement.stages, schedule.microbatches
+    assert sum(ran.loss for ran in by_rank) == stages * count
+    for ran in by_rank:
+        assert ran.weights == [count] * schedule.placement.chunks
+        assert ran.left == 0
+        assert len(ran.spans) == len({name for name, _, _ in ran.spans})
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["mailboxes", "gloo"])
+def test_a_rank_holds_as_many_activations_as_the_checker_counts(
+    ranks: int, shared_memory: bool, pool: Pool
+) -> None:
+    schedules = forms(ranks, 2 * ranks + 1)
+    by_rank = pool.run(ranks, run_all, schedules, {"shared_memory": shared_memory})
+    for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):
+        is_right(list(ran), schedule)
+        report = check(schedule.plan(), schedule.microbatches, schedule.placement)
+        assert tuple(one.peak_live for one in ran) == report.peak_live, schedule.name
+
+
+@pytest.mark.parametrize("late", [(0.005, 0.0, 0.0), (0.0, 0.0, 0.005)], ids=["first", "last"])
+def test_a_late_stage_changes_no_result(late: tuple[float, ...], pool: Pool) -> None:
+    """A rank far ahead waits for room; nobody waits for ever, and nothing is overwritten."""
+    schedules = forms(3, 7)
+    by_rank = pool.run(3, run_all, schedules, {"late": late})
+    for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):
+        is_right(list(ran), schedule)
+
+
+def test_messages_larger_than_every_buffer_block_nobody_for_ever(pool: Pool) -> None:
+    """64 MiB each: a send ends when the other end has received it."""
+    schedules = [make("interleaved", 2, 2, 2), make("zbv", 2, 2, 2)]
+    by_rank = pool.run(2, run_all, schedules, {"shape": LARGE})
+    for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):
+        is_right(list(ran), schedule)

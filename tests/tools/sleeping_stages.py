@@ -1,0 +1,149 @@
+"""Stages that sleep instead of computing: what an executor does when is seen on any machine."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.comm.group import Group
+from parallel3d.config.schema import LaunchConfig
+from parallel3d.data.batches import MicroBatch
+from parallel3d.parameters.gradients import waiting_jobs
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.pipeline.p2p import Route
+from parallel3d.pipeline.trace import Measured, Trace
+from parallel3d.schedules.schedule import Schedule
+
+CPU = torch.device("cpu")
+
+
+class Activations:
+    """How many of them a rank holds, and the most that it held at once."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def made(self) -> Tensor:
+        """One more, until nothing holds it any longer."""
+        tensor = torch.empty(1)
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(tensor, self._gone)
+        return tensor
+
+    def _gone(self) -> None:
+        self.now -= 1
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: SleepingStage) -> Tensor:
+        time.sleep(stage.costs[0])
+        ctx.weight, ctx.costs, ctx.activation = weight, stage.costs, stage.activations.made()
+        return x + 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _, input_s, weight_s = ctx.costs
+        time.sleep(input_s)
+        activation = ctx.activation
+
+        def weight_gradient() -> None:
+            time.sleep(weight_s)
+            ctx.weight.main_grad += activation.numel()
+
+        jobs = waiting_jobs(ctx.weight)
+        if jobs is None:
+            weight_gradient()
+        else:
+            jobs.append(weight_gradient)
+        return grad + 1.0, None, None
+
+
+class SleepingStage(nn.Module):
+    """Takes `costs` seconds for F, I and W; adds 1 to what it is given, both ways."""
+
+    def __init__(
+        self, first: bool, last: bool, costs: tuple[float, float, float], held: Activations,
+        shape: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.first, self.last, self.costs, self.activations = first, last, costs, held
+        self.shape = shape
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight.main_grad = torch.zeros(1)
+
+    def forward(self, hidden: Tensor | None, *_: Any) -> Tensor:
+        x = torch.zeros(self.shape) if hidden is None else hidden
+        y = _Work.apply(x, self.weight, self)
+        return y.flatten()[0] if self.last else y
+
+
+@dataclass
+class Ran:
+    """What one rank saw of a step."""
+
+    loss: float
+    weights: list[float]
+    peak_live: int
+    left: int
+    spans: list[Measured] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(
+    schedule: Schedule,
+    costs: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    shape: tuple[int, int, int] = (1, 2, 4),
+    shared_memory: bool = True,
+    late: Sequence[float] = (),
+    steps: int = 1,
+) -> Ran:
+    """On every rank of a world that is one pipeline: the last of some steps of `schedule`.
+
+    Args:
+        costs: seconds of a whole rank's F, I and W, spread over its chunks.
+        late: by rank, how much longer its stages take for everything.
+    """
+    rank, placement = dist.get_rank(), schedule.placement
+    pp = Group("pp", tuple(range(placement.ranks)), rank, dist.group.WORLD)
+    held, last = Activations(), placement.stages - 1
+    extra = late[rank] if late else 0.0
+    each = tuple(cost / placement.chunks + extra for cost in costs)
+    numbers = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
+    stages = [SleepingStage(n == 0, n == last, each, held, shape) for n in numbers]
+    plans = schedule.plan(), schedule.forwards()
+    launch, message = LaunchConfig(shared_memory=shared_memory), torch.empty(shape)
+    boxes = Mailboxes.of_plans(plans, placement, launch, pp, message)
+    executor = Executor(stages, Route(pp, placement), shape, torch.float32, CPU, boxes)
+
+    def load(m: int) -> MicroBatch:
+        return MicroBatch(None, None, None, torch.tensor([m]))
+
+    for _ in range(steps):
+        dist.barrier()
+        executor.trace = Trace(CPU)
+        held.peak = held.now
+        for stage in stages:
+            stage.weight.main_grad.zero_()
+        start = time.perf_counter()
+        loss = executor.train_step(plans[0][rank], load, torch.ones(()), lambda: None)
+        seconds = time.perf_counter() - start
+    weights = [float(stage.weight.main_grad) for stage in stages]
+    spans = executor.trace.measured()
+    if boxes is not None:
+        boxes.memory.close()
+    return Ran(float(loss), weights, held.peak, held.now, spans, seconds)
+
+
+def run_all(schedules: Sequence[Schedule], how: dict[str, Any]) -> list[Ran]:
+    """`run` of one schedule after the other, with `how` for keywords."""
+    return [run(schedule, **how) for schedule in schedules]

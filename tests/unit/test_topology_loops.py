@@ -1,0 +1,171 @@
+"""Topology where a rank holds several stages: the chain of a pipeline closes, or turns as a V."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
+from parallel3d.errors import UserError
+from parallel3d.sizes.stages import layout_with_loops
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.cluster.parts import LinkClass
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.map.report import make_report
+from parallel3d.topology.map.report_facts import facts_of
+from parallel3d.topology.map.report_text import write_report
+from parallel3d.topology.placement.advice import refuse_unreachable
+from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.price.flows import Fabric
+from parallel3d.topology.price.links import classify, neighbours
+from parallel3d.topology.price.loads import loads_of
+from parallel3d.topology.price.step import price_step
+from parallel3d.topology.tiling import Placement, Tiling
+from tests.placements import a_cluster
+
+PIPELINES = [("1f1b", 4, 1), ("interleaved", 2, 2), ("interleaved", 2, 3), ("interleaved", 3, 2)]
+PIPELINES += [("interleaved_zb", 4, 3), ("zbv", 2, 2), ("zbv", 3, 2), ("v_half", 4, 2)]
+pipelines = pytest.mark.parametrize(("name", "pp", "vpp"), PIPELINES)
+
+
+def config_of(name: str, pp: int, vpp: int, tp: int = 1, dp: int = 1, **more: object) -> Config:
+    model = ModelConfig(num_layers=pp * vpp + 1)
+    config = Config(tp=tp, pp=pp, dp=dp, vpp=vpp, model=model, **more)
+    config.micro_batch_size, config.global_batch_size = 1, 6 * dp
+    config.schedule.name = name
+    return check_config(config, own_samples=True)
+
+
+def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> Placement:
+    layout = layout_with_loops(config)
+    return Placement.tiled(cluster, layout, Tiling.parse(text, layout))
+
+
+def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
+    """What one rank sends along pp by its own list."""
+    return sum(t.nbytes * t.count for t in transfers(config, layout, rank) if t.dim == "pp")
+
+
+@pipelines
+def test_the_price_moves_what_the_ranks_send(name: str, pp: int, vpp: int) -> None:
+    """The list for two neighbours, laid on all pairs, is the sum of the lists of all ranks."""
+    config = config_of(name, pp, vpp, dp=2)
+    layout = layout_with_loops(config)
+    placement = placed(a_cluster(2 * pp, gpus=1), config)  # each GPU has a NIC, and no NVLink
+    price = price_step(placement, [t for t in transfers(config, layout) if t.dim == "pp"])
+    sent = [pp_bytes(config, layout, rank) for rank in range(pp)]
+    assert sum(price.dims["pp"].nbytes.values()) == pytest.approx(2 * sum(sent))
+    loads = loads_of(placement, price)
+    by_rank = loads.nic[placement.slots].reshape(pp, 2)
+    assert by_rank == pytest.approx(np.array([sent, sent], dtype=float).T)
+    assert price.nic is not None
+    assert price.nic.nbytes == pytest.approx(max(sent))
+
+
+@pipelines
+def test_the_last_rank_is_a_neighbour_of_the_first_in_loops(name: str, pp: int, vpp: int) -> None:
+    layout = layout_with_loops(config_of(name, pp, vpp))
+    pairs = [{int(a), int(b)} for a, b in zip(*neighbours(layout, "pp"), strict=True)]
+    expected = [{rank, rank + 1} for rank in range(pp - 1)]
+    if "interleaved" in name and pp > 2:
+        expected.append({0, pp - 1})
+    assert pairs == expected
+
+
+def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
+    """Four nodes in two units: ranks 1 and 2, and in loops 3 and 0, have the spine between them."""
+    cluster = a_cluster(4, gpus=1, unit_nodes=2, oversubscription=4.0)
+    chain, loops = (config_of(n, 4, v) for n, v in (("1f1b", 1), ("interleaved", 2)))
+    seconds, kinds = [], []
+    for config in (chain, loops):
+        placement = placed(cluster, config)
+        sent = [t for t in transfers(config, placement.layout) if t.dim == "pp"]
+        found = price_step(placement, sent).dims["pp"]
+        (message,) = {t.nbytes for t in sent}
+        seconds.append(found.seconds)
+        kinds.append(
+            {k: n / message / config.num_microbatches / 2 for k, n in found.nbytes.items()}
+        )
+        assert classify(placement)["pp"].pairs == (
+            {LinkClass.RAIL: 2, LinkClass.SPINE: 1 + (config is loops)}
+        )
+    assert kinds[0] == {LinkClass.RAIL: 2, LinkClass.SPINE: 1}
+    # Two rounds: each neighbour has twice as much, and the way back is taken once.
+    assert kinds[1] == {LinkClass.RAIL: 4, LinkClass.SPINE: 3}
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+def test_a_way_back_without_a_wire_is_refused() -> None:
+    """Three nodes of two GPUs and no spine: what NVLink and a rail join is no ring."""
+    cluster = a_cluster(3, gpus=2, unit_nodes=3, oversubscription=None)
+    config = config_of("interleaved", 3, 2, dp=1)
+    layout = layout_with_loops(config)
+    # Ranks 0 and 1 in one NVLink domain, 1 and 2 on rail 1; 2 and 0 share neither.
+    placement = Placement(cluster, layout, np.array([0, 1, 3]), "by hand")
+    sent = transfers(config, layout)
+    with pytest.raises(UserError, match=r"pp=3 with tp=1: .*rank 2 .*rank 0 .*no path"):
+        refuse_unreachable(placement, classify(placement), sent)
+    as_v = config_of("zbv", 3, 2)
+    layout = layout_with_loops(as_v)
+    placement = Placement(cluster, layout, placement.slots, "by hand")
+    refuse_unreachable(placement, classify(placement), transfers(as_v, layout))
+
+
+@pytest.mark.parametrize("text", ["tp-pp-dp", "tp-dp-pp", "pp2-tp-dp-pp2"])
+@pytest.mark.parametrize("name", ["interleaved", "zbv"])
+def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
+    config = config_of(name, 4, 2, tp=2, dp=4)
+    cluster = a_cluster(16, gpus=2, unit_nodes=4, oversubscription=2.0)
+    placement = placed(cluster, config, text)
+    layout, sent = placement.layout, transfers(config, placement.layout)
+    sample = Sample(layout, np.arange(cluster.size), 2, 8, Fabric(cluster))
+    whole = price_step(placement, sent).seconds
+    assert sample.seconds(Tiling.parse(text, layout), sent, {}) == pytest.approx(whole)
+
+
+def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
+    """Two nodes and one: 0 and 1 share the uplinks that 1 takes to 2, which has one to get back."""
+    config = config_of("interleaved", 3, 2)
+    cluster = a_cluster(3, gpus=1, unit_nodes=2, oversubscription=4.0)
+    placement = placed(cluster, config)
+    layout = placement.layout
+    sent = [t for t in transfers(config, layout) if t.dim == "pp"]
+    sample = Sample(layout, np.arange(3), 1, 2, Fabric(cluster))
+    text = Tiling.parse("tp-cp-dp-pp", layout)
+    assert sample.seconds(text, sent, {}) == pytest.approx(price_step(placement, sent).seconds)
+
+
+def report_text(name: str, vpp: int) -> tuple[dict, str]:
+    values = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
+    cluster = ClusterConfig(**values | {"nodes": 4})
+    config = Config(cluster=cluster, topology=TopologyConfig(), tp=8, pp=4, vpp=vpp)
+    config.schedule.name = name
+    report = make_report(config, ("tp=8",), {})
+    out = io.StringIO()
+    facts = facts_of(report, "test")
+    write_report(report, facts, out, 100)
+    return facts, out.getvalue()
+
+
+def test_the_report_says_what_a_pipeline_of_chunks_moves() -> None:
+    once, _ = report_text("1f1b", 1)
+    for name, boundaries in (("interleaved", 3 * 2 + 1), ("zbv", 2 * 3)):
+        facts, text = report_text(name, 2)
+        assert f"tp=8 pp=4 vpp=2 dp=1 schedule={name}; " in text
+        groups = {group["dim"]: group for group in facts["groups"]}
+        before = {group["dim"]: group for group in once["groups"]}
+        moved, was = (sum(x["pp"]["bytes"].values()) for x in (groups, before))
+        assert moved == pytest.approx(was * boundaries / 3)
+        pairs = groups["pp"]["pairs"]
+        assert sum(pairs.values()) == 8 * (4 if name == "interleaved" else 3)
+        assert facts["job"]["vpp"] == 2
+
+
+def test_a_layout_goes_round_at_least_once() -> None:
+    with pytest.raises(ValueError, match="loops=0"):
+        Layout(pp=2, loops=0)
+    assert not Layout(pp=2, loops=2).wraps

@@ -1,0 +1,39 @@
+"""A measured step is laid out by rank, beside the clock that has its costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel3d.commands.trace import clock_of, pictures, timeline_of, trace_events
+from parallel3d.schedules.schedule import make
+from parallel3d.schedules.simulate import Costs, time_orders
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zbv", 2)])
+def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
+    made = make(name, 3, 5, chunks)
+    stages = made.placement.stages
+    costs = Costs(*(tuple(c + 0.1 * s for s in range(stages)) for c in (1.0, 1.2, 1.2)))
+    exact = time_orders(made.orders, made.placement, costs)
+    late = 7.0  # what a rank's clock says when the first of them begins
+    spans = [[(str(s.action), s.start + late, s.end + late) for s in row] for row in exact.spans]
+    measured = timeline_of(spans)
+    again = clock_of(measured, made)
+    for of_one in (measured, again):
+        assert of_one.makespan == pytest.approx(exact.makespan)
+        assert of_one.bubble == pytest.approx(exact.bubble)
+    events = trace_events(measured)["traceEvents"]
+    assert sum(event.get("dur", 0.0) for event in events) == pytest.approx(
+        1e6 * sum(s.end - s.start for row in exact.spans for s in row)
+    )
+    assert {event["pid"] for event in events} == {0, 1, 2}
+
+
+def test_both_timelines_share_one_axis() -> None:
+    made = make("1f1b", 2, 3)
+    exact = time_orders(made.orders, made.placement, Costs.even(made.placement))
+    slow = timeline_of([[(str(s.action), 2 * s.start, 2 * s.end) for s in r] for r in exact.spans])
+    picture = pictures(slow, exact, "1f1b")
+    assert picture.count(f">{slow.makespan:.4g} s<") == 2, (
+        "both axes end where the longer step does"
+    )
