@@ -26,7 +26,7 @@ from typing import Any
 
 from parallel3d.schedules.actions import Kind, Orders, action
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Choice, Work, choose, fixed_forms, measure
+from parallel3d.schedules.choose import Choice, Work, choose, measure, measured_forms
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 
@@ -80,7 +80,7 @@ def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[fl
         work = Work(*costs, hop)
         rows = [("PyTorch", measure(one, work)) for one in all_of_theirs(ranks, count, chunks)]
         best = min(row.overhead for _, row in rows)
-        forms = [measure(form, work) for form in fixed_forms(ranks, count, chunks)]
+        forms = measured_forms(ranks, count, chunks, work)
         ours = [("parallel3d", row) for row in forms]
         for memory in (1.0, 1.25, 1.5):
             chosen = choose(ranks, count, chunks, work, memory, forms)

@@ -149,9 +149,10 @@ def _template(before: bool | None, after: bool | None) -> _Template:
 
 
 # Where deeds of a micro-batch are noted, the bits to look at, how these must be, those to set.
-_Computes: TypeAlias = dict[int, tuple[dict[int, int], int, int, int, int]]
+_Computes: TypeAlias = list[tuple[list[int], int, int, int, int]]
+_NEVER = (0, 1, 0)
 _Flow: TypeAlias = list[int]
-_Messages: TypeAlias = dict[int, tuple[dict[int, int], int, int, int, _Flow, _Flow, int]]
+_Messages: TypeAlias = list[tuple[list[int], int, int, int, _Flow, _Flow, int]]
 
 
 class _Proof:
@@ -169,7 +170,7 @@ class _Proof:
         self.sent: dict[tuple[int, int], _Flow] = {}
         self.received: dict[tuple[int, int], _Flow] = {}
         self.peaks = [0] * placement.ranks
-        self.owed: list[tuple[dict[int, int], int]] = []  # notes, and how each must be at the end
+        self.owed: list[tuple[list[int], int]] = []  # notes, and how each must be at the end
 
     def holds(self) -> bool:
         """Whether all ranks come to their ends with everything done, in one order of messages."""
@@ -179,10 +180,10 @@ class _Proof:
         try:
             if not run_all(runs):
                 return False
-        except (KeyError, _UnsoundError):  # a row or a micro-batch that is not this rank's
+        except (IndexError, _UnsoundError):  # a row or a micro-batch that is not this rank's
             return False
         return self.sent == self.received and all(
-            list(notes.values()).count(owed) == self.microbatches for notes, owed in self.owed
+            notes.count(owed) == self.microbatches for notes, owed in self.owed
         )
 
     def _run(
@@ -190,7 +191,6 @@ class _Proof:
         rank: int,
         computes: _Computes,
         messages: _Messages,
-        flows: Sequence[tuple[_Flow, _Flow]],
     ) -> Iterator[int]:
         live = peak = groups = 0
         for step in self.plan[rank]:
@@ -205,7 +205,7 @@ class _Proof:
                 if live > peak:
                     peak = live
                 continue
-            is_met = True
+            waits: list[tuple[_Flow, _Flow]] | None = None
             for message in step:
                 notes, care, need, bits, mine, other, first = messages[message.row]
                 m = message.microbatch
@@ -215,23 +215,24 @@ class _Proof:
                 notes[m] = done | bits
                 mine.append(first + m)
                 if len(other) < len(mine):
-                    is_met = False
+                    if waits is None:
+                        waits = []
+                    waits.append((mine, other))
             groups += 1
-            if is_met:
-                continue
-            for mine, other in flows:
-                while len(other) < len(mine):
-                    yield groups
+            if waits is not None:
+                for mine, other in waits:
+                    while len(other) < len(mine):
+                        yield groups
         self.peaks[rank] = peak
 
-    def _rules(self, rank: int) -> tuple[_Computes, _Messages, list[tuple[_Flow, _Flow]]]:
+    def _rules(self, rank: int) -> tuple[_Computes, _Messages]:
         """By row: rules of computations, with the activations that they take; rules of messages,
-        with their flow and its number for micro-batch 0. And the flows with their other ends."""
+        with both ends of their flow and their number for micro-batch 0."""
         placement, count = self.placement, self.microbatches
-        computes: _Computes = {}
-        messages: _Messages = {}
-        flows: dict[int, tuple[_Flow, _Flow]] = {}
-        notes: dict[int, int] = {}
+        notes: list[int] = []
+        rows = row_of(Kind.F, placement.chunks)
+        computes: _Computes = [([0] * count, *_NEVER, 0)] * rows
+        messages: _Messages = [([0] * count, *_NEVER, [], [], 0)] * rows
         shift = all_done = 0
         for chunk, (stage, before, after) in enumerate(placement.around(rank)):
             turned = None if before is None else before[0] == rank
@@ -239,7 +240,7 @@ class _Proof:
             if turned:
                 shift += _WIDTH  # neighbours on one rank share their notes
             else:
-                notes, shift, all_done = dict.fromkeys(range(count), 0), 0, 0
+                notes, shift, all_done = [0] * count, 0, 0
             template = _template(turned, turns)
             first_row = row_of(Kind.F, chunk)
             for row, need, bits, held in template.computes:
@@ -257,8 +258,7 @@ class _Proof:
                 boundary = 2 * (stage + is_next) + (is_send == is_next)
                 first = boundary * count
                 messages[first_row + row] = notes, need | bits, need, bits, mine, other, first
-                flows[id(mine)] = mine, other
             all_done |= template.all << shift
             if not turns:
                 self.owed.append((notes, all_done))
-        return computes, messages, list(flows.values())
+        return computes, messages

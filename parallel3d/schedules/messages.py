@@ -146,9 +146,10 @@ def _merged(
     after the rank's last action nobody would need."""
     never = float("inf")
     (low_times, low), (high_times, high) = [*came, ([], []), ([], [])][:2]
-    lows, highs = iter([*low_times, never]), iter([*high_times, never])
     next_low, next_high = iter(low).__next__, iter(high).__next__
-    low_time, high_time = next(lows), next(highs)
+    next_low_time = iter([*low_times, never]).__next__
+    next_high_time = iter([*high_times, never]).__next__
+    low_time, high_time = next_low_time(), next_high_time()
     steps: list[Step] = []
     add = steps.append
     group: CommGroup = ()
@@ -156,10 +157,10 @@ def _merged(
         while low_time <= start or high_time <= start:
             if low_time <= high_time:
                 group += (next_low(),)
-                low_time = next(lows)
+                low_time = next_low_time()
             else:
                 group += (next_high(),)
-                high_time = next(highs)
+                high_time = next_high_time()
         if group:
             add(group)
         add(step)

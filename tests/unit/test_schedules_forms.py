@@ -11,7 +11,7 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Work, choose, fixed_forms, measure
+from parallel3d.schedules.choose import Work, choose, fixed_forms, measure, measured_forms
 from parallel3d.schedules.flight import peak_in_flight
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.placement import Placement
@@ -237,3 +237,27 @@ def test_memory_below_one_microbatch_is_the_users_error() -> None:
 def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make(name, 4, 8, chunks)
+
+
+def test_stages_that_weigh_unequally_by_hand() -> None:
+    """Two ranks, the second with a third of the layers and a head that costs a forward and a half
+    of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
+    work = Work(weights=lambda placement: [(1.5, 0.0), (0.5, 1.5)])
+    placement = Placement(2)
+    costs = work.costs(placement)
+    assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
+    found = measure(make("gpipe", 2, 2), work)
+    # F0 to 1.5 and F1 to 3, there to 3.5 and 5.5, back B0 to 6.5 and B1 to 7.5; 9.5 and 12.5.
+    assert found.seconds == 12.5
+    assert found.overhead == pytest.approx(12.5 / 9 - 1)
+    assert found.bubble == pytest.approx(1 - (9 + 6) / 25)
+
+
+def test_placements_without_costs_are_left_out() -> None:
+    work = Work(weights=lambda p: [(1.0, 0.0)] * p.stages if p.chunks == 1 else None)
+    names = {choice.schedule.name for choice in measured_forms(4, 8, 4, work)}
+    assert names == {"gpipe", "1f1b", "zb_h1"}
+    best = choose(4, 8, 4, work)
+    assert best.schedule.placement.chunks == 1
+    with pytest.raises(ValueError, match="no costs are known"):
+        work.costs(Placement(4, 2))
