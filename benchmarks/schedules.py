@@ -4,7 +4,8 @@ work.
     python benchmarks/schedules.py                          # p=8 m=32, hops 0, 0.1 and 0.2
     python benchmarks/schedules.py --pp 16 --microbatches 64 --vpp 4
     python benchmarks/schedules.py --faults 10000           # plant faults, and count the rejected
-    python benchmarks/schedules.py --grid                   # the checker; --every: at all sizes
+    python benchmarks/schedules.py --grid                   # make and check plans of many sizes
+    python benchmarks/schedules.py --grid --every           # of all sizes
 
 PyTorch's orders are those that its schedule classes compute (torch.distributed.pipelining), without
 stages or a process group; both are timed by parallel3d's clock, which knows compute, dependencies
@@ -15,6 +16,9 @@ live activations of any rank over that of 1F1B.
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -22,7 +26,7 @@ from typing import Any
 
 from parallel3d.schedules.actions import Kind, Orders, action
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Choice, Work, choose, fixed_forms, measure
+from parallel3d.schedules.choose import Choice, Work, choose, measure, measured_forms
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 
@@ -76,7 +80,7 @@ def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[fl
         work = Work(*costs, hop)
         rows = [("PyTorch", measure(one, work)) for one in all_of_theirs(ranks, count, chunks)]
         best = min(row.overhead for _, row in rows)
-        forms = [measure(form, work) for form in fixed_forms(ranks, count, chunks)]
+        forms = measured_forms(ranks, count, chunks, work)
         ours = [("parallel3d", row) for row in forms]
         for memory in (1.0, 1.25, 1.5):
             chosen = choose(ranks, count, chunks, work, memory, forms)
@@ -124,28 +128,45 @@ def faults(number: int, seed: int) -> None:
     )
 
 
-def grid(every: bool) -> None:
-    """The checker over pp 1 to 16, m 1 to 64 and 1 to 8 chunks; without `every` over the ends and
-    the borders of what differs."""
-    plans = actions = 0
-    seconds = 0.0
-    for ranks in range(1, 17) if every else (1, 2, 3, 4, 5, 8, 16):
+def grid(every: bool, processes: int) -> None:
+    """Plans made and checked at pp 1 to 16, m 1 to 64 and 1 to 8 chunks; without `every` at the
+    ends and the borders of what differs."""
+    sizes = []
+    for ranks in range(16, 0, -1) if every else (16, 8, 5, 4, 3, 2, 1):  # the long ones first
         near = {1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, 3 * ranks - 1, 64}
-        for count in range(1, 65) if every else sorted(n for n in near if 1 <= n <= 64):
-            for name in FORMS:
-                for chunks in _chunks(name, 8) if every else (*_chunks(name, 8)[:3], 8):
-                    if chunks not in _chunks(name, 8):
-                        continue
-                    one = make(name, ranks, count, chunks)
-                    plan = one.plan()
-                    start = time.process_time()
-                    check(plan, count, one.placement)
-                    seconds += time.process_time() - start
-                    plans += 1
-                    actions += sum(map(len, one.orders))
+        counts = range(64, 0, -1) if every else sorted(n for n in near if 1 <= n <= 64)
+        sizes += [(ranks, count, every) for count in counts]
+    start = time.perf_counter()
+    with multiprocessing.Pool(processes) as pool:
+        done = list(pool.imap_unordered(_all_at, sizes))
+    wall = time.perf_counter() - start
+    plans, actions, making, checking = map(sum, zip(*done, strict=True))
     print(
-        f"{plans} plans of {actions:,} computations sound; the checker took {seconds:.1f} s of CPU"
+        f"{plans} plans of {actions:,} computations sound in {wall:.1f} s on {processes} processes;"
+        f" of CPU {making:.1f} s to make them, {checking:.1f} s to check them"
     )
+
+
+def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
+    """(plans, computations, seconds of CPU to make them, and to check them)."""
+    gc.disable()  # no plan holds a cycle, and the collector would visit each a dozen times
+    ranks, count, every = size
+    plans = actions = 0
+    making = checking = 0.0
+    for name in FORMS:
+        for chunks in _chunks(name, 8):
+            if not every and chunks not in (1, 2, 3, 8):
+                continue
+            begin = time.process_time()
+            one = make(name, ranks, count, chunks)
+            plan = one.plan()
+            made = time.process_time()
+            check(plan, count, one.placement)
+            making += made - begin
+            checking += time.process_time() - made
+            plans += 1
+            actions += sum(map(len, one.orders))
+    return plans, actions, making, checking
 
 
 def _chunks(name: str, most: int) -> list[int]:
@@ -165,11 +186,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--every", action="store_true")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     if args.faults:
         faults(args.faults, args.seed)
     if args.grid or args.every:
-        grid(args.every)
+        grid(args.every, args.processes)
     if not (args.faults or args.grid or args.every):
         table(args.pp, args.microbatches, args.vpp, args.costs, args.hops)
 

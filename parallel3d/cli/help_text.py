@@ -55,7 +55,8 @@ DRYRUN_KEYS = (
 )
 SCHEDULE_KEYS = (
     *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs", "schedule.hop"),
-    *("schedule.memory", "schedule.file", "schedule.svg", "schedule.csv", "schedule.json"),
+    *("schedule.of_model", "schedule.memory", "schedule.file"),
+    *("schedule.svg", "schedule.csv", "schedule.json"),
 )
 MOST_USED = (
     *("tp", "pp", "dp", "sp", "micro_batch_size", "global_batch_size"),

@@ -5,11 +5,13 @@ Nothing here imports torch, and no model is needed: a schedule is a list of acti
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,28 @@ from parallel3d.schedules.check import Report, check
 from parallel3d.schedules.choose import (
     LARGEST,
     Choice,
+    Weights,
     Work,
     choose,
-    fixed_forms,
     measure,
+    measured_forms,
     wanted,
 )
 from parallel3d.schedules.flight import peak_in_flight
+from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.render import render_svg, render_text
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
 from parallel3d.schedules.table import write_table
+from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
+from parallel3d.sizes.stages import head_cost, layer_cost
 from parallel3d.topology.map.output import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE
 # What the table shows beside 1F1B's memory where the user gives no cap.
 MORE_MEMORY = (1.25, 1.5)
+HEAD_PRODUCTS = 3  # logits, and the gradients of hidden states and table
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,9 @@ def find(config: Config) -> Shown:
         )
     name = config.schedule.name
     given = _given(config, count) if name != "auto" else None
-    forms = [measure(form, work) for form in fixed_forms(ranks, count, chunks)]
+    if given is not None:
+        _check_fits(config, work, given)
+    forms = measured_forms(ranks, count, chunks, work)
     cap = config.schedule.memory
     best = choose(ranks, count, chunks, work, 1.0 if cap is None else cap, forms)
     rows = [*forms, best]
@@ -131,7 +140,43 @@ def microbatches(config: Config) -> int:
 
 def _work(config: Config) -> Work:
     check_work(config)
-    return Work(*config.schedule.costs, config.schedule.hop)
+    keys = config.schedule
+    return Work(*keys.costs, keys.hop, _weights_of(config) if keys.of_model else None)
+
+
+def _weights_of(config: Config) -> Callable[[Placement], Weights | None]:
+    """What the stages of the configured model weigh, in layers of an average rank.
+
+    The head makes its gradients with its loss, in the forward (`tensor_parallel/head_loss.py`):
+    three products of its size. A look-up in the embedding takes next to no time.
+    """
+    model, given = config.model, config.schedule.layers_per_stage
+    layer, head = layer_cost(model), head_cost(model)
+    of_rank = model.num_layers / config.pp
+
+    def weights(placement: Placement) -> Weights | None:
+        if placement.stages > model.num_layers:
+            return None
+        if given is not None and len(given) == placement.stages:
+            sizes = placement.ranks, placement.chunks
+            counts = layers_per_stage_given(given, model.num_layers, *sizes)
+        else:
+            counts = balance_chunks(layer, model.num_layers, placement, last_extra=head)
+        extras = [0.0] * (placement.stages - 1) + [HEAD_PRODUCTS * head / layer]
+        return [(n / of_rank, more / of_rank) for n, more in zip(counts, extras, strict=True)]
+
+    return functools.cache(weights)
+
+
+def _check_fits(config: Config, work: Work, made: Schedule) -> None:
+    """Every stage of the schedule asked for has a layer of the model; raises UserError."""
+    layers, stages = config.model.num_layers, made.placement.stages
+    if not work.fits(made.placement):
+        raise UserError(
+            f"schedule.of_model=true: {stages} stages must be at most model.num_layers={layers}, "
+            "as no stage may be empty; the nearest is schedule.of_model=false, or "
+            f"model.num_layers={stages}."
+        )
 
 
 def _given(config: Config, count: int) -> Schedule:
@@ -173,7 +218,8 @@ def heading(config: Config, found: Shown) -> str:
     name = keys.name if made.name == keys.name else f"{keys.name}: {made.name}"
     return (
         f"{name}, {placed.ranks} ranks{chunks}, {made.microbatches} micro-batches, "
-        f"F:I:W = {':'.join(f'{c:g}' for c in keys.costs)}, hop {keys.hop:g}"
+        f"F:I:W = {':'.join(f'{c:g}' for c in keys.costs)}"
+        f"{' and the head' if keys.of_model else ''}, hop {keys.hop:g}"
     )
 
 
@@ -208,6 +254,7 @@ def facts(config: Config, found: Shown) -> dict[str, Any]:
         "num_microbatches": found.choice.schedule.microbatches,
         "costs": list(keys.costs),
         "hop": keys.hop,
+        "of_model": keys.of_model,
         "schedules": [
             {
                 "name": "auto" if row.why else row.schedule.name,

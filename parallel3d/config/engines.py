@@ -196,6 +196,11 @@ class ScheduleConfig:
     hop: float = key(
         0.0, "for auto and parallel3d schedule: time of a message, in the unit of costs", minimum=0
     )
+    of_model: bool = key(
+        False,
+        "parallel3d schedule: stages cost what those of `model` do, layers as they are split and "
+        "the head with its loss; an average rank's layers then take schedule.costs",
+    )
     memory: float | None = key(
         None,
         "activations that auto may hold, of 1F1B's peak; null: 1, and the table of parallel3d "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -52,6 +52,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
+_NUMBER = {kind: number for number, kind in enumerate(Kind)}
 _ACTION = re.compile(r"(F|B|I|W|SF|RF|SB|RB)(\d+)(?:\.(\d+))?", re.ASCII)
 
 
@@ -62,11 +63,21 @@ class Action:
     `chunk` is the model chunk of this rank, from 0 in the order of the forward. A message bears the
     chunk of the rank whose action it is: what rank 3 sends from its chunk 0 as SF5, rank 0 may
     receive for its chunk 1 as RF5.1.
+
+    `row` is a number for kind and chunk together: tables by it need no hash of words.
+
+    Raises ValueError for a number below 0.
     """
 
     kind: Kind
     microbatch: int
     chunk: int = 0
+    row: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.microbatch < 0 or self.chunk < 0:
+            raise ValueError(f"micro-batches and chunks count from 0, unlike those of {self}")
+        object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:
         """Compact form: "F0", "SB12"; chunks other than the first are written "F3.1"."""
@@ -84,10 +95,27 @@ class Action:
         return cls(Kind(kind), int(microbatch), int(chunk or 0))
 
 
+def row_of(kind: Kind, chunk: int) -> int:
+    """`Action.row` of this kind and chunk."""
+    return chunk * len(Kind) + _NUMBER[kind]
+
+
 @functools.lru_cache(maxsize=1 << 18)
 def action(kind: Kind, microbatch: int, chunk: int = 0) -> Action:
     """The same action for the same words: plans of thousands are made of few objects."""
     return Action(kind, microbatch, chunk)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def line(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
+    """One kind of action of one chunk, for the micro-batches 0 to `count` - 1."""
+    return tuple(action(kind, m, chunk) for m in range(count))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...], ...]:
+    """The messages of `line`, each a group of its own."""
+    return tuple((message,) for message in line(kind, chunk, count))
 
 
 # orders[rank] lists what that rank computes, in order: all that tells one schedule from another.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TypeAlias
 
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Kind, Orders
@@ -36,17 +37,41 @@ class Choice:
     why: str = ""
 
 
+# By stage: its part of a rank's layers, and how many times their forward it computes besides.
+Weights: TypeAlias = Sequence[tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes per micro-batch: seconds of all its layers, spread over its chunks."""
+    """What a rank computes per micro-batch: seconds of all its layers.
+
+    They are spread evenly over its chunks, or as `weights` says of a placement; None says that no
+    stages can be laid out like that.
+    """
 
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
     hop: float = 0.0
+    weights: Callable[[Placement], Weights | None] | None = None
+
+    def fits(self, placement: Placement) -> bool:
+        """Whether there are costs for it."""
+        return self.weights is None or self.weights(placement) is not None
 
     def costs(self, placement: Placement) -> Costs:
-        return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
+        """Seconds by stage; `placement` must fit."""
+        if self.weights is None:
+            return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
+        weights = self.weights(placement)
+        if weights is None:
+            raise ValueError(f"no costs are known for {placement}")
+        return Costs(
+            tuple((part + more) * self.forward for part, more in weights),
+            tuple(part * self.input for part, _ in weights),
+            tuple(part * self.weight for part, _ in weights),
+            self.hop,
+        )
 
 
 def wanted(
@@ -104,14 +129,28 @@ def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Sc
 def measure(schedule: Schedule, work: Work) -> Choice:
     """Time a schedule and count its activations. Raises ScheduleError for what can never run."""
     costs = work.costs(schedule.placement)
-    _, ends = clock(schedule.orders, schedule.placement, costs)
+    placement, count = schedule.placement, schedule.microbatches
+    _, ends = clock(schedule.orders, placement, costs)
     seconds = max(end[-1] for end in ends)
-    busy = (work.forward + work.input + work.weight) * schedule.microbatches
-    ranks, chunks = schedule.placement.ranks, schedule.placement.chunks
-    most = min(ranks, schedule.microbatches) * chunks
+    busy = [0.0] * placement.ranks
+    for (rank, _), *stage in zip(
+        placement.places, costs.forward, costs.input, costs.weight, strict=True
+    ):
+        busy[rank] += sum(stage) * count
+    most = min(placement.ranks, count) * placement.chunks
     return Choice(
-        schedule, seconds, seconds / busy - 1, 1 - busy / seconds, peak_live(schedule.orders) / most
+        schedule,
+        seconds,
+        seconds / max(busy) - 1,
+        1 - sum(busy) / (seconds * placement.ranks),
+        peak_live(schedule.orders) / most,
     )
+
+
+def measured_forms(ranks: int, microbatches: int, chunks: int, work: Work) -> list[Choice]:
+    """All fixed forms that there are costs for, timed."""
+    forms = fixed_forms(ranks, microbatches, chunks)
+    return [measure(form, work) for form in forms if work.fits(form.placement)]
 
 
 def peak_live(orders: Orders) -> int:
@@ -164,7 +203,7 @@ def choose(
             f"schedule.memory={_rounded_up(1 / min(ranks, microbatches)):g}."
         )
     if forms is None:
-        forms = [measure(form, work) for form in fixed_forms(ranks, microbatches, chunks)]
+        forms = measured_forms(ranks, microbatches, chunks, work)
     fitting = [form for form in forms if form.peak_live <= memory + SAME]
     fitting.sort(key=_merit)
     found = [measure(s, work) for s in _lists(ranks, microbatches, chunks, work, memory)]
@@ -220,6 +259,8 @@ def _lists(
             return
         left -= actions
         placement = Placement(ranks, count)
+        if not work.fits(placement):
+            continue
         most = int(memory * min(ranks, microbatches) * count + SAME)
         caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
         base = interleaved_zero_bubble(ranks, count, microbatches, group)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import NamedTuple
 
-from parallel3d.schedules.actions import Action, CommGroup, Kind, Plan, Step, action
+from parallel3d.schedules.actions import (
+    Action,
+    CommGroup,
+    Kind,
+    Plan,
+    Step,
+    groups_of_one,
+    line,
+    row_of,
+)
 from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.simulate import Costs, Timeline, time_orders
+from parallel3d.schedules.simulate import Costs, clock
+
+# The computations that make a message and read it, whether it goes forward, its names.
+_FLOWS = (
+    ((Kind.F,), True, Kind.SEND_F, Kind.RECV_F),
+    ((Kind.B, Kind.I), False, Kind.SEND_B, Kind.RECV_B),
+)
 
 
 def add_communication(
@@ -26,33 +40,19 @@ def add_communication(
     receive stands before what needs it: right for orders that need messages in the order in which
     they are made. Any others, chunks above all, could so block for ever. With a `placement` a
     receive stands where the message comes when every action takes a unit of time
-    (`_receives_as_sent`): whatever can run at all then runs with its messages too.
+    (`_as_sent`): whatever can run at all then runs with its messages too.
 
     Raises ScheduleError for orders that wait for each other, a `placement` given; without one the
     checker finds that.
     """
+    count = 1 + max((max([s.microbatch for s in order], default=0) for order in compute), default=0)
     if placement is None:
-        placement = Placement(len(compute))
-        receives = [
-            [_received(step, rank, placement) for step in (*steps, None)]
-            for rank, steps in enumerate(compute)
+        placement = Placement(len(compute) or 1)
+        return [
+            _before_readers(order, _links(rank, placement, count))
+            for rank, order in enumerate(compute)
         ]
-    else:
-        timeline = time_orders(compute, placement, Costs.even(placement))
-        receives = _receives_as_sent(timeline, placement)
-    plan: Plan = []
-    for rank, actions in enumerate(compute):
-        steps: list[Step] = []
-        for (before, after), received in zip(
-            pairwise([None, *actions, None]), receives[rank], strict=True
-        ):
-            group = (*_sent(before, rank, placement), *received)
-            if group:
-                steps.append(group)
-            if after is not None:
-                steps.append(after)
-        plan.append(steps)
-    return plan
+    return _as_sent(compute, placement, count)
 
 
 def peer_of(message: Action, rank: int, placement: Placement) -> int:
@@ -64,30 +64,48 @@ def peer_of(message: Action, rank: int, placement: Placement) -> int:
     return place[0]
 
 
-def _sent(done: Action | None, rank: int, placement: Placement) -> CommGroup:
-    """The message that `rank` owes another rank after `done` (none, or a group of one)."""
-    if done is None or done.kind == Kind.W:
-        return ()
-    is_forward = done.kind == Kind.F
-    reader = placement.neighbour(rank, done.chunk, 1 if is_forward else -1)
-    if reader is None or reader[0] == rank:
-        return ()
-    return (action(Kind.SEND_F if is_forward else Kind.SEND_B, done.microbatch, done.chunk),)
+class _Links(NamedTuple):
+    """What one rank sends and receives around its computations, by their `row`, micro-batches in
+    order; a row that stands nowhere has no message. `targets` are who receives, and as what."""
+
+    sent: dict[int, tuple[CommGroup, ...]]
+    received: dict[int, tuple[CommGroup, ...]]
+    targets: dict[int, tuple[int, tuple[Action, ...]]]
 
 
-def _received(coming: Action | None, rank: int, placement: Placement) -> CommGroup:
-    """The message that `rank` needs from another rank before `coming` (none, or one)."""
-    if coming is None or coming.kind == Kind.W:
-        return ()
-    is_forward = coming.kind == Kind.F
-    maker = placement.neighbour(rank, coming.chunk, -1 if is_forward else 1)
-    if maker is None or maker[0] == rank:
-        return ()
-    return (action(Kind.RECV_F if is_forward else Kind.RECV_B, coming.microbatch, coming.chunk),)
+def _links(rank: int, placement: Placement, count: int) -> _Links:
+    found = _Links({}, {}, {})
+    for chunk, (_, before, after) in enumerate(placement.around(rank)):
+        for kinds, is_forward, send, receive in _FLOWS:
+            maker, reader = (before, after) if is_forward else (after, before)
+            if reader is not None and reader[0] != rank:
+                sends = groups_of_one(send, chunk, count)
+                target = reader[0], line(receive, reader[1], count)
+                for kind in kinds:
+                    found.sent[row_of(kind, chunk)] = sends
+                    found.targets[row_of(kind, chunk)] = target
+            if maker is not None and maker[0] != rank:
+                comes = groups_of_one(receive, chunk, count)
+                found.received.update((row_of(kind, chunk), comes) for kind in kinds)
+    return found
 
 
-def _receives_as_sent(timeline: Timeline, placement: Placement) -> list[list[CommGroup]]:
-    """Receives where their messages come: receives[rank][i] stand before the rank's i-th action.
+def _before_readers(order: Sequence[Action], links: _Links) -> list[Step]:
+    """One rank's steps, each receive just before what needs it."""
+    steps: list[Step] = []
+    group: CommGroup = ()
+    for step in order:
+        if step.row in links.received:
+            group += links.received[step.row][step.microbatch]
+        if group:
+            steps.append(group)
+        steps.append(step)
+        group = links.sent[step.row][step.microbatch] if step.row in links.sent else ()
+    return [*steps, group] if group else steps
+
+
+def _as_sent(compute: Sequence[Sequence[Action]], placement: Placement, count: int) -> Plan:
+    """All ranks' steps, each receive where its message comes.
 
     A message that is made at a time stands on both ranks before the first action that starts at
     this time or later. So all actions and messages of all ranks have a place in one order of time
@@ -95,25 +113,58 @@ def _receives_as_sent(timeline: Timeline, placement: Placement) -> list[list[Com
     that is in flight at once, as in a group, can only help. The order also is the same for the
     two ends of every pair of ranks, so that messages match by position.
     """
-    made: list[list[tuple[float, int, Action]]] = [[] for _ in timeline.spans]
-    for rank, spans in enumerate(timeline.spans):
-        for span in spans:
-            step = span.action
-            if not _sent(step, rank, placement):
-                continue
-            is_forward = step.kind == Kind.F
-            place = placement.neighbour(rank, step.chunk, 1 if is_forward else -1)
-            assert place is not None  # or nothing was sent
-            kind = Kind.RECV_F if is_forward else Kind.RECV_B
-            message = action(kind, step.microbatch, place[1])
-            heapq.heappush(made[place[0]], (span.end, rank, message))
-    receives: list[list[CommGroup]] = []
-    for coming, spans in zip(made, timeline.spans, strict=True):
-        gaps: list[CommGroup] = []
-        for span in spans:
-            group = []
-            while coming and coming[0][0] <= span.start:
-                group.append(heapq.heappop(coming)[2])
-            gaps.append(tuple(group))
-        receives.append([*gaps, ()])  # what comes after the last action nobody would need
-    return receives
+    starts, ends = clock(compute, placement, Costs.even(placement))
+    links = [_links(rank, placement, count) for rank in range(placement.ranks)]
+    # By rank and sender: when its messages come, and as what; each in order of time.
+    coming: list[dict[int, _Arrivals]] = [{} for _ in compute]
+    for rank, (order, ended) in enumerate(zip(compute, ends, strict=True)):
+        rows = {}
+        for row, (peer, comes) in links[rank].targets.items():
+            times, messages = coming[peer].setdefault(rank, ([], []))
+            rows[row] = times.append, messages.append, comes
+        for step, end in zip(order, ended, strict=True):
+            if step.row in rows:
+                at, arrives, comes = rows[step.row]
+                at(end)
+                arrives(comes[step.microbatch])
+    return [
+        _merged(order, begun, [came[peer] for peer in sorted(came)], links[rank].sent)
+        for rank, (order, begun, came) in enumerate(zip(compute, starts, coming, strict=True))
+    ]
+
+
+_Arrivals = tuple[list[float], list[Action]]
+
+
+def _merged(
+    order: Sequence[Action],
+    begun: Sequence[float],
+    came: Sequence[_Arrivals],
+    sent: dict[int, tuple[CommGroup, ...]],
+) -> list[Step]:
+    """One rank's steps. Of messages that come at once the lower rank's stands first; what comes
+    after the rank's last action nobody would need."""
+    never = float("inf")
+    (low_times, low), (high_times, high) = [*came, ([], []), ([], [])][:2]
+    next_low, next_high = iter(low).__next__, iter(high).__next__
+    next_low_time = iter([*low_times, never]).__next__
+    next_high_time = iter([*high_times, never]).__next__
+    low_time, high_time = next_low_time(), next_high_time()
+    steps: list[Step] = []
+    add = steps.append
+    group: CommGroup = ()
+    for step, start in zip(order, begun, strict=True):
+        while low_time <= start or high_time <= start:
+            if low_time <= high_time:
+                group += (next_low(),)
+                low_time = next_low_time()
+            else:
+                group += (next_high(),)
+                high_time = next_high_time()
+        if group:
+            add(group)
+        add(step)
+        group = sent[step.row][step.microbatch] if step.row in sent else ()
+    if group:
+        add(group)
+    return steps

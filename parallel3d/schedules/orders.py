@@ -7,9 +7,10 @@ Qi et al. 2023, sections 2.2 and 6 (arXiv:2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
-from parallel3d.schedules.actions import Action, Kind, Orders, action
+from parallel3d.schedules.actions import Action, Kind, Orders, line
 
 
 def gpipe(ranks: int, microbatches: int) -> Orders:
@@ -20,9 +21,8 @@ def gpipe(ranks: int, microbatches: int) -> Orders:
     summed in the same order as under 1F1B and on a single process, so the sums are bit-identical,
     and the last backward is the last micro-batch's everywhere, where gradient reduction starts.
     """
-    forwards = [action(Kind.F, m) for m in range(microbatches)]
-    backwards = [action(Kind.B, m) for m in range(microbatches)]
-    return [forwards + backwards for _ in range(ranks)]
+    order = [*line(Kind.F, 0, microbatches), *line(Kind.B, 0, microbatches)]
+    return [order.copy() for _ in range(ranks)]
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Orders:
@@ -67,19 +67,23 @@ def interleaved_zero_bubble(
     Groups of `group` instead of `ranks` micro-batches hold more and need less where hops are slow.
     """
     groups = _groups(group or ranks, microbatches)
+    forwards = _forwards(groups, chunks)
+    inputs, weights = (_backwards(kind, groups, chunks) for kind in (Kind.I, Kind.W))
     orders = []
     for rank in range(ranks):
-        warmup = (chunks - 1) * groups[0] + ranks - 1 - rank
-        backwards = _backwards(Kind.I, groups, chunks)
-        weights = iter(_backwards(Kind.W, groups, chunks))
-        order: list[Action] = []
-        inputs_done = 0
-        for step in _in_turn(_forwards(groups, chunks), backwards, warmup):
-            order.append(step)
-            inputs_done += step.kind == Kind.I
-            if step.kind == Kind.I and inputs_done > rank:
-                order.append(next(weights))
-        orders.append([*order, *weights])
+        warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
+        late = min(rank, len(forwards) - warmup)  # gradients of weights that wait for the end
+        order = _in_turn(forwards[: warmup + late], inputs[:late], warmup)
+        order += chain.from_iterable(
+            zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
+        )
+        # No forward is left: inputs, those after the first `rank` each with a weight's.
+        done = len(forwards) - warmup
+        early = inputs[done:rank]
+        order += early
+        done += len(early)
+        order += chain.from_iterable(zip(inputs[done:], weights[done - rank :], strict=False))
+        orders.append(order + weights[max(0, len(inputs) - rank) :])
     return orders
 
 
@@ -94,7 +98,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> Orders:
     ]
 
 
-def _zbv_rank(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
+def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     """The order of one rank: "F0" below is the next forward of chunk 0, and so on."""
     steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)  # rounds beyond the shortest step
     below = ranks - rank
@@ -107,13 +111,13 @@ def _zbv_rank(ranks: int, rank: int, microbatches: int) -> Iterator[Action]:
         + ["I0", "I1"] * rank
         + ["I0", "W0"] * below
     )
-    numbers = dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 0)
-    for word in pattern:
-        yield action(Kind(word[0]), numbers[word], int(word[1]))
-        numbers[word] += 1
-    for chunk in (1, 0):
-        for m in range(numbers[f"W{chunk}"], numbers[f"I{chunk}"]):
-            yield action(Kind.W, m, chunk)
+    count = max(2 * ranks - 1, microbatches)
+    lines = {f"{kind}{chunk}": line(kind, chunk, count)
+             for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}  # fmt: skip
+    coming = {word: iter(of) for word, of in lines.items()}
+    order = [next(coming[word]) for word in pattern]
+    # The weights' gradients that are left, later chunk first.
+    return order + list(coming["W1"]) + list(coming["W0"])
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
@@ -133,10 +137,11 @@ def _backwards(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
 
 
 def _by_group(kind: Kind, groups: Sequence[int], chunks: Sequence[int]) -> list[Action]:
-    order, first = [], 0
+    order: list[Action] = []
+    first, count = 0, sum(groups)
     for size in groups:
         for chunk in chunks:
-            order += [action(kind, m, chunk) for m in range(first, first + size)]
+            order += line(kind, chunk, count)[first : first + size]
         first += size
     return order
 
@@ -145,6 +150,5 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: in
     """`warmup` forwards, then a forward and a backward in turn, then the other backwards."""
     ahead, backs = min(warmup, len(forwards)), iter(backwards)
     order = list(forwards[:ahead])
-    for forward, backward in zip(forwards[ahead:], backs, strict=False):
-        order += (forward, backward)
+    order += chain.from_iterable(zip(forwards[ahead:], backs, strict=False))
     return order + list(backs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 SHAPES = ("loop", "v")
 
@@ -51,7 +51,27 @@ class Placement:
         """(rank, chunk) by stage."""
         return tuple(self.place(stage) for stage in range(self.stages))
 
+    def around(self, rank: int) -> tuple[_Around, ...]:
+        """By chunk of `rank`: its stage, and the (rank, chunk) of the stages before and after."""
+        return _around(self, rank)
+
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
         """(rank, chunk) of the stage `offset` (+1 or -1) from this one; None beyond the model."""
         stage = self.stage(rank, chunk) + offset
         return self.places[stage] if 0 <= stage < self.stages else None
+
+
+_Place = tuple[int, int]
+_Around = tuple[int, _Place | None, _Place | None]
+
+
+@lru_cache(maxsize=1 << 12)
+def _around(placement: Placement, rank: int) -> tuple[_Around, ...]:
+    return tuple(
+        (
+            placement.stage(rank, chunk),
+            placement.neighbour(rank, chunk, -1),
+            placement.neighbour(rank, chunk, 1),
+        )
+        for chunk in range(placement.chunks)
+    )

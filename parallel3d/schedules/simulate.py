@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from parallel3d.schedules.actions import Action, Kind, Step
+from parallel3d.schedules.actions import Action, Kind, Step, row_of
 from parallel3d.schedules.placement import Placement
+
+_ENDED = 1 << 60  # more than any run yields
 
 
 class ScheduleError(ValueError):
@@ -147,50 +148,66 @@ def clock(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """(starts, ends) of every rank's actions, without the objects around them. See `time_orders`.
 
-    It goes on with a rank until an input is missing, and comes back when it has been made: the
-    work grows with the number of actions alone.
+    It goes on with a rank until an input is missing, and comes back when others have gone on.
     """
     if not orders or not all(orders):
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
     made: list[dict[int, float]] = [{} for _ in range(2 * placement.stages)]  # F's, then backwards'
     starts: list[list[float]] = [[] for _ in orders]
     ends: list[list[float]] = [[] for _ in orders]
-    rows = [_rows(rank, placement, costs) for rank in range(placement.ranks)]
-    sleeping: dict[tuple[int, int], int] = {}  # (stage's list, micro-batch) → who waits for it
-    ready = deque(range(placement.ranks))
-    while ready:
-        rank = ready.popleft()
-        order, begun, ended, row = orders[rank], starts[rank], ends[rank], rows[rank]
-        now = ended[-1] if ended else 0.0
-        for index in range(len(begun), len(order)):
-            step = order[index]
-            source, delay, own, target, cost = row[step.kind, step.chunk]
-            m = step.microbatch
-            if source is not None:
-                came = made[source].get(m)
-                if came is None:
-                    sleeping[source, m] = rank
-                    break
-                if came + delay > now:
-                    now = came + delay
-            if own is not None and m not in made[own]:
-                break  # it lies behind on the same rank, or nowhere: nothing can wake it
-            begun.append(now)
-            now += cost
-            ended.append(now)
-            if target is not None:
-                made[target][m] = now
-                waiting = sleeping.pop((target, m), None)
-                if waiting is not None:
-                    ready.append(waiting)
-    stuck = {
-        rank: order[len(ends[rank])]
-        for rank, order in enumerate(orders)
-        if len(ends[rank]) < len(order)
-    }
-    if stuck:
+    runs = [
+        _run(orders[rank], _rows(rank, placement, costs, made), starts[rank], ends[rank])
+        for rank in range(placement.ranks)
+    ]
+    if not run_all(runs):
+        stuck = {
+            rank: order[len(ends[rank])]
+            for rank, order in enumerate(orders)
+            if len(ends[rank]) < len(order)
+        }
         raise ScheduleError(_describe_waiting(stuck, placement))
     return starts, ends
+
+
+def run_all(runs: Iterable[Iterator[int]]) -> bool:
+    """Go on with each rank in turn, down and up again, until all have ended; False: none can.
+
+    A run yields, whenever it waits, a number that has grown if it has done anything since.
+    """
+    order = list(runs)
+    before, everything = -1, _ENDED * len(order)
+    while True:
+        after = sum([next(run, _ENDED) for run in order])
+        if after in (before, everything):
+            return after == everything
+        before = after
+        order.reverse()  # forwards go down the ranks, backwards up
+
+
+def _run(
+    order: Sequence[Action], rows: dict[int, _Row], begun: list[float], ended: list[float]
+) -> Iterator[int]:
+    """One rank's time; waits for inputs that nobody has made yet, for ever if nobody does."""
+    now = 0.0
+    begin, end = begun.append, ended.append
+    for step in order:
+        source, delay, own, target, cost = rows[step.row]
+        m = step.microbatch
+        if source is not None:
+            came = source.get(m)
+            while came is None:
+                yield len(ended)
+                came = source.get(m)
+            came += delay
+            if came > now:
+                now = came
+        while own is not None and m not in own:
+            yield len(ended)
+        begin(now)
+        now += cost
+        end(now)
+        if target is not None:
+            target[m] = now
 
 
 def _describe_waiting(stuck: dict[int, Action], placement: Placement) -> str:
@@ -210,34 +227,25 @@ def _describe_waiting(stuck: dict[int, Action], placement: Placement) -> str:
         seen.add(rank)
 
 
-_Row = tuple[int | None, float, int | None, int | None, float]
+_Times = dict[int, float]  # when a micro-batch's result was made
+_Row = tuple[_Times | None, float, _Times | None, _Times | None, float]
 
 
-def _rows(rank: int, placement: Placement, costs: Costs) -> dict[tuple[Kind, int], _Row]:
-    """By kind and chunk: the list that the input comes from and its delay, the list of the rank
-    itself that must hold the micro-batch, the list that the result goes into, and the cost."""
-    rows: dict[tuple[Kind, int], _Row] = {}
-    stages = placement.stages
-    for chunk in range(placement.chunks):
-        stage = placement.stage(rank, chunk)
-        before, after = placement.neighbour(rank, chunk, -1), placement.neighbour(rank, chunk, 1)
-
-        def row(
-            kind: Kind,
-            neighbour: tuple[int, int] | None,
-            source: int,
-            own: int | None,
-            target: int | None,
-            stage: int = stage,
-        ) -> _Row:
-            delay = costs.hop if neighbour is not None and neighbour[0] != rank else 0.0
-            found = source if neighbour is not None else None
-            return found, delay, own, target, costs.of(kind, stage)
-
-        rows[Kind.F, chunk] = row(Kind.F, before, stage - 1, None, stage)
+def _rows(rank: int, placement: Placement, costs: Costs, made: Sequence[_Times]) -> dict[int, _Row]:
+    """By kind and chunk: where the input is found and its delay, what of the rank itself must hold
+    the micro-batch, where the result goes, and the cost."""
+    rows: dict[int, _Row] = {}
+    forwards, backwards = made[: placement.stages], made[placement.stages :]
+    for chunk, (stage, before, after) in enumerate(placement.around(rank)):
+        mine, back = forwards[stage], backwards[stage]
+        input = None if before is None else forwards[stage - 1]
+        delay = 0.0 if before is None or before[0] == rank else costs.hop
+        rows[row_of(Kind.F, chunk)] = input, delay, None, mine, costs.forward[stage]
+        input = None if after is None else backwards[stage + 1]
+        delay = 0.0 if after is None or after[0] == rank else costs.hop
         for kind in (Kind.B, Kind.I):
-            rows[kind, chunk] = row(kind, after, stages + stage + 1, stage, stages + stage)
-        rows[Kind.W, chunk] = row(Kind.W, None, 0, stages + stage, None)
+            rows[row_of(kind, chunk)] = input, delay, mine, back, costs.of(kind, stage)
+        rows[row_of(Kind.W, chunk)] = None, 0.0, back, None, costs.weight[stage]
     return rows
 
 

@@ -50,6 +50,31 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert code == 2 and "exists and stays as it is" in err
 
 
+def test_stages_cost_what_those_of_the_model_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The head with its loss makes the last stage's forward longer; more layers are then spread
+    over the others, and the overhead is over the busiest rank's own compute."""
+    words = ["pp=2", "num_microbatches=4", "schedule=1f1b", "model.num_layers=8"]
+    sizes = ["model.hidden_size=64", "model.num_attention_heads=4", "model.ffn_hidden_size=256"]
+    vocabulary = ["model.seq_length=128", "model.vocab_size=4096", "schedule.of_model=true"]
+    svg, rows = tmp_path / "a.svg", tmp_path / "a.json"
+    files = [f"schedule.svg={svg}", f"schedule.json={rows}"]
+    code, out, err = run(capsys, *words, *sizes, *vocabulary, *files)
+    assert (code, err) == (0, "")
+    assert "F:I:W = 1:1:1 and the head" in out
+    widths: dict[str, set[str]] = {}
+    for row in ElementTree.parse(svg).iter():
+        if row.tag.endswith("}g") and (tip := row.find("{*}title")) is not None:
+            width = row.find("{*}rect").get("width")  # type: ignore[union-attr]
+            widths.setdefault(str(tip.text)[0], set()).add(str(width))
+    assert {kind: len(found) for kind, found in widths.items()} == {"F": 2, "B": 2}
+    found = json.loads(rows.read_text())
+    assert found["of_model"]
+    by_name = {row["name"]: row for row in found["schedules"]}
+    assert by_name["auto"]["overhead"] <= by_name["1f1b"]["overhead"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -61,6 +86,10 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("schedule.hop=-1", "schedule.hop=-1.0 must be"),
         ("pp=8 num_microbatches=32 schedule.memory=0.1", "nearest is schedule.memory=0.125"),
         ("num_microbatches=0", "num_microbatches=0 must be"),
+        (
+            "pp=4 vpp=3 model.num_layers=8 schedule=interleaved schedule.of_model=true",
+            "12 stages must be at most model.num_layers=8.*nearest is schedule.of_model=false",
+        ),
         ("schedule=file", "schedule=file needs schedule.file"),
         ("schedule.file=a.csv", "nearest is schedule=file"),
         ("schedule=file schedule.file=none.csv", "cannot be read"),

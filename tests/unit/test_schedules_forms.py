@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Work, choose, fixed_forms, measure
+from parallel3d.schedules.choose import Work, choose, fixed_forms, measure, measured_forms
 from parallel3d.schedules.flight import peak_in_flight
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.placement import Placement
@@ -65,25 +65,37 @@ def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
                 assert ends == list(range(11))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13])
 def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
-    """Over ideal: 1F1B (p-1)/m, interleaved that over v; ZB-H1 (p-1)(F+I-W) where W is at
-    most F, over v likewise;
-    ZB-V at F = I = W none but that every rank starts late, which the global norm makes count."""
-    count = 3 * ranks
-    for forward, input, weight in ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.75)):
-        busy = count * (forward + input + weight)
-        one = overhead(make("1f1b", ranks, count), forward, input, weight)
-        assert one == pytest.approx((ranks - 1) / count, abs=1e-12)
-        for chunks in (1, 2, 3, 8):
-            looped = make("interleaved", ranks, count, chunks)
-            wanted = (ranks - 1) / (chunks * count)
-            assert overhead(looped, forward, input, weight) == pytest.approx(wanted, abs=1e-12)
-            split = make("interleaved_zb", ranks, count, chunks)
-            wanted = (ranks - 1) * (forward + input - weight) / (chunks * busy)
-            assert overhead(split, forward, input, weight) == pytest.approx(wanted, abs=1e-12)
-    wanted = (ranks - 1) / (6 * count)
-    assert overhead(make("zbv", ranks, count, 2), 1, 1, 1) == pytest.approx(wanted, abs=1e-12)
+    """Of the ideal time: GPipe and 1F1B (p-1)/m with any m, interleaved that over v where p divides
+    m; ZB-H1 (p-1)(F+I-W)/(m(F+I+W)) from m = p on, over v likewise. For W of at most F."""
+    counts = {1, 2, ranks, ranks + 1, 2 * ranks - 1, 3 * ranks, 3 * ranks + 2}
+    for count, costs in product(counts, ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.75))):
+        forward, input, weight = costs
+        split = (forward + input - weight) / sum(costs)
+        wanted = {("gpipe", 1): 1.0, ("1f1b", 1): 1.0}
+        if count >= ranks:
+            wanted["zb_h1", 1] = split
+        if count % ranks == 0:
+            for chunks in (1, 2, 3, 8):
+                wanted["interleaved", chunks] = 1 / chunks
+                wanted["interleaved_zb", chunks] = split / chunks
+        for (name, chunks), of_1f1b in wanted.items():
+            found = measure(make(name, ranks, count, chunks), Work(*costs))
+            ideal = (ranks - 1) / count * of_1f1b
+            assert found.overhead == pytest.approx(ideal, abs=1e-12), (name, chunks, count)
+            assert found.bubble == pytest.approx(ideal / (1 + ideal), abs=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13])
+def test_zero_bubble_v_idles_only_before_and_after(ranks: int) -> None:
+    """With F = I = W and m of at least 2p-1 no rank waits between its first action and its last.
+    What is left is that ranks start late, (p-1)/(6m), which the global norm makes count."""
+    for count in (2 * ranks - 1, 2 * ranks, 3 * ranks, 5 * ranks + 1):
+        made = make("zbv", ranks, count, 2)
+        assert overhead(made, 1, 1, 1) == pytest.approx((ranks - 1) / (6 * count), abs=1e-12)
+        timeline = time_orders(made.orders, made.placement, Costs.even(made.placement))
+        assert all(a.end == b.start for spans in timeline.spans for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 16])
@@ -225,3 +237,27 @@ def test_memory_below_one_microbatch_is_the_users_error() -> None:
 def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make(name, 4, 8, chunks)
+
+
+def test_stages_that_weigh_unequally_by_hand() -> None:
+    """Two ranks, the second with a third of the layers and a head that costs a forward and a half
+    of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
+    work = Work(weights=lambda placement: [(1.5, 0.0), (0.5, 1.5)])
+    placement = Placement(2)
+    costs = work.costs(placement)
+    assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
+    found = measure(make("gpipe", 2, 2), work)
+    # F0 to 1.5 and F1 to 3, there to 3.5 and 5.5, back B0 to 6.5 and B1 to 7.5; 9.5 and 12.5.
+    assert found.seconds == 12.5
+    assert found.overhead == pytest.approx(12.5 / 9 - 1)
+    assert found.bubble == pytest.approx(1 - (9 + 6) / 25)
+
+
+def test_placements_without_costs_are_left_out() -> None:
+    work = Work(weights=lambda p: [(1.0, 0.0)] * p.stages if p.chunks == 1 else None)
+    names = {choice.schedule.name for choice in measured_forms(4, 8, 4, work)}
+    assert names == {"gpipe", "1f1b", "zb_h1"}
+    best = choose(4, 8, 4, work)
+    assert best.schedule.placement.chunks == 1
+    with pytest.raises(ValueError, match="no costs are known"):
+        work.costs(Placement(4, 2))
