@@ -49,6 +49,12 @@ def shared_inductor(
     return compile_fx(graph, inputs, config_patches={**equal_on_all_ranks(), **kept})
 
 
+def keeping_inductor(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`shared_inductor` where weight gradients are put off. (To `torch.compile` a backend is what
+    it is by name: a new object for each model would share no code with the one before.)"""
+    return shared_inductor(graph, inputs, keeps_operands=True)
+
+
 @contextmanager
 def _lock(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Held by one process of the host for this graph; other graphs have locks of their own."""

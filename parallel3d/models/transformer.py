@@ -7,7 +7,6 @@ split, gathered and reduced is the business of `tensor_parallel`. Hidden states 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.attention import causal_attention
-from parallel3d.models.compilation import shared_inductor
+from parallel3d.models.compilation import keeping_inductor, shared_inductor
 from parallel3d.models.context import BuildContext
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ends import Embedding, Head
@@ -276,7 +275,7 @@ def compile_blocks(stages: Sequence[Stage], keeps_operands: bool) -> None:
     own_code = {}  # models of other shapes in this process are not counted as recompilations
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
         own_code["isolate_recompiles"] = True
-    backend = functools.partial(shared_inductor, keeps_operands=keeps_operands)
+    backend = keeping_inductor if keeps_operands else shared_inductor
     compiled = torch.compile(
         _run_blocks, backend=backend, fullgraph=True, dynamic=False, **own_code
     )

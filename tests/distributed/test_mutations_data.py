@@ -51,9 +51,9 @@ def gradients_kept() -> Iterator[None]:
     """The gradients of the step before are still in the buckets."""
     sound = Reducer.start_step
 
-    def start_step(self: Reducer) -> None:
+    def start_step(self: Reducer, microbatches: int) -> None:
         kept = [bucket.grad.clone() for bucket in self.buckets]
-        sound(self)
+        sound(self, microbatches)
         for bucket, grad in zip(self.buckets, kept, strict=True):
             bucket.grad.copy_(grad)
 
@@ -66,9 +66,9 @@ def sharded_gradients_kept() -> Iterator[None]:
     """The same, of FSDP2's gradients."""
     sound = FullyShardedDataParallel.start_step
 
-    def start_step(self: FullyShardedDataParallel) -> None:
+    def start_step(self: FullyShardedDataParallel, microbatches: int) -> None:
         kept = self.gradients.clone()
-        sound(self)
+        sound(self, microbatches)
         self.gradients.copy_(kept)
 
     with patch.object(FullyShardedDataParallel, "start_step", start_step):

@@ -129,10 +129,7 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
 def the_compiler_reuses_operands() -> Iterator[None]:
     """Compiled blocks write again into memory that a later W reads."""
 
-    def forgetful(graph: Any, inputs: Any, *, keeps_operands: bool) -> Callable[..., Any]:
-        return compilation.shared_inductor(graph, inputs)
-
-    with patch.object(transformer, "shared_inductor", forgetful):
+    with patch.object(transformer, "keeping_inductor", compilation.shared_inductor):
         yield
 
 
