@@ -16,8 +16,8 @@ from parallel3d.comm.group_options import GLOO_ON, Interfaces
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import Route, post
-from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules import placement
+from parallel3d.schedules.actions import Action, Kind
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import Placement
