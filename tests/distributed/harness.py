@@ -268,3 +268,21 @@ def worst_weight(ours: Mapping[str, np.ndarray], expected: Expected) -> tuple[fl
             off = float("inf")
         worst = max(worst, (off, name))
     return worst
+
+
+def check_caught(
+    mutation: Callable[[], AbstractContextManager[None]],
+    sizes: tuple[int, int, int],
+    case: Case,
+    told_by: set[str],
+    pool: Pool,
+    references: References,
+) -> None:
+    """The sound run agrees with the reference; with a planted bug exactly `told_by` tell."""
+    world = sizes[0] * sizes[1] * sizes[2]
+    expected = references.of(case.problem)
+    sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]
+    assert differences(sound, expected, case.problem) == {}
+    mutated = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case], mutation)]
+    found = differences(mutated, expected, case.problem)
+    assert found.keys() == told_by, found

@@ -27,7 +27,7 @@ from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 
 Mutation = Callable[[], AbstractContextManager[None]]
@@ -301,10 +301,4 @@ def test_a_planted_bug_is_caught(
     pool: Pool,
     references: References,
 ) -> None:
-    world = sizes[0] * sizes[1] * sizes[2]
-    expected = references.of(case.problem)
-    sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]
-    assert differences(sound, expected, case.problem) == {}
-    mutated = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case], mutation)]
-    found = differences(mutated, expected, case.problem)
-    assert found.keys() == told_by, found
+    check_caught(mutation, sizes, case, told_by, pool, references)

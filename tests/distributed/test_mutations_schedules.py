@@ -28,7 +28,7 @@ from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.tensor_parallel import linear_nodes
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
@@ -174,13 +174,7 @@ def test_a_planted_bug_is_caught(
     pool: Pool,
     references: References,
 ) -> None:
-    world = sizes[0] * sizes[1] * sizes[2]
-    expected = references.of(case.problem)
-    sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]
-    assert differences(sound, expected, case.problem) == {}
-    mutated = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case], mutation)]
-    found = differences(mutated, expected, case.problem)
-    assert found.keys() == told_by, found
+    check_caught(mutation, sizes, case, told_by, pool, references)
 
 
 def test_the_checker_refuses_swapped_receives_before_they_run() -> None:

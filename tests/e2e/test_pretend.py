@@ -26,7 +26,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> None:
     """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp."""
-    layouts = (("train.steps=4",), ("dp=2", "zero=3", "train.steps=6"))
+    layouts = (("train.steps=4", "trace=true"), ("dp=2", "zero=3", "train.steps=6"))
     for ranks, words in enumerate(layouts, 1):
         saving = given(shell, "run=r", *SAVING, *words, "device=pretend")
         ended = run_forked(shell, "train", *saving, ranks=ranks)
@@ -36,6 +36,8 @@ def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> Non
     assert run_forked(shell, "train", *words).code == 0
     runs = shell.cwd / "runs"
     assert losses(runs / "r") == pytest.approx(losses(runs / "c"), rel=1e-9)
+    events = json.loads((runs / "r" / "trace.json").read_text())["traceEvents"]
+    assert all(e["dur"] > 0 for e in events if e["ph"] == "X"), "told by the device's events"
     summary = json.loads((runs / "r" / "summary.json").read_text())
     assert all(rank["allocated"] > 0 for rank in summary["memory"]["ranks"])
     words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=pretend")

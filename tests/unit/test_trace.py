@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
+from parallel3d.commands import trace
 from parallel3d.commands.trace import clock_of, pictures, timeline_of, trace_events
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.simulate import Costs, time_orders
@@ -27,6 +32,17 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
         1e6 * sum(s.end - s.start for row in exact.spans for s in row)
     )
     assert {event["pid"] for event in events} == {0, 1, 2}
+
+
+def test_a_disk_that_fails_costs_the_picture_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(trace, "replace_durably", full)
+    trace._write(tmp_path / "timeline.svg", "<svg/>")
+    assert "timeline.svg is not written: No space left on device" in capsys.readouterr().err
 
 
 def test_both_timelines_share_one_axis() -> None:
