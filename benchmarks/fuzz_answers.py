@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.fuzz_words import Drawn
 from parallel3d.cli import command_line, hydra_words
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import explain_override_error, groups, presets
 from parallel3d.config.schema import SECTIONS, Config, conf_dir, register_schema

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.commands.verify import verify
-    from parallel3d.config.checks import check_config
+    from parallel3d.config.checks.whole import check_config
     from parallel3d.config.composing import compose
     from parallel3d.config.schema import Config
     from parallel3d.data.corpus import open_corpus
@@ -47,7 +47,7 @@ _HOME = {
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
     "Worker": "parallel3d.run.launch",
-    "check_config": "parallel3d.config.checks",
+    "check_config": "parallel3d.config.checks.whole",
     "compose": "parallel3d.config.composing",
     "open_corpus": "parallel3d.data.corpus",
     "verify": "parallel3d.commands.verify",

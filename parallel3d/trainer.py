@@ -18,7 +18,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.clock import Clock
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups, with_clock
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpus import Corpus

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
 from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.data.corpus import Corpus, open_corpus

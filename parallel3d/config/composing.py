@@ -5,7 +5,7 @@ from __future__ import annotations
 import hydra
 from omegaconf import OmegaConf
 
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import check_length, explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 

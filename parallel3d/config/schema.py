@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel3d.config.cluster import BenchConfig, ClusterConfig, TopologyConfig
+from parallel3d.config.data import DataConfig
 from parallel3d.config.engines import (
     CheckpointConfig,
     DryrunConfig,
@@ -29,7 +30,7 @@ from parallel3d.config.run import (
     TrainConfig,
     VerifyConfig,
 )
-from parallel3d.config.sections import DataConfig, ModelConfig, OptimConfig, key
+from parallel3d.config.sections import ModelConfig, OptimConfig, key
 
 __all__ = [
     "SECTIONS",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel3d.config.checks_groups import parse_nccl_env
+from parallel3d.config.checks.groups import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.host.devices import CPU, PRETEND, compute_capability, is_nvidia_build
 

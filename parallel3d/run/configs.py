@@ -21,7 +21,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
 )
 from parallel3d.config import identity
-from parallel3d.config.checks_run import check_plain
+from parallel3d.config.checks.run import check_plain
 from parallel3d.config.schema import Config
 from parallel3d.files.durable import replace_durably
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel3d.comm.job_store import one_host_environment
-from parallel3d.config.checks_groups import parse_nccl_env
+from parallel3d.config.checks.groups import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, say
 from parallel3d.host.devices import PRETEND, Choice, device_of_rank

@@ -18,7 +18,7 @@ from parallel3d.commands.bench.probe import pairs_to_probe, turns
 from parallel3d.commands.bench.table import duration, size, table
 from parallel3d.commands.bench.timing import Plan, slowest_rank
 from parallel3d.commands.bench.where import Where
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass

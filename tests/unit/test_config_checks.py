@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parallel3d.config import fields
-from parallel3d.config.checks import NOT_YET, check_config
+from parallel3d.config.checks.whole import NOT_YET, check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
@@ -481,7 +481,7 @@ def test_an_absurdly_large_value_is_answered_at_once(name: str) -> None:
 def test_neither_the_schema_nor_its_checks_nor_its_page_import_torch() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.py"
     code = (
-        f"import runpy, sys, parallel3d.config.checks; runpy.run_path({str(page)!r}); "
+        f"import runpy, sys, parallel3d.config.checks.whole; runpy.run_path({str(page)!r}); "
         "print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

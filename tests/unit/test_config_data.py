@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from parallel3d.config.checks import check_config, explain_override_error
+from parallel3d.config.checks.whole import check_config, explain_override_error
 from parallel3d.config.fields import nearest_key, refusal
 from parallel3d.config.overrides import presets
 from parallel3d.config.schema import Config, conf_dir, register_schema

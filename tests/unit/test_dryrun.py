@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from parallel3d.cli.command_line import main
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.sizes.flops import flops_per_token
 from parallel3d.sizes.local_shapes import stage_parameters

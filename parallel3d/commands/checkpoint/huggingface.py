@@ -22,7 +22,7 @@ from parallel3d.checkpoint.manifest import Manifest, read_manifest
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema

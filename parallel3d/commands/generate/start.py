@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
-from parallel3d.config.checks import check_config
+from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import choose_device

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from parallel3d.config.checks_data import check_data_parallel
-from parallel3d.config.checks_groups import check_groups
-from parallel3d.config.checks_model import (
+from parallel3d.config.checks.data_parallel import check_data_parallel
+from parallel3d.config.checks.groups import check_groups
+from parallel3d.config.checks.model import (
     check_attention,
     check_chunks,
     check_model,
@@ -20,7 +20,7 @@ from parallel3d.config.checks_model import (
     nearest_multiple,
     tp_splits,
 )
-from parallel3d.config.checks_run import (
+from parallel3d.config.checks.run import (
     check_learning_rate,
     check_plain,
     check_precision,

@@ -1,0 +1,1 @@
+"""Cross-checks of a configuration: what one key says must fit what another one says."""
