@@ -10,17 +10,17 @@ from pathlib import Path
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.commands.verbs import Verb, choose, parse, whole_number
 from parallel3d.config.fields import show as shown
-from parallel3d.data.text.inputs import FORMATS, PACKED
-from parallel3d.data.text.training import LARGEST, SMALLEST
+from parallel3d.data.text.kinds import KINDS, PACKED
 from parallel3d.errors import UserError, nearest
 from parallel3d.files.reading import plain
 
 DATA = "data"
+SMALLEST, LARGEST = 257, 1 << 24  # tokens to train: the bytes and the end of a text are there
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
     f"parquet, or text, a file a document; {' and '.join(PACKED)} are unpacked",
     "text_key": "key of jsonl, or column of parquet, that holds the text (text)",
-    "format": f"of all of input: {', '.join(FORMATS)} (by the files' names)",
+    "format": f"of all of input: {', '.join(KINDS)} (by the files' names)",
 }
 VERBS = {
     "tokenize": Verb(
@@ -92,10 +92,10 @@ def _run(name: str, given: Mapping[str, str]) -> int:
         count = whole_number("documents", given)
         return show.show(given["prefix"], given.get("tokenizer"), 3 if count is None else count)
     kind, text_key = given.get("format"), given.get("text_key", "text")
-    if kind is not None and kind not in FORMATS:
-        close = nearest(kind, FORMATS)
+    if kind is not None and kind not in KINDS:
+        close = nearest(kind, KINDS)
         hint = f"; the nearest is format={close}" if close else ""
-        raise UserError(f"format={shown(kind)} must be one of {', '.join(FORMATS)}{hint}")
+        raise UserError(f"format={shown(kind)} must be one of {', '.join(KINDS)}{hint}")
     to = Path(os.path.expanduser(given["to"]))
     if name == "train-tokenizer":
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST

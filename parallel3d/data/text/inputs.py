@@ -19,20 +19,17 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from parallel3d.config.fields import show
+from parallel3d.data.text.kinds import ENDS, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files.reading import plain
 
-LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
-FORMATS = (LINES, PARQUET, TEXT)
-ENDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
-PACKED = (".gz", ".zst")
 STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified")
 HOW = "give files, folders, globs or addresses, joined by commas"
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file. `address` opens it by fsspec; `kind` is one of FORMATS, `packed` "", ".gz" or ".zst".
+    """A file. `address` opens it by fsspec; `kind` is one of KINDS, `packed` "", ".gz" or ".zst".
 
     `stamp` is what tells one state of it from another: a time, an ETag.
     """

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.data.text.inputs import LINES, PARQUET, Input, of_input
+from parallel3d.data.text.inputs import Input, of_input
+from parallel3d.data.text.kinds import LINES, PARQUET
 from parallel3d.data.text.opening import opened
 from parallel3d.errors import UserError
 

@@ -16,8 +16,6 @@ from parallel3d.data.text.pieces import cut
 from parallel3d.errors import UserError
 
 END = "<|endoftext|>"
-SMALLEST = 257  # the bytes, and the end of a text
-LARGEST = 1 << 24
 
 
 def train_tokenizer(
