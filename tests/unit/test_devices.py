@@ -54,13 +54,11 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
     """What the command line hands to the launcher, which is recorded instead of started."""
     started: list[tuple] = []
 
-    def record(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> int:
-        started.append((app, world_size, kind))
+    def record(app: str, config: Config, run_dir: Path, size: int, kind: str, *_: object) -> int:
+        started.append((app, size, kind))
         return 0
 
-    module = types.ModuleType("parallel3d.run.local_workers")
-    module.run_local_workers = record
-    monkeypatch.setitem(sys.modules, "parallel3d.run.local_workers", module)
+    monkeypatch.setattr(worker, "run_local_workers", record)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -255,6 +253,6 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "pretend")
     with pytest.raises(Enabled):  # before its configuration is read, which is not there
-        worker.local_worker_main("train", str(tmp_path), "1", "pretend")
+        worker.local_worker_main("train", tmp_path, 1, "pretend")
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "pretend")
