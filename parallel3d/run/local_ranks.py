@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from types import FrameType
 
+from parallel3d.host.processes import show_as
 from parallel3d.run.endings import END_SIGNAL
 from parallel3d.run.stop_signals import ASKING, STOPPING, blocked_signals, is_nohup
 
@@ -86,6 +87,7 @@ class LocalRanks:
 
     def _become(self, rank: int, starts: int, blocked: set[int]) -> None:
         os.setsid()  # Ctrl-C comes by way of the launcher
+        show_as(f"p3d rank {rank}")
         for number in SIGNALS:
             if not is_nohup(number):
                 signal.signal(number, signal.SIG_DFL)
