@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from parallel3d.data.text.documents import Count, documents
-from parallel3d.data.text.inputs import digest_of, find_inputs
-from parallel3d.data.text.pieces import FIRST, PIECE, Place, cut
+from parallel3d.data.making.documents import Count, documents
+from parallel3d.data.making.inputs import digest_of, find_inputs
+from parallel3d.data.making.pieces import FIRST, PIECE, Place, cut
 from parallel3d.errors import UserError
 from tests.tokenizers import lines
 
@@ -102,8 +102,8 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(TEXTS))
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from parallel3d.data.text.inputs import find_inputs\n"
-        "from parallel3d.data.text.pieces import cut\n"
+        "from parallel3d.data.making.inputs import find_inputs\n"
+        "from parallel3d.data.making.pieces import cut\n"
         f"list(cut(find_inputs({str(tmp_path)!r})))"
     )
     ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)

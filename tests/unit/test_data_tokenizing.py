@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text import tokenizing
+from parallel3d.data.making import tokenizing
+from parallel3d.data.making.inputs import find_inputs
+from parallel3d.data.making.journal import Done
+from parallel3d.data.making.tokenizing import Job, tokenize
 from parallel3d.data.text.facts import facts_beside, tokenizer_beside
-from parallel3d.data.text.inputs import find_inputs
-from parallel3d.data.text.journal import Done
-from parallel3d.data.text.tokenizing import Job, tokenize
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import TEXT, folder, lines, trained
@@ -93,9 +93,9 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 
 KILLED = """
     import os, pathlib, signal, sys
-    from parallel3d.data.text import journal
-    from parallel3d.data.text.inputs import find_inputs
-    from parallel3d.data.text.tokenizing import Job, tokenize
+    from parallel3d.data.making import journal
+    from parallel3d.data.making.inputs import find_inputs
+    from parallel3d.data.making.tokenizing import Job, tokenize
 
     class Files:  # what journal calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):
@@ -182,7 +182,7 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys
-        from parallel3d.data.text import pool
+        from parallel3d.data.making import pool
         def make(*args):
             return lambda piece: os.getppid()
         if __name__ == "__main__":

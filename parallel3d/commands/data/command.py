@@ -10,7 +10,7 @@ from pathlib import Path
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.commands.verbs import Verb, choose, parse, whole_number
 from parallel3d.config.fields import show as shown
-from parallel3d.data.text.kinds import KINDS, PACKED
+from parallel3d.data.making.kinds import KINDS, PACKED
 from parallel3d.errors import UserError, nearest
 from parallel3d.files.reading import plain
 

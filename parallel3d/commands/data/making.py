@@ -7,12 +7,12 @@ from pathlib import Path
 
 from parallel3d.commands.data.progress import BytesBar
 from parallel3d.config.fields import show
-from parallel3d.data.text.documents import Count
+from parallel3d.data.making.documents import Count
+from parallel3d.data.making.inputs import find_inputs
+from parallel3d.data.making.journal import Done, Journal, check_free
+from parallel3d.data.making.tokenizing import Job, tokenize
+from parallel3d.data.making.training import train_tokenizer
 from parallel3d.data.text.file_tokenizer import TOKENIZER, FileTokenizer
-from parallel3d.data.text.inputs import find_inputs
-from parallel3d.data.text.journal import Done, Journal, check_free
-from parallel3d.data.text.tokenizing import Job, tokenize
-from parallel3d.data.text.training import train_tokenizer
 from parallel3d.errors import UserError, say
 from parallel3d.files.durable import replace_durably
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from parallel3d.config.fields import show
-from parallel3d.data.text.inputs import Input, of_input
-from parallel3d.data.text.kinds import LINES, PARQUET
-from parallel3d.data.text.opening import opened
+from parallel3d.data.making.inputs import Input, of_input
+from parallel3d.data.making.kinds import LINES, PARQUET
+from parallel3d.data.making.opening import opened
 from parallel3d.errors import UserError
 
 LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over

@@ -19,7 +19,7 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from parallel3d.config.fields import show
-from parallel3d.data.text.kinds import ENDS, PACKED, PARQUET, TEXT
+from parallel3d.data.making.kinds import ENDS, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files.reading import plain
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from parallel3d.config.fields import show
 from parallel3d.data.indexed import write_index
-from parallel3d.data.text.documents import Count
+from parallel3d.data.making.documents import Count
+from parallel3d.data.making.pieces import FIRST, Place
 from parallel3d.data.text.facts import Facts
 from parallel3d.data.text.file_tokenizer import TOKENIZER
-from parallel3d.data.text.pieces import FIRST, Place
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, no_link, replace_durably

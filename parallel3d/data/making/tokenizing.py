@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel3d.data.indexed import token_type
-from parallel3d.data.text.documents import Count, documents
+from parallel3d.data.making.documents import Count, documents
+from parallel3d.data.making.inputs import Input, digest_of
+from parallel3d.data.making.journal import FLUSHED, Done, Journal
+from parallel3d.data.making.pieces import PIECE, Cut, Piece, cut
+from parallel3d.data.making.pool import Pool
 from parallel3d.data.text.facts import Facts
 from parallel3d.data.text.file_tokenizer import FileTokenizer
-from parallel3d.data.text.inputs import Input, digest_of
-from parallel3d.data.text.journal import FLUSHED, Done, Journal
-from parallel3d.data.text.pieces import PIECE, Cut, Piece, cut
-from parallel3d.data.text.pool import Pool
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 

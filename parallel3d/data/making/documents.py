@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.config.fields import show
-from parallel3d.data.text.inputs import Input, of_input
-from parallel3d.data.text.kinds import LINES, PARQUET
-from parallel3d.data.text.opening import opened
-from parallel3d.data.text.pieces import LARGEST_DOCUMENT, Piece, pyarrow_parquet
+from parallel3d.data.making.inputs import Input, of_input
+from parallel3d.data.making.kinds import LINES, PARQUET
+from parallel3d.data.making.opening import opened
+from parallel3d.data.making.pieces import LARGEST_DOCUMENT, Piece, pyarrow_parquet
 from parallel3d.errors import UserError
 from parallel3d.files.reading import plain
 

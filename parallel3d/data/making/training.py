@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from parallel3d.data.text.documents import Count, documents
-from parallel3d.data.text.inputs import Input
-from parallel3d.data.text.pieces import cut
+from parallel3d.data.making.documents import Count, documents
+from parallel3d.data.making.inputs import Input
+from parallel3d.data.making.pieces import cut
 from parallel3d.errors import UserError
 
 END = "<|endoftext|>"

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from parallel3d.data.text.inputs import Input
+from parallel3d.data.making.inputs import Input
 
 TAKEN = 1 << 14  # packed bytes at a time: what they unpack to is held at once
 
