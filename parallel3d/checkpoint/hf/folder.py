@@ -64,9 +64,8 @@ def export_hf(
         read: logical names → full, unpadded tensors; asked for the parts of one file at a time.
         folder: made here; it must not exist, or be empty. It appears whole or not at all.
         dtype: of the weights in the files, a key of `DTYPES`.
-        end_of_text: the token that parts documents. begin_of_text: the one that a prompt begins
-            with; None: the same.
-        beside: more files, by name: those of a tokenizer. One of a generation wins over ours.
+        end_of_text: parts documents; begin_of_text: begins a prompt, None: the same token.
+        beside: more files, by name, such as a tokenizer's; they win over ours.
 
     Raises:
         UserError: a model that neither format can express, a folder that is not empty, a disk
@@ -74,7 +73,7 @@ def export_hf(
     """
     tensors = hf_tensors(model, hf_kind(model))
     begin = end_of_text if begin_of_text is None else begin_of_text
-    config = to_hf(model, dtype, end_of_text) | {"bos_token_id": begin}
+    texts = _configs(model, dtype, end_of_text, begin) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(DTYPES[dtype]).bits // 8, shard_bytes)
@@ -92,11 +91,9 @@ def export_hf(
             files |= dict.fromkeys(content, name)
         if len(shards) > 1:
             size = sum(prod(t.shape) for t in tensors) * torch.finfo(DTYPES[dtype]).bits // 8
-            _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
-        _write_json(partial / CONFIG, config)
-        _write_json(partial / GENERATION, generation_config(end_of_text) | {"bos_token_id": begin})
-        for name, content in (beside or {}).items():
-            (partial / name).write_bytes(content)
+            texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
+        for name, text in texts.items():
+            (partial / name).write_bytes(text)
         for path in partial.iterdir():
             flush_folder(path)
         flush_folder(partial)
@@ -271,5 +268,10 @@ def _match(
     return keys
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _configs(model: ModelConfig, dtype: str, end: int, begin: int) -> dict[str, bytes]:
+    contents = {CONFIG: to_hf(model, dtype, end), GENERATION: generation_config(end)}
+    return {name: _json(content | {"bos_token_id": begin}) for name, content in contents.items()}
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()
