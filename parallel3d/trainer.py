@@ -21,7 +21,7 @@ from parallel3d.comm.process_groups import ProcessGroups, with_clock
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.batches import Batches, SampleSource
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpus import Corpus, check_vocabulary
 from parallel3d.data.sampler import Sampler
 from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.data_parallel.measured_order import in_measured_order
@@ -145,6 +145,7 @@ class Trainer:
     def _open_data(self) -> None:
         config, corpus = self.config, self.corpus
         if corpus is not None:
+            check_vocabulary(corpus.vocab_size, config.model.vocab_size, config.data.tokenizer)
             common = (corpus.eot, config.data.eod_mask_loss)
             length, seed = config.model.seq_length, config.seed
             self.train_source = Sampler(corpus.train, length, seed, True, *common)

@@ -94,7 +94,8 @@ class Manifest:
     Attributes:
         step: optimizer steps done. progress: `Trainer.progress()`.
         config: the whole configuration of the session that saved it, as nested dicts.
-        data: fingerprint of the training text and its tokens; empty if the caller had own samples.
+        data: fingerprint of the training text, its tokens and, but for bytes, the tokenizer's
+            digest; empty if the caller had own samples.
         saved_at: ISO 8601, UTC. versions: of parallel3d and torch.
         files: one for each rank that had something to write.
         lines: of metrics.jsonl, which its disk had not taken by then.
@@ -211,6 +212,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"config.{name} is {config[name]!r}")
     if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
         raise ValueError("data has no fingerprint or no count of tokens")
+    if not isinstance(data.get("tokenizer", ""), str):
+        raise ValueError(f"data has tokenizer={data['tokenizer']!r}")
     return manifest
 
 

@@ -25,6 +25,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import Corpus
+from parallel3d.data.tokenizer import BYTE
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files.reading import plain
 
@@ -109,6 +110,13 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | None) -> str
     here = facts_of(corpus)
     if manifest.data == here:
         return None
+    there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
+    if there[0] != there[1]:
+        return (
+            f"run={config.run} cannot go on with another tokenizer: its digest is "
+            f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
+            "or choose another run="
+        )
     return (
         f"run={config.run} cannot go on with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
@@ -119,4 +127,6 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | None) -> str
 
 def facts_of(corpus: Corpus) -> dict[str, str | int]:
     """What a manifest has of the text."""
-    return {"fingerprint": corpus.fingerprint, "train_tokens": len(corpus.train)}
+    facts = {"fingerprint": corpus.fingerprint, "train_tokens": len(corpus.train)}
+    # Manifests of bytes are as they were before there were other tokenizers.
+    return facts if corpus.tokenizer == BYTE else facts | {"tokenizer": corpus.tokenizer}

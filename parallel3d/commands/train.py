@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from parallel3d.commands.trace import LATER, train_traced_step
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenizer
 from parallel3d.device import accelerator
 from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
@@ -56,8 +58,7 @@ def train(config: Config, worker: Worker) -> None:
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
-    corpus = open_corpus(config.data, config.model.seq_length)
-    check_same_text(corpus, groups.world, device)
+    config, corpus = open_data(config, worker, groups, device)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
@@ -99,6 +100,18 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def open_data(
+    config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
+) -> tuple[Config, Corpus]:
+    """The corpus, the same on every rank, and the configuration with the run's own tokenizer."""
+    data = with_own_tokenizer(config.data, worker.run_dir)
+    corpus = open_corpus(data, config.model.seq_length)
+    check_same_text(corpus, groups.world, device)
+    if worker.rank == 0:
+        keep_tokenizer(data, worker.run_dir)
+    return dataclasses.replace(config, data=data), corpus
 
 
 def say_choices(config: Config, groups: ProcessGroups) -> None:
@@ -226,7 +239,13 @@ def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[s
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    return {"data": f"{name}: {sizes}", "device": where}
+    facts = {"data": f"{name}: {sizes}", "device": where}
+    if not config.data.reads_bytes:
+        spare = config.model.vocab_size - corpus.vocab_size
+        more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"
+        words = f"{config.data.tokenizer}: {corpus.vocab_size:,} tokens{more if spare else ''}"
+        facts = {"tokenizer": words} | facts
+    return facts
 
 
 def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:

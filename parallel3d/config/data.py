@@ -15,12 +15,12 @@ class DataConfig:
     path: str | None = key(
         None, "file, folder or glob; several joined by commas", megatron="--data-path"
     )
-    tokenizer: str = key(
-        "byte",
-        "tokenizer",
-        choices=("byte",),
+    tokenizer: str | None = key(
+        None,
+        "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
+        "run's own or the corpus's, else byte",
         megatron="--tokenizer-type",
-        differs="only the byte tokenizer exists here",
+        differs="there a kind of tokenizer, here the tokenizer itself",
     )
     valid_fraction: float = key(
         0.05,
@@ -40,3 +40,10 @@ class DataConfig:
         "folder of the token cache; null: the user's cache folder",
         megatron="--data-cache-path",
     )
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether tokens are bytes, as far as the keys tell."""
+        return self.tokenizer == "byte" or (
+            self.tokenizer is None and self.name in ("stdlib", "text")
+        )

@@ -25,7 +25,8 @@ FREE = (
     # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the
     # text decides, not where it lies.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
-    *("model.init_std", "data.path", "data.name", "data.cache_dir"),
+    # The tokenizer's digest decides as well, beside the text's.
+    *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
 )
 # Said, though their section is refused.
 SAID = ("model.dropout",)

@@ -167,7 +167,7 @@ class Recorder:
         """Record the held-out loss (nats per token) after `step` steps."""
         self._evaluations.append(Evaluation(step, eval_loss))
         self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens})
-        bits = report.bits_per_byte(eval_loss, self._config.data.tokenizer)
+        bits = report.bits_per_byte(eval_loss, self._config.data.reads_bytes)
         width = len(str(self._config.train.steps))
         text = f"eval {step:{width}d}/{self._config.train.steps}  held-out loss {eval_loss:.4f}"
         self._progress.note(
@@ -275,7 +275,7 @@ class Recorder:
             "loss": last.loss if last else None,
             "grad_norm": last.grad_norm if last else None,
             "skipped_steps": self._skipped,
-            **held_out(self._evaluations, config.data.tokenizer),
+            **held_out(self._evaluations, config.data.reads_bytes),
             "tokens_per_s": self._throughput.summary(),
             "mfu": mfu_with_terms(
                 self._throughput.mean, self._flops_per_token, self._peak, self._world_size

@@ -181,6 +181,6 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(Panel(content, title=heading, title_align="left", **look))
 
 
-def bits_per_byte(eval_loss: float | None, tokenizer: str) -> float | None:
+def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
     """A loss in nats per token as bits per byte: only where a token is a byte."""
-    return eval_loss / math.log(2) if tokenizer == "byte" and eval_loss is not None else None
+    return eval_loss / math.log(2) if reads_bytes and eval_loss is not None else None

@@ -51,6 +51,8 @@ INNER = {
         "run/worker.py": "parallel3d.pretend.enable",
     },
     "a package that a run without it need not load": {
+        "data/text/file_tokenizer.py": "tokenizers",
+        "data/text/hub.py": "huggingface_hub huggingface_hub.errors",
         "commands/train.py": "safetensors.torch",
         "config/schema.py": "hydra.core.config_store",
         "metrics/wandb_file.py": "wandb.proto.wandb_internal_pb2",

@@ -18,7 +18,7 @@ LONGEST_RUN_NAME = 200  # bytes; file systems take 255, and a sweep adds the job
 def check_samples(config: Config) -> None:
     """The `data` section against the vocabulary; raises UserError."""
     data, vocabulary = config.data, config.model.vocab_size
-    if data.tokenizer == "byte" and vocabulary < BYTE_VOCABULARY:
+    if data.reads_bytes and vocabulary < BYTE_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."

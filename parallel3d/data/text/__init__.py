@@ -1,0 +1,1 @@
+"""Text and what makes tokens of it: tokenizers' files, sources of documents, tokenising."""
