@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from random import Random
 
-from parallel3d.data.mixing.shares import Shares
+from parallel3d.data.corpora.shares import Shares
 
 
 def random_weights(random: Random, most: int = 40) -> list[int]:

@@ -27,6 +27,9 @@ FREE = (
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
     # The tokenizer's digest decides as well, beside the text's.
     *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
+    # Weights count by what they made of the steps that are done.
+    *("data.blend", "data.blend.", "data.blend_stages", "data.blend_stages."),
+    *("data.most_epochs", "data.held_out_sets"),
 )
 # Said, though their section is refused.
 SAID = ("model.dropout",)
@@ -109,5 +112,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
+            found[f"{prefix}{key}"] = value
     return found

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from benchmarks.blends import oracle, random_weights
-from parallel3d.data.mixing.shares import Shares, whole_weights
+from parallel3d.data.corpora.shares import Shares, whole_weights
 
 # Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.
 HEAVY = [1000, *[1] * 1000]

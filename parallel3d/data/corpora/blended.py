@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from parallel3d.data.mixing.shares import Shares
+from parallel3d.data.corpora.shares import Shares
 from parallel3d.data.sampler import Sample
 
 
@@ -20,6 +20,13 @@ class Part(Protocol):
     def masks(self) -> bool: ...
 
     def sample(self, i: int) -> Sample: ...
+
+
+class PartRead(NamedTuple):
+    """What a run has read of a part of its blend."""
+
+    tokens: int
+    epochs: float
 
 
 class Stage(NamedTuple):
@@ -36,12 +43,15 @@ class Blended:
     (`shares`); a data set goes on, from stage to stage, where it stood.
     """
 
-    def __init__(self, parts: Sequence[Part], stages: Sequence[Stage]) -> None:
-        """The first stage begins at sample 0, each other one after the one before."""
+    def __init__(
+        self, parts: Sequence[Part], stages: Sequence[Stage], names: Sequence[str] = ()
+    ) -> None:
+        """The first stage begins at sample 0, each other one after the one before; `names` of the
+        parts, to show."""
         firsts = [stage.first for stage in stages]
         if not stages or firsts[0] != 0 or sorted(set(firsts)) != firsts:
             raise ValueError(f"stages from samples {firsts}")
-        self.parts, self._firsts = parts, firsts
+        self.parts, self.names, self._firsts = parts, names, firsts
         self.seq_length = parts[0].seq_length
         self.masks = any(part.masks for part in parts)
         self._members = [list(stage.weights) for stage in stages]
@@ -63,6 +73,13 @@ class Blended:
         """Sample `i` >= 0."""
         part, place = self.at(i)
         return self.parts[part].sample(place)
+
+    def read(self, samples: int) -> dict[str, PartRead]:
+        """What the first `samples` of the run read of each part, by its name."""
+        return {
+            name: PartRead(count * part.seq_length, round(count / part.windows, 4))
+            for name, part, count in zip(self.names, self.parts, self.counts(samples), strict=True)
+        }
 
     def counts(self, samples: int) -> list[int]:
         """Of the first `samples` of the run, how many are from each data set."""
