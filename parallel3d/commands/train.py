@@ -206,7 +206,8 @@ def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
     """What the run has read of each part of its blend, if it is one."""
     source = trainer.train_source
     if isinstance(source, Blended):
-        recorder.blend(step, source.read(trainer.consumed_samples))
+        read = source.read(trainer.consumed_samples)
+        recorder.blend(step, {name: part._asdict() for name, part in read.items()})
 
 
 def leave_marker(

@@ -13,7 +13,6 @@ from typing import Any, Self
 from rich.console import Console
 
 from parallel3d.config.schema import Config
-from parallel3d.data.corpora.blended import PartRead
 from parallel3d.errors import UserError
 from parallel3d.files.durable import replace_durably
 from parallel3d.metrics import report
@@ -174,10 +173,9 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens, of_parts)
 
-    def blend(self, step: int, parts: Mapping[str, PartRead]) -> None:
-        """Record what the run has read, after `step` steps, of each part of its blend."""
-        read = {name: part._asdict() for name, part in parts.items()}
-        self._metrics.write({"step": step, "tokens": self._tokens, "parts": read})
+    def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
+        """Record the tokens and epochs that were read, after `step` steps, of each of its parts."""
+        self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
     def waiting(self) -> tuple[str, ...]:
         """Flushes metrics.jsonl to the disk; what that does not take a checkpoint must carry.
