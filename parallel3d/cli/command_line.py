@@ -32,6 +32,8 @@ from parallel3d.cli.hydra_words import (
     without_alias,
 )
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
+from parallel3d.commands.data.command import DATA, data
+from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
@@ -56,7 +58,7 @@ READER_GONE = 141
 TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 DRYRUN = "dryrun"
-FAMILIES = {CHECKPOINT: VERBS}
+FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS}
 SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
@@ -83,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complete(words, SUBCOMMANDS, FAMILIES, _run_hydra)
         elif words[0] == CHECKPOINT:
             return checkpoint(words[1:])
+        elif words[0] == DATA:
+            return data(words[1:])
         elif " ".join(words[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(words[:2]), words[2:])
         elif words[0] in SUBCOMMANDS:

@@ -90,13 +90,21 @@ def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str
     return given, overrides
 
 
-def whole_number(key: str, given: Mapping[str, str], least: int = 0) -> int | None:
+def whole_number(
+    key: str, given: Mapping[str, str], least: int = 0, most: int | None = None
+) -> int | None:
     """The number that was typed for a key, or None. Raises UserError for what is none."""
     text = given.get(key)
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < least:
-        raise UserError(f"{key}={show(text)} must be a whole number of at least {least}")
+    limits = f"of at least {least}" + ("" if most is None else f" and at most {most}")
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise UserError(f"{key}={show(text)} must be a whole number {limits}")
+    if int(text) < least or (most is not None and int(text) > most):
+        near = least if int(text) < least else most
+        raise UserError(
+            f"{key}={text} must be a whole number {limits}; the nearest is {key}={near}"
+        )
     return int(text)
 
 

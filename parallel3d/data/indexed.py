@@ -118,13 +118,12 @@ class IndexedWriter:
             dtype: integers that Megatron's readers know, see `token_type`; else ValueError.
         """
         self.prefix, self.dtype = os.path.expanduser(os.fspath(prefix)), np.dtype(dtype)
-        codes = {known: code for code, known in TYPES.items()}
-        if self.dtype not in codes:
-            raise ValueError(f"{self.dtype} is none of {', '.join(map(str, codes))}")
+        if self.dtype not in TYPES.values():
+            raise ValueError(f"{self.dtype} is none of {', '.join(map(str, TYPES.values()))}")
         there = [f"{self.prefix}{end}" for end in (".bin", ".idx")]
         if not replace and (old := [path for path in there if os.path.lexists(path)]):
             raise UserError(f"{old[0]} is there already: give another name, or remove the pair")
-        self._code, self._digest = codes[self.dtype], hashlib.blake2b(digest_size=16)
+        self._digest = hashlib.blake2b(digest_size=16)
         self.documents = self.tokens = 0
         folder, name = os.path.split(self.prefix)
         self._partial = os.path.join(folder, f".{name}.{secrets.token_hex(4)}")
@@ -161,7 +160,9 @@ class IndexedWriter:
     def close(self) -> None:
         """Puts the pair in its place, flushed to the disk; the index last. Raises OSError."""
         try:
-            index = self._write_index()
+            index = f"{self._partial}.idx.partial"
+            self._lengths.flush()
+            write_index(index, self._lengths.name, self.documents, self.dtype)
             for file in (self._bin, self._lengths):
                 file.flush()
                 os.fsync(file.fileno())
@@ -190,32 +191,32 @@ class IndexedWriter:
         else:
             self.discard()
 
-    def _write_index(self) -> str:
-        """The index, whole and flushed, under the name that is returned."""
-        self._lengths.flush()
-        with _new(f"{self._partial}.idx.partial") as index:
-            sizes = self.documents, self.documents + 1
-            index.write(HEADER.pack(MAGIC, VERSION, self._code, *sizes))
-            for lengths in self._read_lengths():
-                index.write(lengths)
-            byte = 0
-            for lengths in self._read_lengths():
-                ends = byte + np.cumsum(np.frombuffer(lengths, "<i4"), dtype="<i8") * (
-                    self.dtype.itemsize
-                )
-                index.write(np.append(byte, ends[:-1]).astype("<i8").tobytes())
-                byte = int(ends[-1])
-            for first in range(0, self.documents + 1, _WRITTEN):
-                last = min(first + _WRITTEN, self.documents + 1)
-                index.write(np.arange(first, last, dtype="<i8").tobytes())
-            index.flush()
-            os.fsync(index.fileno())
-        return index.name
 
-    def _read_lengths(self) -> Iterator[bytes]:
-        with open(self._lengths.name, "rb") as file:
-            while lengths := file.read(4 * _WRITTEN):
-                yield lengths
+def write_index(
+    path: str, lengths: str | os.PathLike[str], documents: int, dtype: np.dtype
+) -> None:
+    """A new index at `path`, flushed, of the documents whose lengths (int32) a file holds."""
+    code = next(code for code, known in TYPES.items() if known == dtype)
+    with _new(path) as index:
+        index.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
+        for part in _read_lengths(lengths):
+            index.write(part)
+        byte = 0
+        for part in _read_lengths(lengths):
+            ends = byte + np.cumsum(np.frombuffer(part, "<i4"), dtype="<i8") * dtype.itemsize
+            index.write(np.append(byte, ends[:-1]).astype("<i8").tobytes())
+            byte = int(ends[-1])
+        for first in range(0, documents + 1, _WRITTEN):
+            last = min(first + _WRITTEN, documents + 1)
+            index.write(np.arange(first, last, dtype="<i8").tobytes())
+        index.flush()
+        os.fsync(index.fileno())
+
+
+def _read_lengths(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while lengths := file.read(4 * _WRITTEN):
+            yield lengths
 
 
 def _new(path: str) -> BinaryIO:

@@ -223,11 +223,12 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
     assert not any((tmp_path / "b").iterdir())
 
 
-def test_neither_bytes_nor_a_launchers_check_load_torch_or_tokenizers(tmp_path: Path) -> None:
+def test_a_launcher_that_checks_bytes_loads_no_package_that_it_does_not_need() -> None:
     code = (
-        "import sys; from parallel3d.data.corpus import check_data;"
+        "import sys; from parallel3d.cli.command_line import check_data;"
         "from parallel3d.config.schema import DataConfig; check_data(DataConfig(), 16);"
-        "print([m for m in ('torch', 'tokenizers', 'huggingface_hub') if m in sys.modules])"
+        "heavy = 'torch tokenizers huggingface_hub fsspec zstandard pyarrow jinja2'.split();"
+        "print([name for name in heavy if name in sys.modules])"
     )
     ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)
     assert ended.stdout.strip() == "[]", ended.stderr

@@ -1,1 +1,1 @@
-"""Text and what makes tokens of it: tokenizers' files, sources of documents, tokenising."""
+"""Text through tokenizers: their files, what a run or a corpus keeps of them, cached texts."""
