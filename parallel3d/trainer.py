@@ -145,7 +145,8 @@ class Trainer:
     def _open_data(self) -> None:
         config, corpus = self.config, self.corpus
         if corpus is not None:
-            common = (corpus.eot, config.data.eod_mask_loss)
+            data = config.data
+            common = (corpus.eot, data.eod_mask_loss, data.document_mask)
             length, seed = config.model.seq_length, config.seed
             self.train_source = Sampler(corpus.train, length, seed, True, *common)
             self.valid_source = Sampler(corpus.valid, length, seed, False, *common)
@@ -155,9 +156,10 @@ class Trainer:
         self.valid_batches = None if self.valid_source is None else self._batches(self.valid_source)
 
     def _batches(self, source: SampleSource) -> Batches:
-        dp = self.groups.dp
-        size, count = self.config.micro_batch_size, self.config.num_microbatches
-        return Batches(source, size, count, dp.index, self.device, self.reads)
+        config, dp = self.config, self.groups.dp
+        size, count = config.micro_batch_size, config.num_microbatches
+        masked = config.data.document_mask
+        return Batches(source, size, count, dp.index, self.device, self.reads, masked)
 
     @property
     def tokens_per_step(self) -> int:

@@ -15,10 +15,15 @@ _ROUNDS = 8
 
 
 class Sample(NamedTuple):
-    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,)."""
+    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
+
+    starts[p], int32 (seq,), is the position at which the document of input p begins in the sample;
+    None: the sample is one document.
+    """
 
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int32] | None = None
 
 
 class Sampler:
@@ -37,8 +42,10 @@ class Sampler:
         shuffle: bool,
         eot: int,
         eod_mask_loss: bool,
+        document_mask: bool = False,
     ) -> None:
-        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch."""
+        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch;
+        `document_mask`: samples say where their documents begin, behind each `eot`."""
         self.seq_length = seq_length
         self.windows = (len(tokens) - 1) // seq_length
         if self.windows < 1:
@@ -48,6 +55,7 @@ class Sampler:
         self._shuffle = shuffle
         self._eot = eot
         self._eod_mask_loss = eod_mask_loss
+        self._document_mask = document_mask
 
     @property
     def masks(self) -> bool:
@@ -68,10 +76,21 @@ class Sampler:
         """Sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
+        starts = None
+        if self._document_mask:
+            starts = document_starts(np.flatnonzero(tokens[:-2] == self._eot) + 1, self.seq_length)
         if self._eod_mask_loss:
             # The label of an end-of-text is the first token of another document: nothing tells it.
-            return Sample(tokens, tokens[:-1] != self._eot)
-        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_))
+            return Sample(tokens, tokens[:-1] != self._eot, starts)
+        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_), starts)
+
+
+def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:
+    """`Sample.starts` of a sample in which documents begin at 0 and at `begins`, each below
+    `seq_length`, in any order."""
+    starts = np.zeros(seq_length, dtype=np.int32)
+    starts[begins] = begins
+    return np.maximum.accumulate(starts)
 
 
 def permuted(x: int, n: int, key: bytes) -> int:
