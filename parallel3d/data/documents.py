@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,13 @@ from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 
 
-class Documents(NamedTuple):
+@dataclass(frozen=True)
+class Documents:
     """Of a micro-batch of b samples of s tokens; shapes do not depend on the documents, so that
     compiled code serves all of them.
+
+    No tuple: FSDP2 moves the tensors that it finds in the arguments of a forward to the device, and
+    `bounds` has to stay where it is.
 
     Attributes:
         starts: (b, s) int32 on the device, `Sample.starts` of each.

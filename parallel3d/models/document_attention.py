@@ -32,10 +32,10 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tens
     q (b, heads, s, head_dim), k and v with as many heads, or with fewer where the device's kernel
     shares them; the result is stored as (b, s, heads, head_dim).
     """
-    _, bounds, edges = documents
+    within = documents.bounds, documents.edges
     if torch.compiler.is_compiling():
-        return torch.ops.parallel3d.document_attention(q, k, v, bounds, edges)[0]
-    return _Attention.apply(q, k, v, bounds, edges)
+        return torch.ops.parallel3d.document_attention(q, k, v, *within)[0]
+    return _Attention.apply(q, k, v, *within)
 
 
 class _Attention(torch.autograd.Function):

@@ -96,7 +96,7 @@ def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
     batches = Batches(source(True), 3, 3, 0, "cpu", reads=reads, document_mask=True)
     found = [batches.micro_batch(36, m) for m in range(3)]
     for m, batch in enumerate(found):
-        starts, bounds, edges = batch.documents
+        starts, bounds = batch.documents.starts, batch.documents.bounds
         assert (batch.tokens is not None) == reads and batch.starts is starts
         rows = [s.starts.tolist() for s in samples[3 * m : 3 * m + 3]]
         assert starts.tolist() == rows and starts.dtype == torch.int32
@@ -105,7 +105,7 @@ def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
         count = len(begins)
         assert bounds[: count + 2].tolist() == [count, max(lengths), *begins]
         assert bounds[count + 2 :].tolist() == [3 * SEQ] * (3 * SEQ + 1 - count)
-        assert torch.equal(edges, bounds[2:]) and bounds.device.type == "cpu"
+        assert torch.equal(batch.documents.edges, bounds[2:]) and bounds.device.type == "cpu"
         assert batch.documents.positions().tolist() == [
             [p - begin for p, begin in enumerate(row)] for row in rows
         ]
