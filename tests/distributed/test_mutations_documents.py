@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -40,27 +41,40 @@ def with_documents(change: Callable[[Documents, int], Documents]) -> Iterator[No
 
 @contextmanager
 def a_neighbour_is_seen() -> Iterator[None]:
-    """The last two documents of a micro-batch are one to attention; positions are right."""
+    """The first two documents of each sample are one to attention; positions are right."""
 
     def joined(found: Documents, length: int) -> Documents:
-        count, edges = int(found.bounds[0]), found.bounds[2:].clone()
-        if count < 2 or int(edges[count - 1]) % length == 0:  # two samples
-            return found
-        edges[count - 1] = edges[count]
-        head = torch.tensor((count - 1, int(edges.diff().max())), dtype=torch.int32)
-        return replace(found, bounds=torch.cat((head, edges)), edges=edges)
+        edges = found.bounds[2 : int(found.bounds[0]) + 3].tolist()
+        kept = [b for a, b in pairwise([0, *edges]) if b % length == 0 or a % length]
+        count, total = len(kept) - 1, len(found.bounds) - 3
+        longest = max(b - a for a, b in pairwise(kept))
+        whole = kept + [total] * (total - count)
+        of_host, of_device = ([count, longest, *whole], whole)
+        bounds, edges = (torch.tensor(t, dtype=torch.int32) for t in (of_host, of_device))
+        return replace(found, bounds=bounds, edges=edges)
 
     yield from with_documents(joined)
 
 
 @contextmanager
 def positions_go_on() -> Iterator[None]:
-    """Positions count from the sample's first token, whatever the documents."""
+    """Positions count from the sample's first token, whatever the documents.
+
+    With RoPE nobody could tell: scores depend on the distance alone.
+    """
 
     def positions(self: Documents) -> Tensor:
         return torch.arange(self.starts.shape[1]).expand(self.starts.shape)
 
     with patch.object(Documents, "positions", positions):
+        yield
+
+
+@contextmanager
+def positions_of_another_sample() -> Iterator[None]:
+    """Each sample is rotated by the positions of the next."""
+    sound = Documents.positions
+    with patch.object(Documents, "positions", lambda self: sound(self).roll(1, dims=0)):
         yield
 
 
@@ -142,8 +156,8 @@ GPT = replace(LLAMA, preset="gpt_tiny")
 DROPS = replace(GPT, model=(("dropout", 0.2),))
 PLANTED = [
     pytest.param(a_neighbour_is_seen, (1, 1, 1), Case(LLAMA), id="neighbour-seen"),
-    pytest.param(positions_go_on, (2, 1, 1), Case(LLAMA), id="rotations-go-on"),
     pytest.param(positions_go_on, (1, 1, 1), Case(GPT), id="positions-go-on"),
+    pytest.param(positions_of_another_sample, (2, 1, 1), Case(LLAMA), id="others-positions"),
     pytest.param(documents_begin_a_token_late, (1, 2, 1), Case(LLAMA), id="document-off-by-one"),
     pytest.param(spans_end_a_token_late, (1, 1, 1), Case(GPT), id="span-off-by-one"),
     pytest.param(
