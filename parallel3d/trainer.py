@@ -155,9 +155,10 @@ class Trainer:
         self.held_out_batches = {name: self._batches(part) for name, part in parts.items()}
 
     def _batches(self, source: SampleSource) -> Batches:
-        dp = self.groups.dp
-        size, count = self.config.micro_batch_size, self.config.num_microbatches
-        return Batches(source, size, count, dp.index, self.device, self.reads)
+        config, dp = self.config, self.groups.dp
+        size, count = config.micro_batch_size, config.num_microbatches
+        masked = config.data.document_mask
+        return Batches(source, size, count, dp.index, self.device, self.reads, masked)
 
     @property
     def tokens_per_step(self) -> int:

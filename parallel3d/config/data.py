@@ -66,6 +66,12 @@ class DataConfig:
         "do not train on predicting the first token of the next document",
         megatron="--eod-mask-loss",
     )
+    document_mask: bool = key(
+        False,
+        "attention within documents, and positions that count from each one's first token",
+        megatron="--reset-attention-mask",
+        differs="there positions restart by --reset-position-ids",
+    )
     cache_dir: str | None = key(
         None,
         "folder of the token cache; null: the user's cache folder",

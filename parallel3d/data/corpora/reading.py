@@ -34,7 +34,7 @@ def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
         tokens, shuffle = (one.valid, False) if held_out else (one.train, True)
         if one.plans is not None:
             return PackSampler(tokens, one.plans[held_out], seed, shuffle, one.eot, name)
-        masks = data.eod_mask_loss, getattr(data, "document_mask", False)
+        masks = data.eod_mask_loss, data.document_mask
         return Sampler(
             *(tokens, seq_length, seed, shuffle, one.eot, *masks, one.starts(held_out), name)
         )
