@@ -241,6 +241,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (blend(a=math.inf), None, ["a the weight inf", "above 0 or tokens", "leave a out"]),
     (blend(a=True), None, ["a the weight true", "above 0 or tokens", "leave a out"]),
     (blend(a="token"), None, ["a the weight token", "above 0 or tokens", "nearest is tokens"]),
+    (blend(a="tokens", b=0.5), None, ["b the weight 0.5", "number of tokens", "is tokens"]),
     (blend(a=1) | {"data.path": "a"}, None, ["data.path=a", "data=blend", "data.blend={a:1}"]),
     ({"data.blend": {"a": 1}}, None, ["data.blend={a:1}", "data=stdlib", "data=blend"]),
     ({"data.blend": 3}, None, ["data.blend=3", "names and values in braces", "data.blend=null"]),

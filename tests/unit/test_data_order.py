@@ -29,6 +29,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
         blend=dict(zip(names, (5, 3, 1), strict=True)),
         blend_stages={40 * SEQ: dict(zip(names[1:], (1, 4), strict=True))},
         packing=request.param,
+        document_mask=True,
         cut_documents=True,
         cache_dir=str(tmp_path / "cache"),
     )
@@ -37,10 +38,11 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
 
 
 def step(source: SampleSource, first: int, dp: int, size: int) -> list[torch.Tensor]:
-    """Tokens, labels, masks and numbers of a global batch, of all ranks one after the other."""
+    """Tokens, labels, masks, numbers and documents of a global batch, of all ranks in order."""
     count = BATCH // (dp * size)
-    ranks = [Batches(source, size, count, rank, "cpu") for rank in range(dp)]
-    parts = [rank.micro_batch(first, m)[:4] for rank in ranks for m in range(count)]
+    ranks = [Batches(source, size, count, rank, "cpu", document_mask=True) for rank in range(dp)]
+    batches = [rank.micro_batch(first, m) for rank in ranks for m in range(count)]
+    parts = [(b.tokens, b.labels, b.loss_mask, b.samples, b.starts) for b in batches]
     assert sum(rank.token_count(first) for rank in ranks) == sum(int(p[2].sum()) for p in parts)
     return [torch.cat(of) for of in zip(*parts, strict=True)]
 

@@ -102,4 +102,10 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
                 f"{show(str(prefix))} out."
             )
         weights[str(prefix)] = Fraction(repr(typed))
+    small = next((p for p, w in weights.items() if w is not None and w < 1), None)
+    if small is not None and None in weights.values():
+        raise UserError(
+            f"{name} gives {show(small)} the weight {float(weights[small]):g}: beside {TOKENS} it "
+            f"must be a number of tokens, at least 1; the nearest is {TOKENS}."
+        )
     return weights

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can d
     from parallel3d.config.schema import DataConfig
 
 _LARGEST_FACTS = 1 << 20  # bytes
-_PLACES, _RUN = 8, 2048  # of a stream and of an index that the fingerprint is made of
+_PLACES, _RUN = 8, 512  # of a stream and of an index that the fingerprint is made of
 
 
 class _Facts(NamedTuple):
