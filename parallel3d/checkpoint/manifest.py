@@ -212,9 +212,18 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"config.{name} is {config[name]!r}")
     if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
         raise ValueError("data has no fingerprint or no count of tokens")
-    if not isinstance(data.get("tokenizer", ""), str):
-        raise ValueError(f"data has tokenizer={data['tokenizer']!r}")
+    for name in ("tokenizer", "blend"):
+        if not isinstance(data.get(name, ""), str):
+            raise ValueError(f"data has {name}={data[name]!r}")
+    if not all(_is_stage(word) for word in data.get("blend", "").split()):
+        raise ValueError("data has no stages of a blend")
     return manifest
+
+
+def _is_stage(word: str) -> bool:
+    """Whether it is a sample's number and a digest, of `data`'s blend."""
+    first, colon, digest = word.partition(":")
+    return bool(colon and digest) and first.isascii() and first.isdigit() and len(first) < 20
 
 
 def _is_count(value: Any) -> bool:

@@ -256,7 +256,10 @@ def _check_data(app: str, config: Config) -> None:
         data, model = config.data, config.model
         if config.run is not None:
             data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
-        check_data(data, model.seq_length, vocab_size=model.vocab_size)
+        samples = config.train.steps * config.global_batch_size
+        sizes = {"vocab_size": model.vocab_size, "samples": samples}
+        for sentence in check_data(data, model.seq_length, **sizes):
+            say(readable(sentence))
 
 
 def _refuse(error: UserError, place: Place | None = None) -> int:

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.config.sections import key
 
 
 @dataclass
 class DataConfig:
-    """Where tokens come from: `data=stdlib` (Python's own sources) or `data=text data.path=…`."""
+    """Where tokens come from: `data=stdlib`, Python's own sources, or `text`, `corpus`, `blend`."""
 
-    name: str = key("stdlib", "kind of source", choices=("stdlib", "text"))
+    name: str = key("stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend"))
     path: str | None = key(
-        None, "file, folder or glob; several joined by commas", megatron="--data-path"
+        None,
+        "text: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx pair",
+        megatron="--data-path",
+    )
+    blend: Any = key(  # noqa: RUF009
+        None,
+        "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
+    )
+    blend_stages: Any = key(  # noqa: RUF009
+        None,
+        "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
+    )
+    most_epochs: float | None = key(
+        None,
+        "refuse a blend of which a part would be read more often; null: one read more than 4 times "
+        "is said",
+        above=0,
+    )
+    held_out_sets: int = key(
+        32,
+        "blend: parts, the heaviest, that have a held-out loss of their own",
+        minimum=0,
+    )
+    packing: str = key(
+        "concat",
+        "samples: concat, windows of the documents one after another; best_fit, whole documents "
+        "that fit together, by a plan that is made once",
+        choices=("concat", "best_fit"),
+    )
+    cut_documents: bool = key(
+        False, "best_fit: cut documents longer than a sample; false: refuse them"
     )
     tokenizer: str | None = key(
         None,
@@ -34,6 +65,12 @@ class DataConfig:
         False,
         "do not train on predicting the first token of the next document",
         megatron="--eod-mask-loss",
+    )
+    document_mask: bool = key(
+        False,
+        "attention within documents, and positions that count from each one's first token",
+        megatron="--reset-attention-mask",
+        differs="there positions restart by --reset-position-ids",
     )
     cache_dir: str | None = key(
         None,

@@ -75,11 +75,15 @@ def token_count(documents: Sequence[Document]) -> int:
 
 def check_folder(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
     """Raises UserError if there is no cache yet and `folder` cannot take one. Writes nothing."""
-    existing = folder
+    end = "tokens" if isinstance(tokenizer, ByteTokenizer) else "bin"
+    check_room_for(folder / f"{cache_key(documents, tokenizer)}.{end}")
+
+
+def check_room_for(path: Path) -> None:
+    """Raises UserError if there is no file of ours at `path`, and its folder cannot take one."""
+    existing = folder = path.parent
     while not os.path.lexists(existing):
         existing = existing.parent
-    end = "tokens" if isinstance(tokenizer, ByteTokenizer) else "bin"
-    path = folder / f"{cache_key(documents, tokenizer)}.{end}"
     try:
         if not existing.is_dir():
             raise unusable(folder, f"{existing} is not a folder")

@@ -74,19 +74,13 @@ class IndexedCorpus:
 
         Raises UserError where the sequences there do not lie one after another.
         """
-        first, last = self.document_from(begin), self.document_from(end)
-        return np.unique(self.index.begins(first, last))
-
-    def document_from(self, token: int) -> int:
-        """The first document that begins at `token` or after it; `documents` if none does."""
-        low, high = 0, self.documents
-        while low < high:
-            middle = (low + high) // 2
-            if self.index.begin(middle) < token:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        first = self.index.document_from(begin)
+        found = self.index.begins(first, self.index.document_from(end, first))
+        if found.size > 1:
+            kept = np.ones(found.size, np.bool_)
+            np.not_equal(found[1:], found[:-1], out=kept[1:])
+            found = found[kept]
+        return found
 
     def close(self) -> None:
         """Closes the .bin; the index stays mapped as long as somebody looks at it."""

@@ -32,8 +32,9 @@ TYPES = {
 }
 _FLOATS = {6: "float64", 7: "float32"}
 
-_SAMPLED = 8  # places of an index that are looked at when it is opened,
-_RUN = 512  # sequences at each of them
+_SAMPLED = 4  # places of an index that are looked at when it is opened,
+_RUN = 256  # documents at each of them
+_FEW = 4096  # that are all looked at
 _AT_A_TIME = 1 << 20
 _INT64 = struct.Struct("<q")
 
@@ -48,8 +49,8 @@ class PairIndex:
     def __init__(self, file: BinaryIO, named: str) -> None:
         """The index in the open `file`, which may be closed then. Raises UserError.
 
-        Reads the header, proves the size of the file by it, and looks at up to 4,096 evenly chosen
-        sequences.
+        Reads the header, proves the size of the file by it, and looks at all documents of a small
+        index, at some evenly chosen ones of another.
         """
         self._named, self._path = named, file.name
         self.dtype, self.sequences, self.documents = _header(file, named)
@@ -64,20 +65,27 @@ class PairIndex:
         ends = int(self._firsts[0]), int(self._firsts[-1])
         if ends != (0, self.sequences):
             raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
-        for begin, end in _runs(self.sequences):
-            self._check_run(begin, end)
+        if self._pointers[0] != 0:
+            raise self.damaged(f"its first sequence begins at byte {int(self._pointers[0]):,}")
         for first, last in _runs(self.documents):
             self.begins(first, last)
 
-    def begin(self, document: int) -> int:
-        """The token at which a document begins, `tokens` for those after the last token."""
-        (sequence,) = _INT64.unpack_from(self._map, self._documents_at + 8 * document)
-        if not 0 <= sequence <= self.sequences:
-            raise self.damaged(f"document {document} begins at sequence {sequence:,}")
-        if sequence == self.sequences:
-            return self.tokens
-        (byte,) = _INT64.unpack_from(self._map, self._pointers_at + 8 * sequence)
-        return byte // self.dtype.itemsize
+    def document_from(self, token: int, first: int = 0) -> int:
+        """The first document from `first` on that begins at `token` or after it, else `documents`.
+
+        Searched for from `first` on in growing steps: cheap for one that is near.
+        """
+        low, step = first, 1
+        while (high := low + step) < self.documents and self._begin(high) < token:
+            low, step = high, 2 * step
+        high = min(high, self.documents)
+        while low < high:
+            middle = (low + high) // 2
+            if self._begin(middle) < token:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The token at which each of the documents `first` … `last` - 1 begins.
@@ -88,43 +96,55 @@ class PairIndex:
             return np.zeros(0, np.int64)
         sequences = self._firsts[first : last + 1].astype(np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
-        if (np.diff(sequences) < 0).any() or not 0 <= begin <= end <= self.sequences:
+        steps = sequences[1:] - sequences[:-1]
+        if steps.min() < 0 or not 0 <= begin <= end <= self.sequences:
             raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
-        self._check_run(begin, end)
-        # What begins after the last sequence is empty and begins at the end.
-        known = self._pointers[begin : end + 1].astype(np.int64)
-        pointers = np.append(known, self.tokens * self.dtype.itemsize)
+        pointers = self._checked_pointers(begin, end)
+        if end - begin == last - first and steps.max() == 1:  # each document is one sequence
+            return pointers[: last - first] // self.dtype.itemsize
         return pointers[sequences[:-1] - begin] // self.dtype.itemsize
 
     def check_all(self) -> None:
         """Raises UserError if any sequence lies elsewhere than after the one before it."""
         for begin in range(0, self.sequences, _AT_A_TIME):
-            self._check_run(begin, min(begin + _AT_A_TIME, self.sequences))
+            self._checked_pointers(begin, min(begin + _AT_A_TIME, self.sequences))
         for first in range(0, self.documents, _AT_A_TIME):
             self.begins(first, min(first + _AT_A_TIME, self.documents))
+
+    def _begin(self, document: int) -> int:
+        """The token at which a document begins, `tokens` for those after the last token."""
+        (sequence,) = _INT64.unpack_from(self._map, self._documents_at + 8 * document)
+        if not 0 <= sequence < self.sequences:
+            if sequence == self.sequences:
+                return self.tokens
+            raise self.damaged(f"document {document} begins at sequence {sequence:,}")
+        (byte,) = _INT64.unpack_from(self._map, self._pointers_at + 8 * sequence)
+        return byte // self.dtype.itemsize
+
+    def _checked_pointers(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The bytes at which sequences `begin` … `end` begin, which lie one after another.
+
+        That number `end` may be the end of the .bin.
+        """
+        pointers = self._pointers[begin : end + 1].astype(np.int64)
+        if end == self.sequences:  # behind it nothing begins
+            pointers = np.concatenate((pointers, [self.tokens * self.dtype.itemsize]))
+        lengths = self.lengths[begin:end].astype(np.int64)
+        ends = pointers[:-1] + lengths * self.dtype.itemsize
+        wrong = (ends != pointers[1:]) | (lengths < 0)
+        if wrong.any():
+            odd = int(wrong.argmax())
+            raise self.damaged(
+                f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
+                f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
+            )
+        return pointers
 
     def damaged(self, what: str) -> UserError:
         return UserError(
             f"{self._named} cannot be read, {self._path} does not fit its .bin: {what}; make the "
             "pair again"
         )
-
-    def _check_run(self, begin: int, end: int) -> None:
-        """Sequences `begin` … `end` - 1 lie one after another, up to the next and from byte 0."""
-        pointers = self._pointers[begin : end + 1].astype(np.int64)
-        lengths = self.lengths[begin:end].astype(np.int64)
-        after = pointers[:-1] if end < self.sequences else pointers
-        ends = after + lengths * self.dtype.itemsize
-        following = pointers[1:] if end < self.sequences else np.append(pointers[1:], ends[-1:])
-        bad = np.flatnonzero((ends != following) | (lengths < 0))
-        if begin == 0 and pointers.size and pointers[0] != 0:
-            raise self.damaged(f"its first sequence begins at byte {int(pointers[0]):,}")
-        if bad.size:
-            odd = int(bad[0])
-            raise self.damaged(
-                f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
-                f"{int(ends[odd]):,}, the next begins at byte {int(following[odd]):,}"
-            )
 
     def _prove_size(self, size: int) -> None:
         needed = self._documents_at + 8 * (self.documents + 1)
@@ -183,7 +203,7 @@ def _header(file: BinaryIO, named: str) -> tuple[np.dtype, int, int]:
 
 def _runs(count: int) -> list[tuple[int, int]]:
     """Begin and end of evenly chosen runs of `count` things: all of them if they are few."""
-    if count <= _SAMPLED * _RUN:
+    if count <= _FEW:
         return [(0, count)]
     begins = [i * (count - _RUN) // (_SAMPLED - 1) for i in range(_SAMPLED)]
     return [(begin, begin + _RUN) for begin in begins]

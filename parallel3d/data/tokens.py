@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from copy import copy
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from parallel3d.errors import UserError
 
 _TYPE = np.dtype("<u2")
 
@@ -22,13 +25,23 @@ class Tokens:
         """Tokens from byte `first` of the open `file` on, which stays open as long as they live."""
         self._file, self._first, self._count = file, first, count
         self.dtype = dtype
+        self._limit, self._named = 0, ""
 
     def part(self, begin: int, end: int) -> Tokens:
         """Tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
         if not 0 <= begin <= end <= self._count:
             raise IndexError(f"tokens {begin} to {end} of {self._count}")
-        first = self._first + begin * self.dtype.itemsize
-        return Tokens(self._file, first, end - begin, self.dtype)
+        part = copy(self)
+        part._first, part._count = self._first + begin * self.dtype.itemsize, end - begin
+        return part
+
+    def below(self, limit: int, named: str) -> Tokens:
+        """The same, but that reading a token of `limit` or more, or a negative one, is a UserError
+        about what is `named` so."""
+        bounded = copy(self)
+        if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
+            bounded._limit, bounded._named = limit, named
+        return bounded
 
     def file_size(self) -> int:
         """Bytes of the whole file, now."""
@@ -51,7 +64,20 @@ class Tokens:
             if not read:
                 raise OSError(f"{self._file.name} was cut short while it was in use")
             content = content + read if content else read
-        return np.frombuffer(content, dtype=self.dtype)
+        tokens = np.frombuffer(content, dtype=self.dtype)
+        if self._limit and tokens.size:
+            self._check(tokens, begin)
+        return tokens
+
+    def _check(self, tokens: npt.NDArray[np.integer], begin: int) -> None:
+        if int(tokens.max()) < self._limit and (self.dtype.kind == "u" or int(tokens.min()) >= 0):
+            return
+        at = int(np.flatnonzero((tokens < 0) | (tokens >= self._limit))[0])
+        place = self._first // self.dtype.itemsize + begin + at
+        raise UserError(
+            f"{self._named} holds the token {int(tokens[at])} (at {place:,}), and must hold tokens "
+            f"below model.vocab_size={self._limit}: give the tokenizer's own model, or another text"
+        )
 
     def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray:
         return self[:].astype(dtype or self.dtype, copy=False)

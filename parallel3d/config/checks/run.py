@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 
+from parallel3d.config.checks.corpora import check_corpora
 from parallel3d.config.fields import show
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config
@@ -23,6 +24,7 @@ def check_samples(config: Config) -> None:
             f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
         )
+    check_corpora(data)
     if data.name == "text" and not data.path:
         raise UserError(
             f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "

@@ -1,0 +1,73 @@
+"""Blends: every data set has its share after every sample, to within 2, and exactly as defined."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import islice
+from random import Random
+
+import pytest
+
+from benchmarks.blends import oracle, random_weights
+from parallel3d.data.corpora.shares import Shares, whole_weights
+
+# Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.
+HEAVY = [1000, *[1] * 1000]
+WEIGHTS = [
+    [1],
+    [1, 1],
+    [7, 2, 1],
+    [5, 5, 5, 5, 5],
+    [1, 2, 4, 8, 16, 32],
+    [1, 1, 2, 3, 5, 8, 13, 21, 34, 55],
+    [10**12, 1],
+    [2**32 - 1, 1, 1, 1],
+    HEAVY,
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda w: f"{len(w)} sets, {max(w)} to {min(w)}")
+def test_every_prefix_has_every_share_to_within_two(weights: list[int]) -> None:
+    shares, total = Shares(weights), sum(weights)
+    had = [0] * len(weights)
+    for slot in range(3000):
+        owner, before = shares.at(slot)
+        assert before == had[owner]
+        had[owner] += 1
+        if len(weights) < 20 or slot % 97 == 0:
+            worst = max(abs(h * total - w * (slot + 1)) for h, w in zip(had, weights, strict=True))
+            assert worst < 2 * total
+            assert shares.counts(slot + 1) == had
+        else:
+            assert abs(had[owner] * total - weights[owner] * (slot + 1)) < 2 * total
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_shares_are_those_of_the_slow_exact_oracle(seed: int) -> None:
+    weights = random_weights(Random(seed))
+    shares = Shares(weights)
+    assert [shares.at(slot)[0] for slot in range(500)] == list(islice(oracle(weights), 500))
+
+
+def test_far_slots_are_counted_as_they_are_shared_out() -> None:
+    weights = random_weights(Random(1), 2000)
+    shares, far = Shares(weights), 10**12 + 7
+    counts = shares.counts(far)
+    assert sum(counts) == far
+    for slot in range(far, far + 200):
+        owner, before = shares.at(slot)
+        assert before == counts[owner]
+        counts[owner] += 1
+    assert counts == shares.counts(far + 200)
+
+
+def test_weights_as_typed_become_the_smallest_whole_numbers() -> None:
+    typed = [Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]
+    assert whole_weights(typed) == [7, 2, 1] == whole_weights([w * 30 for w in typed])
+    assert whole_weights([Fraction(1, 3), Fraction(1)]) == [1, 3]
+
+
+@pytest.mark.parametrize("weights", [[], [0], [3, -1]])
+def test_weights_that_share_nothing_are_refused(weights: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Shares(weights)
