@@ -42,7 +42,8 @@ class FileTokenizer:
         name: what the user gave. vocab_size: the largest token + 1. eot: the token that ends a
             text, `eot_text` as it is spelled. begin: the tokens that a prompt begins with: what
             the tokenizer itself puts before a text, such as Llama's, else `eot`. ends: the tokens
-            that end what a model writes, `eot` and those of a generation_config.json.
+            that end what a model writes, `eot` and those of a generation_config.json. special:
+            the special tokens by their text.
         folder: where the files beside it lie; None if it came without.
     """
 
@@ -65,7 +66,7 @@ class FileTokenizer:
             raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({why})") from None
         if not vocabulary:
             raise UserError(f"{key}={show(name)} has no tokens")
-        special = [token.content for token in added.values() if token.special]
+        special = {token.content: number for number, token in added.items() if token.special}
         end = end_of_text(folder, vocabulary, special, f"{key}={show(name)}")
         if end is None:
             raise UserError(
@@ -78,6 +79,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
         self.eot, self.eot_text = vocabulary[end], end
+        self.special: dict[str, int] = special
         self.begin: list[int] = prefix or [self.eot]
         more = ends_of_generation(folder, f"{key}={show(name)}") if folder is not None else []
         self.ends = frozenset((self.eot, *(n for n in more if n < self.vocab_size)))
