@@ -179,3 +179,16 @@ def test_a_run_reads_documents_at_the_ends_of_text_of_its_corpus(pool: Pool) -> 
     assert plain[2] == 0 and masked[2] > 4
     assert all(abs(a - b) > 1e-4 for a, b in zip(plain[0], masked[0], strict=True))
     assert abs(plain[1] - masked[1]) > 1e-4
+
+
+@pytest.mark.parametrize(("precision", "sizes"), [("bf16", (2, 1, 1)), ("fp16", (1, 1, 2))])
+def test_half_precision_keeps_documents_apart(
+    precision: str, sizes: Sizes, pool: Pool, references: References
+) -> None:
+    problem = Problem(
+        "llama_tiny", "sgd", True, precision, layers=2, steps=2, batch=12, documents=True
+    )
+    zero, sp = int(sizes[2] > 1), sizes[0] > 1
+    cases = [Case(problem, sp=sp, keys=(("zero", zero), ("recompute", "full")))]
+    found = failures(sizes, cases, pool, references)
+    assert not found, "\n".join(found)
