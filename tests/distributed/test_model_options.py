@@ -126,7 +126,7 @@ def test_shared_heads_are_saved_once_and_gathered_ones_change_nothing(pool: Pool
         assert equal
     model = Case(PAIRS).config(Layout(*sizes)).model
     for kind in ("parameter", "exp_avg", "exp_avg_sq"):
-        rows = {"q": model.hidden_size, "k": 2 * model.head_dim, "v": 2 * model.head_dim}
+        rows = {"q": model.hidden_size, "k": 2 * model.head_size, "v": 2 * model.head_size}
         for matrix, outputs in rows.items():
             name = f"{kind}/layers.1.attention.{matrix}.weight"
             assert saved[name] == outputs * model.hidden_size, name

@@ -452,7 +452,7 @@ def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invarian
             assert size % tp == 0
         assert model.kv_heads % tp == 0 or tp % model.kv_heads == 0
         assert model.num_attention_heads % model.kv_heads == 0
-        assert model.head_dim * model.num_attention_heads == model.hidden_size
+        assert model.head_size * model.num_attention_heads == model.hidden_size
         assert model.padded_vocab_size >= model.vocab_size >= 257
         assert checked.pp <= model.num_layers
         stages = checked.schedule.layers_per_stage
