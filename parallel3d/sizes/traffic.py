@@ -127,25 +127,25 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.last:
         yield from _head(rank)
     model, tp = rank.config.model, rank.layout.tp
-    shared = _shared_elements(model, tp) * rank.layer_count * rank.grad_item
+    shards = rank.layout.dp if rank.config.zero > 1 else 1
+    shared = _shared_elements(model, tp, shards) * rank.layer_count * rank.grad_item
     if shared:
         what = "gradients of shared key-value heads and of norms of heads"
         yield Transfer("tp", "all_reduce", shared, 1, what)
     if rank.sp:
-        shards = rank.layout.dp if rank.config.zero > 1 else 1
         partial = sum(_sharded_numel(p, shards) for p in rank.parameters if p.replicated)
         nbytes = partial * rank.grad_item
         yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
 
 
-def _shared_elements(model: ModelConfig, tp: int) -> int:
+def _shared_elements(model: ModelConfig, tp: int, shards: int) -> int:
     """Elements that `sum_shared_gradients` adds for a layer, a place for each part in the sum."""
     found = 0
     if tp > model.kv_heads:  # each head on several ranks
         rows = 2 * model.kv_heads * model.head_size
         found += rows * (model.hidden_size + int(model.qkv_bias))
     if tp > 1 and model.qk_norm:
-        found += 2 * model.head_size
+        found += 2 * -(-model.head_size // shards)
     return found
 
 

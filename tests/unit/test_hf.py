@@ -126,8 +126,9 @@ def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
 
 
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
 THEIRS = {
-    "llama": {"model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 44},
+    "llama": {"model_type": "llama", **GROUPED},
     "llama_tied": {
         "model_type": "llama",
         "tie_word_embeddings": True,
@@ -135,7 +136,6 @@ THEIRS = {
     },
     "llama_3_1": {
         "model_type": "llama",
-        "num_key_value_heads": 2,
         "rope_scaling": {
             "rope_type": "llama3",
             "factor": 8.0,
@@ -144,11 +144,17 @@ THEIRS = {
             "original_max_position_embeddings": 64,
         },
         "rope_theta": 500.0,
+        **GROUPED,
     },
-    "llama_bias_in_attention": {"model_type": "llama", "attention_bias": True, "head_dim": 12},
-    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 8},
-    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
-    "qwen3_tied": {"model_type": "qwen3", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "llama_bias_in_attention": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "head_dim": 12,
+        **GROUPED,
+    },
+    "qwen2": {"model_type": "qwen2", "sliding_window": 8, **GROUPED},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12, **GROUPED},
+    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **GROUPED},
     "gpt2": {"model_type": "gpt2"},  # gelu_new, as published
     "gpt2_exact_gelu": {"model_type": "gpt2", "activation_function": "gelu", "n_inner": 40},
 }

@@ -86,6 +86,7 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
         ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"attention_bias": "yes"}, "attention_bias=yes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],

@@ -90,7 +90,7 @@ def from_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_query_groups": get("num_key_value_heads", default.kv_heads or heads),
-        "head_dim": None if width * heads == hidden else width,
+        "head_dim": None if hidden % heads == 0 and width == hidden // heads else width,
         "ffn_hidden_size": get("intermediate_size", default.ffn),
         "seq_length": get("max_position_embeddings", default.positions),
         "vocab_size": get("vocab_size", default.vocab),
@@ -112,6 +112,7 @@ def _attention(config: dict[str, Any], kind: str) -> dict[str, Any]:
         return {"bias": False, "attention_bias": "qkv"}
     attention = get("attention_bias", False)
     mlp = kind == LLAMA and get("mlp_bias", False)
+    require({"attention_bias": (attention, (False, True)), "mlp_bias": (mlp, (False, True))})
     differs = None if attention == mlp else "all" if attention else "none"
     return {"bias": mlp, "attention_bias": differs, "qk_norm": kind == QWEN3}
 
@@ -120,6 +121,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Base and scaling, in both spellings: as transformers reads them, the old one wins."""
     get = reader(config)
     rope = get("rope_scaling", None) or get("rope_parameters", {})
+    if not isinstance(rope, dict):
+        raise TypeError("rope_parameters is not an object")
     for key, value in rope.items():
         if isinstance(value, dict):
             raise UserError(
