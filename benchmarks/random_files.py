@@ -68,13 +68,34 @@ class RandomFiles(FailingFiles):
 
 
 def enter(environ: Mapping[str, str]) -> None:
-    """Draw this process's fault, if it has one, and wait for its moment in the background."""
+    """Draw this process's fault, if it has one, and wait for its moment in the background.
+
+    So does each process that is forked of it, a local rank: by its number, a fault of its own.
+    """
     failing = Failing(**json.loads(environ[VARIABLE]))
     name = "/".join(environ.get(variable, "-") for variable in NAMES)
+    here, forks = _drawn(failing, name), 0
+
+    def count() -> None:
+        nonlocal forks
+        forks += 1
+
+    def draw_anew() -> None:
+        nonlocal here
+        if here is not None:
+            here.__exit__(None, None, None)
+        here = _drawn(failing, f"{name}/{forks}")
+
+    os.register_at_fork(before=count, after_in_child=draw_anew)
+
+
+def _drawn(failing: Failing, name: str) -> RandomFiles | None:
     chance = random.Random(f"{failing.seed}/{name}")
     if chance.random() >= failing.rate:
-        return
+        return None
     fault, calls = Fault(chance.choice(WHAT)), chance.choice(CALLS)
     # Small numbers are as likely as large ones: a start makes few calls, and each differs.
     begin = int(LAST_BEGIN ** chance.random()) - 1
-    RandomFiles(failing, fault, begin, calls).__enter__()
+    files = RandomFiles(failing, fault, begin, calls)
+    files.__enter__()
+    return files

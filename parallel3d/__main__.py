@@ -1,14 +1,10 @@
-"""`python -m parallel3d …` is the `parallel3d` command; the launcher starts its ranks here too."""
+"""`python -m parallel3d …` is the `parallel3d` command."""
 
 import sys
 
 
 def main() -> int:
-    """Run a command line, or one local rank, which needs no command line's modules."""
-    if sys.argv[1:2] == ["_worker"]:
-        from parallel3d.run.worker import local_worker_main
-
-        return local_worker_main(*sys.argv[2:])
+    """Run a command line."""
     try:
         from parallel3d.cli.command_line import main as command
 

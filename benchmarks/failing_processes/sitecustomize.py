@@ -10,4 +10,4 @@ if "FAILING_FILES" in os.environ:
 
     from benchmarks.random_files import enter
 
-    enter(os.environ)
+    enter(os.environ)  # and each process that is forked of it

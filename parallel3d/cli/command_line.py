@@ -210,7 +210,7 @@ def _start(app: str, config: Config) -> int:
     with _answered(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)
-    return run_here(app, config, run_dir, world_size, device)
+    return run_here(app, config, run_dir, world_size, device, again=is_sweep())
 
 
 def _answered(config: Config) -> AbstractContextManager[None]:

@@ -5,13 +5,11 @@ Nothing here imports torch, and no model is needed: a schedule is a list of acti
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from parallel3d.schedules.check import Report, check
 from parallel3d.schedules.choose import (
     LARGEST,
     Choice,
-    Weights,
     Work,
     choose,
     measure,
@@ -33,20 +30,17 @@ from parallel3d.schedules.choose import (
     wanted,
 )
 from parallel3d.schedules.flight import peak_in_flight
-from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.render import render_svg, render_text
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
 from parallel3d.schedules.table import write_table
-from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
-from parallel3d.sizes.stages import head_cost, layer_cost
+from parallel3d.sizes.stage_costs import StageWeights
 from parallel3d.topology.map.output import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE
 # What the table shows beside 1F1B's memory where the user gives no cap.
 MORE_MEMORY = (1.25, 1.5)
-HEAD_PRODUCTS = 3  # logits, and the gradients of hidden states and table
 
 
 @dataclass(frozen=True)
@@ -141,31 +135,8 @@ def microbatches(config: Config) -> int:
 def _work(config: Config) -> Work:
     check_work(config)
     keys = config.schedule
-    return Work(*keys.costs, keys.hop, _weights_of(config) if keys.of_model else None)
-
-
-def _weights_of(config: Config) -> Callable[[Placement], Weights | None]:
-    """What the stages of the configured model weigh, in layers of an average rank.
-
-    The head makes its gradients with its loss, in the forward (`tensor_parallel/head_loss.py`):
-    three products of its size. A look-up in the embedding takes next to no time.
-    """
-    model, given = config.model, config.schedule.layers_per_stage
-    layer, head = layer_cost(model), head_cost(model)
-    of_rank = model.num_layers / config.pp
-
-    def weights(placement: Placement) -> Weights | None:
-        if placement.stages > model.num_layers:
-            return None
-        if given is not None and len(given) == placement.stages:
-            sizes = placement.ranks, placement.chunks
-            counts = layers_per_stage_given(given, model.num_layers, *sizes)
-        else:
-            counts = balance_chunks(layer, model.num_layers, placement, last_extra=head)
-        extras = [0.0] * (placement.stages - 1) + [HEAD_PRODUCTS * head / layer]
-        return [(n / of_rank, more / of_rank) for n, more in zip(counts, extras, strict=True)]
-
-    return functools.cache(weights)
+    weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
+    return Work(*keys.costs, keys.hop, weights)
 
 
 def _check_fits(config: Config, work: Work, made: Schedule) -> None:

@@ -16,6 +16,7 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
+from parallel3d.sizes.stages import layers_of_stages
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps of a start before the traced one: the first ones allocate, or compile
@@ -42,6 +43,10 @@ def train_traced_step(trainer: Trainer, run_dir: Path) -> StepResult:
         title = f"{trainer.config.schedule.name}, step {result.step}"
         _write(run_dir / PICTURE, pictures(measured, clock, title))
         _write(run_dir / TRACE_FILE, json.dumps(trace_events(measured), indent=1) + "\n")
+        if groups.pp.size > 1:
+            hop = trainer.clock.floors.get("pp", 0.0)
+            costs = measured_costs(measured, trainer.schedule, layers_of_stages(trainer.config))
+            say(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result
 
 
@@ -81,6 +86,38 @@ def clock_of(measured: Timeline, schedule: Schedule) -> Timeline:
     kinds = (Kind.F, Kind.I, Kind.W)
     costs = Costs(*(tuple(cost(kind, stage) for stage in stages) for kind in kinds))
     return time_orders(schedule.orders, placement, costs)
+
+
+def measured_costs(
+    measured: Timeline, schedule: Schedule, layers: Sequence[range]
+) -> tuple[float, float, float]:
+    """Seconds of F, I and W of a micro-batch in the layers of an average rank.
+
+    From stages without the head, which `schedule=auto` knows by its size; a backward in one piece
+    counts as two halves.
+    """
+    placement = schedule.placement
+    seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    for rank, spans in enumerate(measured.spans):
+        for span in spans:
+            stage = placement.stage(rank, span.action.chunk)
+            if stage == placement.stages - 1:
+                continue
+            each = (span.end - span.start) / len(layers[stage])
+            if span.action.kind == Kind.B:
+                seconds[Kind.I].append(each / 2)
+                seconds[Kind.W].append(each / 2)
+            else:
+                seconds[span.action.kind].append(each)
+    of_rank = sum(map(len, layers)) / placement.ranks
+    forward, gradient, weight = (of_rank * median(found) for found in seconds.values())
+    return forward, gradient, weight
+
+
+def keys_of(costs: Sequence[float], hop: float) -> str:
+    """What to type."""
+    said = ",".join(f"{1e3 * seconds:.3g}" for seconds in costs)
+    return f"schedule.costs=[{said}] schedule.hop={1e3 * hop:.3g}"
 
 
 def pictures(measured: Timeline, clock: Timeline, title: str) -> str:

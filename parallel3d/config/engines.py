@@ -198,8 +198,9 @@ class ScheduleConfig:
     )
     of_model: bool = key(
         False,
-        "parallel3d schedule: stages cost what those of `model` do, layers as they are split and "
-        "the head with its loss; an average rank's layers then take schedule.costs",
+        "parallel3d schedule: stages cost what those of `model` do, as they always do for auto in "
+        "training: layers as they are split, and the head with its loss; an average rank's layers "
+        "then take schedule.costs",
     )
     memory: float | None = key(
         None,

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import runpy
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,9 +97,7 @@ def gpu_count() -> int:
     """
     build = _torch_build()
     if build.get("hip"):
-        import torch  # a ROCm build has no driver library that we could ask more cheaply
-
-        return torch.cuda.device_count()
+        return _asked_apart(_rocm_count)
     if not build.get("cuda"):
         return 0
     try:
@@ -106,6 +105,33 @@ def gpu_count() -> int:
     except OSError:
         return 0
     _check_driver(driver, build)
+    return _asked_apart(lambda: _cuda_count(driver))
+
+
+def _asked_apart(count: Callable[[], int]) -> int:
+    """What `count` says in a process of its own, 0 if that fails.
+
+    Who has asked a driver for its devices has started it, and no process that is forked of it, as
+    local ranks are, can start it again.
+    """
+    pid = os.fork()
+    if pid == 0:
+        found = 0
+        try:
+            found = min(count(), 255)
+        finally:
+            os._exit(found)
+    _, status = os.waitpid(pid, 0)
+    return max(0, os.waitstatus_to_exitcode(status))
+
+
+def _rocm_count() -> int:
+    import torch  # a ROCm build has no driver library that we could ask more cheaply
+
+    return torch.cuda.device_count()
+
+
+def _cuda_count(driver: ctypes.CDLL) -> int:
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
+LINUX_SET_NAME = 15
 # Of the environment of a rank: what names the job among all of this host.
 JOB = (
     *(b"MASTER_ADDR", b"MASTER_PORT", b"WORLD_SIZE", b"TORCHELASTIC_RUN_ID"),
@@ -56,6 +57,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
+def show_as(name: str) -> None:
+    """What top and ps -e call this process; 15 bytes of it count."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(LINUX_SET_NAME, name.encode())
+
+
 def kill(pid: int, born: int) -> None:
     """SIGKILL, if that very process is there and may be killed."""
     if state_letter(pid, born):
@@ -69,13 +76,18 @@ def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, i
     The records come from a store that others may write to: what a process is, the kernel says. It
     must belong to the same user and have got the same job from its launcher.
     """
-    here, mine = socket.gethostname(), _job(os.getpid())
+    here, me = socket.gethostname(), os.getpid()
+    mine = _job(me)
+    # Our launcher's ranks are forked: the kernel shows its environment as theirs.
+    forked = "MASTER_PORT" in os.environ and b"MASTER_PORT" not in mine
     found = []
     for record in processes:
-        if record is None or record["host"] != here or not mine:
+        if record is None or record["host"] != here or not (mine or forked):
             continue
         pid = int(record["pid"])
-        if _owner(pid) == os.getuid() and _job(pid) == mine:
+        if _owner(pid) != os.getuid() or _job(pid) != mine:
+            continue
+        if not forked or _parent(pid) == _parent(me):
             found.append((pid, int(record["born"])))
     return found
 
@@ -99,3 +111,10 @@ def _job(pid: int) -> dict[bytes, bytes]:
         return {}
     said = dict(v.split(b"=", 1) for v in variables if b"=" in v)
     return {name: said[name] for name in JOB if name in said}
+
+
+def _parent(pid: int) -> tuple[int, int]:
+    """(pid, born) of the process that started it; (0, 0) if there is none."""
+    fields = _stat(pid)
+    parent = int(fields[1]) if fields else 0
+    return parent, born(parent)

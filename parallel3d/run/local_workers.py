@@ -1,141 +1,160 @@
-"""One process a rank on this host, under torchrun's elastic agent."""
+"""One process a rank on this host, forked of this one, which imports torch once for all of them.
+
+A fork costs milliseconds where a start and its imports cost a rank two seconds of a core. What is
+forked must not have computed: a pool of threads does not come along. So this process imports, and
+leaves the rest to its ranks; its store, which has a thread, is made when they are there.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import gc
+import importlib
 import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-
-from parallel3d.comm.job_store import LOCALHOST, SECRET, one_host_environment
+from parallel3d.comm.job_store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
-from parallel3d.errors import say
+from parallel3d.errors import UserError, say
 from parallel3d.host.devices import cores
 from parallel3d.host.gpu_environment import gpu_environment
+from parallel3d.host.host_memory import nothing_collected
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE
-from parallel3d.run.endings import ANSWER, END_SIGNAL, SAID, STOPPABLE, close_books, code_of_stop
-from parallel3d.run.one_host import NoLogs, OneHost
+from parallel3d.run.endings import ANSWER, SAID, STOPPABLE, close_books, code_of_stop
+from parallel3d.run.local_ranks import SIGNALS, LocalRanks, Stopped
 from parallel3d.run.restarts import Restarts
-from parallel3d.run.stop_signals import STOPPING, blocked_signals, is_nohup, kept_handlers
+from parallel3d.run.stop_signals import blocked_signals, kept_handlers
 from parallel3d.run.time_limits import within
 from parallel3d.topology.placement.placed_ranks import rank_of_launch
 
-# Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
-GRACE_S = 3
-LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
-POLL_S = 0.1
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 DISK_S = 5.0  # a disk that takes longer for a few small files is dead
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Agent(LocalElasticAgent):
-    """torchrun's agent, with two differences.
+class OneHost:
+    """Where ranks of this host meet: a port of the loopback, and a store behind it.
 
-    It ends workers by END_SIGNAL and gives them GRACE_S for it, not half a minute: its own time-out
-    reaches only the way out by a signal, not the one by a failed rank. And where the workers can
-    stop at the end of a step (`grace_s` is given), a first signal is handed on to them. Whether
-    failed workers are started again is asked of `starts_again`, given their exit codes by rank.
+    Raises:
+        UserError: the port, of `launch.master_port`, is taken.
     """
 
-    grace_s: float | None = None
-    starts_again: Callable[[dict[int, int]], bool] | None = None
-    asked: signal.Signals | None = None
-    asked_at: float = 0.0
-    interrupted = False
+    def __init__(self, port: int) -> None:
+        try:
+            listening = listen_at(LOCALHOST, port)
+        except OSError as error:
+            raise UserError(
+                f"launch.master_port={port} cannot be listened on ({error.strerror}): choose "
+                "another, or 0 for a free one"
+            ) from None
+        if listening is None:
+            raise UserError(f"this host has no {LOCALHOST}, by which its ranks meet")
+        self.listening, self.port = listening, listening.getsockname()[1]
+        self.store: TCPStore | None = None
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        nohup = is_nohup(signal.SIGHUP)
-        with blocked_signals() if self.grace_s is not None else contextlib.nullcontext():
-            pids = super()._start_workers(worker_group)
-            context = self._pcontext
-            assert context is not None  # set by the call above
-            close = context.close
-            context.close = lambda death_sig=None, timeout=GRACE_S: self._close(close)
-            if nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            if self.grace_s is not None:
-                for number in STOPPING:
-                    if not is_nohup(number):
-                        signal.signal(number, self._ask_to_stop)
-        return pids
+    def open(self) -> None:
+        """Answers those that have come meanwhile, and all later ones."""
+        self.store = serve(LOCALHOST, self.listening)
 
-    def _close(self, close: Callable[[signal.Signals, int], None]) -> None:
-        """Ends the ranks. Where one aborted, its peers have a moment first: they may know why."""
-        exits = [failed.exitcode for failed in self._pcontext._failures.values()]
-        if -signal.SIGABRT in exits:
-            time.sleep(LAST_WORDS_S)
-        close(END_SIGNAL, GRACE_S)
-
-    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        """Hands a signal on; the second Ctrl-C ends everything at once."""
-        if number == signal.SIGINT:
-            if self.interrupted:
-                raise SignalException("second SIGINT", signal.SIGINT)
-            self.interrupted = True
-        if self.asked is None:
-            self.asked, self.asked_at = signal.Signals(number), time.monotonic()
-        # SIGHUP would end them at once (END_SIGNAL).
-        self._hand_on(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
-
-    def _hand_on(self, number: signal.Signals) -> None:
-        pids = self._pcontext.pids().values() if self._pcontext is not None else ()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.kill(pid, number)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            exits = {rank: ended.exitcode for rank, ended in result.failures.items()}
-            again = self.asked is None and self.starts_again is not None
-            if not (again and self.starts_again(exits)):
-                self._remaining_restarts = 0
-        if self.is_late():
-            raise SignalException("the ranks did not stop in time", self.asked)
-        return result
-
-    def is_late(self) -> bool:
-        """Whether the ranks were asked to stop and have not within `grace_s`."""
-        if self.asked is None or self.grace_s is None:
-            return False
-        return time.monotonic() - self.asked_at > self.grace_s
+    def leave(self) -> None:
+        """In a process that was forked: the port is not its own."""
+        if self.store is None:
+            self.listening.close()
 
 
-def run_local_workers(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> int:
+def run_local_workers(
+    app: str,
+    config: Config,
+    run_dir: Path,
+    world_size: int,
+    kind: str,
+    module: str,
+    be_rank: Callable[[int], int],
+) -> int:
     """Start `world_size` ranks of `app` on this host, on devices of type `kind`, and wait.
 
-    Returns the exit code.
+    Returns the exit code. If a rank fails, all end within seconds, and the last line on stderr is
+    the failure that caused the others.
 
-    If a rank fails, all end within seconds, and the last line on stderr is the failure that
-    caused the others.
+    Args:
+        module: what the ranks will import: it is imported here, for all.
+        be_rank: this process's id → exit code; called in each rank's, which has its environment.
     """
     wanted = _defaults_for_workers(config, world_size, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
-        agent = _agent(app, config, run_dir, world_size, kind)
-        _silence_elastic()
+        host = OneHost(config.launch.master_port)
+        # Signals come when torch is there, not in the midst of its C++.
+        with blocked_signals(), nothing_collected():
+            importlib.import_module(module)
+        gc.freeze()  # what is shared is not written to by collections
+        launcher = os.getpid()
+
+        def live(rank: int, starts: int) -> int:
+            host.leave()
+            os.environ.update(_place(host, rank, world_size, starts))
+            _take_threads(wanted)
+            return be_rank(launcher)
+
+        ranks = _local_ranks(app, config, run_dir, world_size, live)
         try:
-            result = agent.run()
-        except SignalException as stop:
-            late = f" (launch.grace_s={agent.grace_s:g} was over)" if agent.is_late() else ""
-            say(f"stopped by {stop.sigval.name}{late}; all {world_size} ranks have ended")
-            return 128 + stop.sigval
-    if not result.is_failed():
-        if agent.asked is not None:  # the end of a sweep as well
-            raise SystemExit(code_of_stop(agent.asked != signal.SIGINT))
-        return 0
-    exits = {rank: ended.exitcode for rank, ended in result.failures.items()}
-    return _report(config, run_dir, exits)
+            exits = ranks.run(host.open)
+        except Stopped as stop:
+            late = f" (launch.grace_s={ranks.grace_s:g} was over)" if ranks.is_late() else ""
+            say(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
+            return 128 + stop.signal
+    if exits:
+        return _report(config, run_dir, exits)
+    if ranks.asked is not None:  # the end of a sweep as well
+        raise SystemExit(code_of_stop(ranks.asked != signal.SIGINT))
+    return 0
+
+
+def _place(host: OneHost, rank: int, world_size: int, starts: int) -> dict[str, str]:
+    """What torchrun's agent would tell a rank."""
+    size = str(world_size)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": LOCALHOST,
+        "MASTER_PORT": str(host.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(starts),
+        "TORCHELASTIC_ERROR_FILE": "",
+    }
+
+
+def _take_threads(wanted: dict[str, str]) -> None:
+    """In a sweep torch may have read OMP_NUM_THREADS for another job."""
+    import torch
+
+    threads = int(wanted.get("OMP_NUM_THREADS", torch.get_num_threads()))
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def _local_ranks(
+    app: str, config: Config, run_dir: Path, count: int, live: Callable[[int, int], int]
+) -> LocalRanks:
+    if app not in STOPPABLE:
+        return LocalRanks(count, live)
+    restarts = Restarts(run_dir, config.recovery.max_restarts, say)
+
+    def starts_again(exits: dict[int, int]) -> bool:
+        is_over = any(_is_answer(code) or code == SAID for code in exits.values())
+        if is_over or not _disk_answers(run_dir):
+            return False
+        return restarts.decide(_cause(config, run_dir, exits))
+
+    return LocalRanks(count, live, config.launch.grace_s, starts_again)
 
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
@@ -174,40 +193,6 @@ def _is_answer(code: int) -> bool:
     return ANSWER <= code < 2 * ANSWER
 
 
-def _agent(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> Agent:
-    max_restarts = config.recovery.max_restarts if app in STOPPABLE else 0
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=world_size,
-        entrypoint=sys.executable,
-        args=(
-            *_import_flags(),
-            *("-m", "parallel3d", "_worker", app, str(run_dir), str(os.getpid()), kind),
-        ),
-        rdzv_handler=OneHost(config.launch.master_port),
-        max_restarts=max_restarts,
-        monitor_interval=POLL_S,
-        local_addr=LOCALHOST,
-    )
-    agent = Agent(spec, NoLogs(), shutdown_timeout=GRACE_S)
-    if app in STOPPABLE:
-        restarts = Restarts(run_dir, max_restarts, say)
-
-        def starts_again(exits: dict[int, int]) -> bool:
-            is_over = any(_is_answer(code) or code == SAID for code in exits.values())
-            if is_over or not _disk_answers(run_dir):
-                return False
-            return restarts.decide(_cause(config, run_dir, exits))
-
-        agent.grace_s, agent.starts_again = config.launch.grace_s, starts_again
-    return agent
-
-
-def _import_flags() -> tuple[str, ...]:
-    """Keep the workers from importing out of the current directory, unless this process does."""
-    return () if {"", os.getcwd()} & set(sys.path) else ("-P",)
-
-
 def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:
     """Variables of the workers: those that they need, and those that the user has not set."""
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
@@ -229,12 +214,3 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _silence_elastic() -> None:
-    """What the agent's loggers say of a failure, we say ourselves, shorter and last."""
-    if "LOGLEVEL" in os.environ:
-        return
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)

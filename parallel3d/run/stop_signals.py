@@ -124,13 +124,15 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 
 
 @contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Holds the signals that ask back: a process started meanwhile inherits that.
+def blocked_signals(
+    numbers: Sequence[signal.Signals] = ASKING,
+) -> Iterator[set[int | signal.Signals]]:
+    """Holds these signals back: a process started meanwhile inherits that. Gives the mask before.
 
     One that comes before the new process has its handlers waits for them and is not lost.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        yield
+        yield before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -34,6 +34,7 @@ from parallel3d.run.endings import (
     tell_hang,
 )
 from parallel3d.run.launch import Place, Worker, detect
+from parallel3d.run.local_workers import run_local_workers
 from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
 from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
@@ -52,21 +53,26 @@ APPS = {
 }
 
 
-def run_here(app: str, config: Config, run_dir: Path, world_size: int, device: Choice) -> int:
+def run_here(
+    app: str, config: Config, run_dir: Path, world_size: int, device: Choice, *, again: bool = False
+) -> int:
     """Run all ranks of a world on this host: one in this process, several in their own.
 
-    Returns the exit code; failures were said.
+    `again`: this process will do so for other runs (a sweep's); a single rank is not in it either,
+    as nothing can be forked of what has computed. Returns the exit code; failures were said.
     """
     outlive_terminal()
     if device.note:
         say(device.note)
     try:
-        if world_size == 1:
+        if world_size == 1 and not again:
             return run_alone(app, config, run_dir, device.kind)
-        # Signals come when torch is there, not in the midst of its C++.
-        with blocked_signals(), nothing_collected():
-            from parallel3d.run.local_workers import run_local_workers
-        return run_local_workers(app, config, run_dir, world_size, device.kind)
+        module, _ = APPS[app]
+
+        def be_rank(launcher: int) -> int:
+            return local_worker_main(app, run_dir, launcher, device.kind)
+
+        return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
     except KeyboardInterrupt:
         discard_unused(run_dir)
         raise
@@ -141,21 +147,19 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
-def local_worker_main(app: str, run_dir: str, launcher_pid: str, kind: str) -> int:
+def local_worker_main(app: str, directory: Path, launcher_pid: int, kind: str) -> int:
     """A rank that our own launcher started: its configuration lies in the run directory.
 
     The launcher has chosen the type of device for all of its ranks, also for those of a later
     start. Says nothing of failures itself: it records them, and the launcher says the one that
     matters.
     """
-    _die_with(int(launcher_pid))
+    _die_with(launcher_pid)
     outlive_terminal()
     begin_on(kind)
-    directory = Path(run_dir)
     config = config_of_launcher(directory)
     place = detect(os.environ)
-    if place is None:
-        raise UserError("parallel3d _worker is started by parallel3d itself: use parallel3d train")
+    assert place is not None  # the launcher has told
     worker = Worker(
         place.rank,
         place.local_rank,

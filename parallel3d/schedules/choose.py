@@ -103,12 +103,28 @@ def wanted(
 @functools.lru_cache(maxsize=8)
 def chosen(ranks: int, microbatches: int, chunks: int, work: Work, memory: float) -> Choice:
     """`choose`, a search of seconds, for which a run asks several times."""
+    check_search(ranks, microbatches, chunks, memory)
+    return choose(ranks, microbatches, chunks, work, memory)
+
+
+def check_search(ranks: int, microbatches: int, chunks: int, memory: float) -> None:
+    """Raises UserError where `schedule=auto` has too much to search, or a cap below one
+    micro-batch."""
     if (boxes := ranks * microbatches * max(2, chunks)) > LARGEST:
         raise UserError(
             f"schedule=auto must have at most {LARGEST:,} micro-batches × stages to search, not "
             f"{boxes:,}; the nearest is schedule=interleaved_zb."
         )
-    return choose(ranks, microbatches, chunks, work, memory)
+    _check_memory(ranks, microbatches, memory)
+
+
+def _check_memory(ranks: int, microbatches: int, memory: float) -> None:
+    if memory * min(ranks, microbatches) < 1 - SAME:
+        raise UserError(
+            f"schedule.memory={memory:g} of 1F1B's {min(ranks, microbatches)} micro-batches is "
+            "less than one, and a rank has to hold one; the nearest is "
+            f"schedule.memory={_rounded_up(1 / min(ranks, microbatches)):g}."
+        )
 
 
 def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -196,12 +212,7 @@ def choose(
 
     Raises UserError where the cap is below one micro-batch.
     """
-    if memory * min(ranks, microbatches) < 1 - SAME:
-        raise UserError(
-            f"schedule.memory={memory:g} of 1F1B's {min(ranks, microbatches)} micro-batches is "
-            "less than one, and a rank has to hold one; the nearest is "
-            f"schedule.memory={_rounded_up(1 / min(ranks, microbatches)):g}."
-        )
+    _check_memory(ranks, microbatches, memory)
     if forms is None:
         forms = measured_forms(ranks, microbatches, chunks, work)
     fitting = [form for form in forms if form.peak_live <= memory + SAME]

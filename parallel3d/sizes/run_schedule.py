@@ -5,6 +5,7 @@ from __future__ import annotations
 from parallel3d.config.schema import Config
 from parallel3d.schedules.choose import Work, chosen, wanted
 from parallel3d.schedules.schedule import Schedule
+from parallel3d.sizes.stage_costs import StageWeights
 
 
 def run_schedule(config: Config, microbatches: int | None = None) -> Schedule:
@@ -33,4 +34,5 @@ def why_chosen(config: Config) -> str:
 
 def _costs(config: Config) -> tuple[Work, float]:
     keys = config.schedule
-    return Work(*keys.costs, keys.hop), 1.0 if keys.memory is None else keys.memory
+    work = Work(*keys.costs, keys.hop, StageWeights.of_run(config))
+    return work, 1.0 if keys.memory is None else keys.memory

@@ -5,26 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import accumulate
 
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, V_SHAPED
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.run_schedule import run_schedule
+from parallel3d.sizes.stage_costs import head_cost, layer_cost
 from parallel3d.topology.layout import Layout, layout_of
-
-
-def layer_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of one layer and token: its matrices, and causal attention's two products."""
-    queries = model.num_attention_heads * model.head_size
-    attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_size)
-    matrices = 3 if model.activation == "swiglu" else 2
-    weights = attention + matrices * model.hidden_size * model.ffn_size
-    return 2.0 * weights + 2.0 * queries * model.seq_length
-
-
-def head_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of the output head for one token, padding included."""
-    return 2.0 * model.hidden_size * model.padded_vocab_size
 
 
 def placement_of(config: Config) -> Placement:

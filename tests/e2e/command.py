@@ -140,9 +140,9 @@ class Shell:
         return found
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a local rank."""
-        pids = [p for p, env in self.processes().items() if env.get("RANK") == str(rank)]
-        return min(pids)
+        """The process of a local rank, as top would show it."""
+        names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.processes()}
+        return next(pid for pid, name in names.items() if name == f"p3d rank {rank}")
 
     def wait_until_none_is_left(self, seconds: float) -> dict[int, dict[str, str]]:
         deadline = time.monotonic() + seconds * pace()

@@ -8,8 +8,7 @@ import socket
 import pytest
 
 from parallel3d.metrics.jsonl import read_metrics
-from tests.e2e.command import Shell
-from tests.e2e.forked import run_forked
+from tests.e2e.command import PARALLEL3D, Shell
 from tests.e2e.test_failures import words
 
 HOST = re.escape(socket.gethostname())
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.at_once(2)
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:
     shell.environ = shell.failing("nan:1:5")
-    ended = run_forked(shell, *words(shell, *SETTINGS, "train.steps=20"))
+    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, "train.steps=20"))
     assert ended.code == 1
     assert "restart" not in ended.err  # it would happen again
     assert re.search(
@@ -34,7 +33,7 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
 def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shell) -> None:
     more = ("recovery.after_skipped=rollback", "recovery.drift_every=1", "train.steps=12")
     shell.environ = shell.failing("nan:1:5,flip:1:10")
-    ended = run_forked(shell, *words(shell, *SETTINGS, *more))
+    ended = shell.run(*PARALLEL3D, *words(shell, *SETTINGS, *more))
     assert ended.code == 0, ended.err
     back = [e for e in ended.errors if "rollback" in e]
     assert len(back) == 1

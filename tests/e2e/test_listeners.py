@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.e2e.command import PARALLEL3D, TINY, Shell
 from tests.e2e.test_failures import SECONDS, assert_stopped_and_saved, start_training
-from tests.e2e.watched import Watched
+from tests.e2e.watched import Watched, listeners
 from tests.pace import pace
 
 pytestmark = pytest.mark.at_once(2)
@@ -39,8 +39,8 @@ def test_a1_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) ->
         process = start_training(shell, "pp=1", "tp=2", "checkpoint.every=500")
     assert watched.elsewhere == []
     assert watched.seen
-    ports = {env["MASTER_PORT"] for env in shell.processes().values() if "MASTER_PORT" in env}
-    store = dist.TCPStore("127.0.0.1", int(ports.pop()), wait_for_workers=False)
+    ((_, port),) = listeners([process.pid])
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     keys = store.list_keys()
     values = {key: store.get(key) for key in keys}
     assert any("parallel3d/" in key for key in keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -54,13 +55,11 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
     """What the command line hands to the launcher, which is recorded instead of started."""
     started: list[tuple] = []
 
-    def record(app: str, config: Config, run_dir: Path, world_size: int, kind: str) -> int:
-        started.append((app, world_size, kind))
+    def record(app: str, config: Config, run_dir: Path, size: int, kind: str, *_: object) -> int:
+        started.append((app, size, kind))
         return 0
 
-    module = types.ModuleType("parallel3d.run.local_workers")
-    module.run_local_workers = record
-    monkeypatch.setitem(sys.modules, "parallel3d.run.local_workers", module)
+    monkeypatch.setattr(worker, "run_local_workers", record)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
@@ -154,6 +153,34 @@ def test_driver_of_the_same_major_version_or_newer_will_do(
 
 
 # --- the rank -----------------------------------------------------------------------------------
+
+
+def test_who_counts_the_gpus_has_not_started_the_driver(
+    cuda_build: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no rank that is forked of it could."""
+    driver, started = played_driver(13000, 8), []
+    driver.cuInit = lambda _: started.append(os.getpid()) or 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert devices.gpu_count() == 8
+    assert started == []  # here: it was, in a process of its own
+    driver.cuInit = lambda _: 100
+    assert devices.gpu_count() == 0
+
+
+def test_what_is_imported_for_local_ranks_asks_for_no_gpu() -> None:
+    imports = "\n".join(f"import {module}" for module, _ in worker.APPS.values())
+    planted = """
+import torch
+def refuse(*_, **__):
+    raise AssertionError("a driver is asked")
+for name in ("is_available", "device_count", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, refuse)
+"""
+    asked = subprocess.run(
+        [sys.executable, "-c", planted + imports], capture_output=True, text=True, timeout=300
+    )
+    assert asked.returncode == 0, asked.stderr
 
 
 def played_cuda(count: int, monkeypatch: pytest.MonkeyPatch):
@@ -255,6 +282,6 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "pretend")
     with pytest.raises(Enabled):  # before its configuration is read, which is not there
-        worker.local_worker_main("train", str(tmp_path), "1", "pretend")
+        worker.local_worker_main("train", tmp_path, 1, "pretend")
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "pretend")

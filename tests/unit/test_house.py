@@ -27,7 +27,7 @@ FILES = sorted(HOUSE.rglob("*.py"))
 # Imports inside a function, file → what, by why they do not stand at the top of their file.
 INNER = {
     "the file starts without torch: for `--help`, a refusal, a launcher": {
-        "__main__.py": "parallel3d.run.worker parallel3d.cli.command_line",
+        "__main__.py": "parallel3d.cli.command_line",
         "cli/command_line.py": "parallel3d.commands.dryrun.command parallel3d.commands.schedule "
         "parallel3d.topology.map.report",
         "comm/job_store.py": "torch.distributed",
@@ -38,8 +38,9 @@ INNER = {
         "parallel3d.commands.dryrun.world",
         "host/devices.py": "torch",
         "run/meeting.py": "torch.distributed",
+        "run/local_workers.py": "torch",
         "run/worker.py": "torch torch.distributed parallel3d.comm.group_options "
-        "parallel3d.device.accelerator parallel3d.run.local_workers",
+        "parallel3d.device.accelerator",
     },
     "a part of torch that takes its time to load, or that not every build has": {
         "checkpoint/checkpoints.py": "parallel3d.checkpoint.storage",

@@ -14,7 +14,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import meeting
 from parallel3d.run.launch import Place, Worker
-from parallel3d.run.one_host import NoLogs, OneHost
+from parallel3d.run.local_workers import OneHost
 from parallel3d.run.rank_exchange import take_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
@@ -58,7 +58,8 @@ def free_port() -> int:
 
 def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
     meeting_place = OneHost(0)
-    port = meeting_place.store.port
+    meeting_place.open()
+    port = meeting_place.port
     assert listeners(port) == LOOPBACK
     dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it is there
     if address := address_of_the_network():
@@ -66,29 +67,10 @@ def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
             client.connect((address, port))
 
 
-def test_a1_nothing_in_the_store_of_the_agent_is_a_pickle() -> None:
-    meeting_place = OneHost(0)
-    info = meeting_place.next_rendezvous()
-    info.store.set("a", "1")
-    assert (info.rank, info.world_size, meeting_place.use_agent_store) == (0, 1, True)
-    again = meeting_place.next_rendezvous()  # a restart finds nothing of the start before
-    assert not again.store.check(["a"])
-    assert again.bootstrap_store_info.master_port == meeting_place.store.port
-
-
 def test_taken_port_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError) as refused:
         OneHost(taken.getsockname()[1])
     assert "launch.master_port=" in str(refused.value)
-
-
-def test_c9_the_agent_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    environ: dict[str, str] = {}
-    logs = NoLogs().reify({0: environ})
-    assert logs.stdouts == logs.stderrs == {0: ""}
-    assert environ["TORCHELASTIC_ERROR_FILE"] == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a1_local_ranks_listen_where_nobody_else_comes() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.run import local_workers, stop_signals
-from parallel3d.run.local_workers import Agent
+from parallel3d.run import stop_signals
+from parallel3d.run.local_ranks import LocalRanks, Stopped
 from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -62,24 +62,24 @@ def test_second_interrupt_interrupts() -> None:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    agent = Agent.__new__(Agent)
-    agent.handed_on = []
-    monkeypatch.setattr(Agent, "_hand_on", lambda agent, number: agent.handed_on.append(number))
-    return agent
+def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
+    ranks = LocalRanks(2, lambda rank, starts: 0, grace_s=10)
+    ranks.handed_on = []
+    monkeypatch.setattr(LocalRanks, "_hand_on", lambda self, number: self.handed_on.append(number))
+    return ranks
 
 
-def test_c7_launcher_has_its_ranks_save_before_they_end(agent: Agent) -> None:
-    agent._ask_to_stop(HUP, None)
-    assert (agent.asked, agent.handed_on) == (HUP, [TERM])
+def test_c7_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> None:
+    launcher._ask_to_stop(HUP, None)
+    assert (launcher.asked, launcher.handed_on) == (HUP, [TERM])
 
 
-def test_d8_launcher_counts_interrupts_alone(agent: Agent) -> None:
-    agent._ask_to_stop(TERM, None)
-    agent._ask_to_stop(INT, None)
-    with pytest.raises(local_workers.SignalException):
-        agent._ask_to_stop(INT, None)
-    assert agent.handed_on == [TERM, INT]
+def test_d8_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
+    launcher._ask_to_stop(TERM, None)
+    launcher._ask_to_stop(INT, None)
+    with pytest.raises(Stopped):
+        launcher._ask_to_stop(INT, None)
+    assert launcher.handed_on == [TERM, INT]
 
 
 LOST = """

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from parallel3d.commands import trace
-from parallel3d.commands.trace import clock_of, pictures, timeline_of, trace_events
+from parallel3d.commands.trace import (
+    clock_of,
+    keys_of,
+    measured_costs,
+    pictures,
+    timeline_of,
+    trace_events,
+)
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.simulate import Costs, time_orders
 
@@ -32,6 +39,27 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
         1e6 * sum(s.end - s.start for row in exact.spans for s in row)
     )
     assert {event["pid"] for event in events} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_zb", 2), ("zbv", 2)])
+def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: int) -> None:
+    """Three layers a rank; the last stage, which has the head besides, is not asked."""
+    made = make(name, 2, 4, chunks)
+    split = (
+        [range(3), range(3, 6)] if chunks == 1 else [range(i, i + 1 + (i == 0)) for i in range(4)]
+    )
+    layers = [list(stage) for stage in split]
+    total = sum(map(len, layers))
+    each = (1.0, 1.2, 1.2 if chunks == 1 else 0.8)
+    costs = Costs(*(tuple(c * len(stage) for stage in layers) for c in each))
+    costs = Costs((*costs.forward[:-1], 9.0), costs.input, costs.weight)
+    spans = time_orders(made.orders, made.placement, costs).spans
+    measured = timeline_of([[(str(s.action), s.start, s.end) for s in row] for row in spans])
+    said = measured_costs(measured, made, split)
+    assert said == pytest.approx([c * total / 2 for c in each])
+    assert keys_of((0.0302, 0.0292, 0.5), 1e-5) == (
+        "schedule.costs=[30.2,29.2,500] schedule.hop=0.01"
+    )
 
 
 def test_a_disk_that_fails_costs_the_picture_alone(

@@ -31,7 +31,7 @@ from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest
-from parallel3d.schedules.choose import Work, wanted
+from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, IN_ORDER, check_vpp
 
@@ -131,7 +131,7 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """What a search finds or a file holds can run; split backwards have an engine."""
+    """There is something to search, what a file holds can run, split backwards have an engine."""
     keys, zero = config.schedule, config.zero
     if zero > 1 and config.dp > 1 and keys.name not in IN_ORDER:
         raise UserError(
@@ -140,11 +140,13 @@ def _check_schedule(config: Config) -> None:
             "schedule=1f1b."
         )
     check_work(config)
-    if keys.name in FORMS and keys.file is None:
-        return
-    work, memory = Work(*keys.costs, keys.hop), 1.0 if keys.memory is None else keys.memory
     sizes = config.pp, config.num_microbatches, config.vpp
-    _check_stages(config, wanted(keys.name, *sizes, keys.file, work, memory).placement)
+    if keys.name == "auto":  # which finds what fits the model (`sizes.run_schedule`)
+        check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
+        given = len(keys.layers_per_stage or ()) // config.pp
+        _check_stages(config, Placement(config.pp, given if given in (1, 2, config.vpp) else 1))
+    elif keys.name not in FORMS or keys.file is not None:
+        _check_stages(config, wanted(keys.name, *sizes, keys.file).placement)
 
 
 def check_work(config: Config) -> None:

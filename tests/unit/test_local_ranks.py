@@ -1,0 +1,158 @@
+"""Ranks that are forked of a launcher: how they begin, and all the ways in which they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from parallel3d.host.processes import born, of_this_job
+from parallel3d.run import local_ranks
+from parallel3d.run.local_ranks import SIGNALS, LocalRanks, Stopped
+from parallel3d.run.stop_signals import ASKING, StopSignals, kept_handlers
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    with kept_handlers(SIGNALS):
+        yield
+
+
+def sleep_for_long(rank: int, starts: int) -> int:
+    time.sleep(600)
+    return 0
+
+
+def test_ranks_that_do_well_are_no_failures() -> None:
+    assert LocalRanks(3, lambda rank, starts: 0).run() == {}
+
+
+def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
+    told = []
+    again = iter((True, False))
+    ranks = LocalRanks(2, lambda rank, starts: 1, starts_again=lambda exits: next(again))
+    ranks.run(lambda: told.append(len([process.pid for process in ranks.ranks])))
+    assert told == [2]
+
+
+def test_a_failed_rank_ends_the_others_and_is_alone_to_blame() -> None:
+    ranks = LocalRanks(3, lambda rank, starts: 5 if rank == 1 else sleep_for_long(rank, starts))
+    assert ranks.run() == {1: 5}
+    assert [process.exitcode for process in ranks.ranks] == [-signal.SIGHUP, 5, -signal.SIGHUP]
+
+
+def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(rank: int, starts: int) -> int:
+        if rank == 1:
+            time.sleep(0.5)
+            return 5
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return sleep_for_long(rank, starts)
+
+    monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
+    ranks = LocalRanks(2, deaf)
+    assert ranks.run() == {1: 5}
+    assert ranks.ranks[0].exitcode == -signal.SIGKILL
+
+
+def test_ranks_are_started_again_as_often_as_is_decided(tmp_path: Path) -> None:
+    def live(rank: int, starts: int) -> int:
+        (tmp_path / f"{rank}.{starts}").touch()
+        return 7 if rank == 0 and starts < 2 else 0
+
+    seen: list[dict[int, int]] = []
+    ranks = LocalRanks(2, live, grace_s=10, starts_again=lambda e: seen.append(e) or len(seen) < 3)
+    assert ranks.run() == {}
+    assert seen == [{0: 7}, {0: 7}]
+    assert (tmp_path / "0.2").exists()
+
+
+def once_there(flag: Path, number: int) -> Callable[[], None]:
+    """Sends this process, the launcher, a signal when the ranks wait."""
+
+    def send() -> None:
+        while not flag.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    return send
+
+
+def test_a_signal_ends_ranks_that_cannot_stop(tmp_path: Path) -> None:
+    def live(rank: int, starts: int) -> int:
+        (tmp_path / "there").touch()
+        return sleep_for_long(rank, starts)
+
+    ranks = LocalRanks(1, live)
+    with pytest.raises(Stopped) as stopped:
+        ranks.run(once_there(tmp_path / "there", signal.SIGTERM))
+    assert stopped.value.signal == signal.SIGTERM
+    assert ranks.ranks[0].exitcode == -signal.SIGHUP
+
+
+def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_path: Path) -> None:
+    def live(rank: int, starts: int) -> int:
+        stop = StopSignals()
+        stop.install(ASKING)
+        (tmp_path / "there").touch()
+        while stop.number is None:
+            time.sleep(0.01)
+        return 9 if stop.number == signal.SIGUSR1 else 1
+
+    ranks = LocalRanks(1, live, grace_s=60, starts_again=lambda exits: True)
+    assert ranks.run(once_there(tmp_path / "there", signal.SIGUSR1)) == {0: 9}
+    assert ranks.asked == signal.SIGUSR1
+
+
+def test_ranks_that_were_asked_and_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
+    def live(rank: int, starts: int) -> int:
+        StopSignals().install(ASKING)
+        (tmp_path / "there").touch()
+        return sleep_for_long(rank, starts)
+
+    ranks = LocalRanks(1, live, grace_s=0.2)
+    with pytest.raises(Stopped):
+        ranks.run(once_there(tmp_path / "there", signal.SIGTERM))
+    assert ranks.is_late()
+
+
+def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: Path) -> None:
+    def live(rank: int, starts: int) -> int:
+        defaults = [signal.getsignal(number) == signal.SIG_DFL for number in SIGNALS]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        said = {"defaults": all(defaults), "blocked": sorted(blocked), "leads": os.getsid(0)}
+        (tmp_path / str(starts)).write_text(json.dumps(said | {"pid": os.getpid()}))
+        return 1
+
+    LocalRanks(1, live, grace_s=1, starts_again=lambda exits: not (tmp_path / "1").exists()).run()
+    for starts in range(2):  # also of a launcher that has handlers
+        said = json.loads((tmp_path / str(starts)).read_text())
+        assert said["defaults"] and said["leads"] == said["pid"]
+        assert said["blocked"] == sorted(ASKING)
+
+
+def test_a5_forked_ranks_know_each_other_by_their_launcher(tmp_path: Path) -> None:
+    stranger = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
+
+    def live(rank: int, starts: int) -> int:
+        os.environ["MASTER_PORT"] = "4711"
+        mine = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
+        (tmp_path / f"{rank}.part").write_text(json.dumps(mine))
+        (tmp_path / f"{rank}.part").rename(tmp_path / str(rank))
+        while not all((tmp_path / name).exists() for name in "01"):
+            time.sleep(0.01)
+        ranks = [json.loads((tmp_path / name).read_text()) for name in "01"]
+        wanted = [(record["pid"], record["born"]) for record in ranks]
+        found = of_this_job([*ranks, stranger, None])
+        (tmp_path / f"{rank}.done").touch()
+        while not all((tmp_path / f"{name}.done").exists() for name in "01"):
+            time.sleep(0.01)
+        return 0 if found == wanted else 1
+
+    assert LocalRanks(2, live).run() == {}
