@@ -38,10 +38,18 @@ TENSOR: dict[str, tuple[bool, tuple[tuple[str, Any], ...]]] = {
     "sp in pieces": (True, (("tensor_parallel.chunks", 2),)),
     "gather_qk": (False, (("tensor_parallel.attention", "gather_qk"),)),
 }
-# Learned positions; RoPE on half of a head of shared key-value heads; a mixture.
+# Learned positions; RoPE on half of a head of shared key-value heads; norms of heads with scaled
+# RoPE; a mixture.
 MODELS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "gpt": ("gpt_tiny", (("max_position_embeddings", 24),)),
     "llama": ("llama_tiny", (("rotary_percent", 0.5), ("num_query_groups", 2))),
+    "qwen": (
+        "llama_tiny",
+        (
+            *(("qk_norm", True), ("head_dim", 6), ("attention_bias", "qkv")),
+            *(("rotary_base", 100.0), ("rope_scaling_factor", 4.0), ("rope_original_length", 8)),
+        ),
+    ),
     "mixed": ("llama_tiny", (("position_embedding", "learned"), ("embedding", "replicated"))),
 }
 
