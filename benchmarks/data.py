@@ -46,11 +46,18 @@ def make(folder: Path, sets: int, tokens: int, documents: int) -> None:
         if prefix.with_suffix(".json").exists():
             continue
         if number:
+            prefix.with_suffix(".idx").unlink(missing_ok=True)
             os.link(first.with_suffix(".idx"), prefix.with_suffix(".idx"))
         with open(prefix.with_suffix(".bin"), "wb") as file:
             file.write(np.full(8, number % 257, "<u2").tobytes() + number.to_bytes(2, "little"))
             file.truncate(2 * tokens)
-        facts = {"tokenizer": "byte", "vocab_size": 2049, "eot": 256, "digest": str(number)}
+        facts = {
+            "tokenizer": "byte",
+            "tokenizer_file": None,
+            "vocab_size": 2049,
+            "eot": 256,
+            "digest": str(number),
+        }
         facts |= {"documents": documents, "tokens": tokens}
         prefix.with_suffix(".json").write_text(json.dumps(facts))
 

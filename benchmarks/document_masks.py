@@ -1,27 +1,29 @@
 """Attention within documents beside attention over the whole sample, on a CPU and real documents.
 
-    python benchmarks/document_masks.py --seq 2048 4096 8192 16384
+    python benchmarks/document_masks.py --seq 2048 8192 16384
 
-The documents are the sources of this Python's standard library, an end of text behind each, in
-bytes and in the tokens of a BPE vocabulary that is trained on them here. Samples are windows of
-that stream, as `data.document_mask=true` cuts them. Time is CPU seconds of one thread for forward
-and backward of one layer's attention in fp32, without projections, a sample in the mean; both ways
-take turns. "square" is what is left to a perfect kernel: the sum of the squares of the documents'
-lengths over the square of the sample's. "one document": the time of a sample that is one, over that
-of attention without documents.
+The documents are the sources of this Python's standard library, in bytes and in the tokens of a BPE
+vocabulary that is trained on them here, and their docstrings in the same tokens: many and short. An
+end of text stands behind each. Samples are windows of that stream, as `data.document_mask=true`
+cuts them. Time is CPU seconds of one thread for forward and backward of one layer's attention in
+fp32, without projections, a sample in the mean; both ways take turns. "square" is what is left to a
+perfect kernel: the sum of the squares of the documents' lengths over the square of the sample's.
+"one document": the time of a sample that is one, over that of attention without documents.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from parallel3d.config.data import DataConfig
@@ -32,6 +34,7 @@ from parallel3d.models.attention import attend
 from parallel3d.models.document_attention import attend_within
 
 CPU = torch.device("cpu")
+HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def texts() -> list[bytes]:
@@ -46,17 +49,30 @@ def byte_stream(documents: list[bytes]) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), 256
 
 
-def bpe_stream(documents: list[bytes], vocabulary: int) -> tuple[np.ndarray, int]:
+def docstrings(sources: list[bytes]) -> list[bytes]:
+    found = []
+    for source in sources:
+        with suppress(SyntaxError, ValueError):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, HAVE_DOCSTRINGS):
+                    found.append((ast.get_docstring(node) or "").encode())
+    return [text for text in found if text]
+
+
+def trained(documents: list[bytes], vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=["<eot>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    spelled = [d.decode("utf-8", "replace") for d in documents]
-    tokenizer.train_from_iterator(spelled, trainer)
+    tokenizer.train_from_iterator((d.decode("utf-8", "replace") for d in documents), trainer)
+    return tokenizer
+
+
+def bpe_stream(documents: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
     eot = tokenizer.token_to_id("<eot>")
+    spelled = [d.decode("utf-8", "replace") for d in documents]
     encoded = tokenizer.encode_batch(spelled, add_special_tokens=False)
     return np.concatenate([np.append(e.ids, eot) for e in encoded]), eot
 
@@ -115,19 +131,24 @@ def alone(inputs: list[Tensor], grad: Tensor, length: int, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--seq", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=8192)
     args = parser.parse_args()
     torch.set_num_threads(1)
     documents = texts()
-    streams = {"bytes": byte_stream(documents), "BPE": bpe_stream(documents, args.vocab)}
+    tokenizer, short = trained(documents, args.vocab), docstrings(documents)
+    streams = {
+        "sources, bytes": byte_stream(documents),
+        "sources, BPE": bpe_stream(documents, tokenizer),
+        "docstrings, BPE": bpe_stream(short, tokenizer),
+    }
     first = True
     for name, (stream, eot) in streams.items():
-        mean = len(stream) / len(documents)
-        print(f"{name}: {len(documents)} documents of {mean:.0f} tokens in the mean", flush=True)
+        count = int((stream == eot).sum())
+        print(f"{name}: {count} documents of {len(stream) / count:.0f} tokens", flush=True)
         for length in args.seq:
             found = row(name, stream, eot, length, args)
             if first:

@@ -51,7 +51,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     both_s = seconds_of(lambda: forward().backward(grad), device, size)
     # Model FLOPs of a layer on this rank: those of all layers, without the head, by tp.
     weights = matmul_parameters(model) - model.hidden_size * model.vocab_size
-    attention = 12 * model.num_attention_heads * model.head_dim * model.seq_length
+    attention = 12 * model.num_attention_heads * model.head_size * model.seq_length
     tokens = model.seq_length * trainer.config.micro_batch_size
     flops = (6 * weights / model.num_layers + attention) * tokens / trainer.config.tp
     return {

@@ -32,6 +32,13 @@ FREE = (
 # Said, though their section is refused: weights of a blend are, where they have been read by.
 SAID = ("model.dropout", "data.blend", "data.blend_stages")
 BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
+# Of the model: keys that older checkpoints do not have, with what their models are.
+LATER = {
+    "model.head_dim": None,
+    "model.qk_norm": False,
+    "model.attention_bias": None,
+    "model.rope_scaling_factor": 1.0,
+}
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 
 
@@ -47,8 +54,9 @@ class Change(NamedTuple):
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[Change]:
-    """Every key that differs, of those that both know; `there` is a configuration as dicts."""
-    old, new = flat(there), flat(dataclasses.asdict(here))
+    """Every key that differs, of those that both know or that came `LATER`; `there` is a
+    configuration as dicts."""
+    old, new = LATER | flat(there), flat(dataclasses.asdict(here))
     common = sorted(old.keys() & new.keys())
     return [Change(key, old[key], new[key]) for key in common if not _same(old[key], new[key])]
 

@@ -56,6 +56,12 @@ class ModelConfig:
         minimum=1,
         megatron="--num-query-groups",
     )
+    head_dim: int | None = key(
+        None,
+        "width of an attention head; null: hidden_size / num_attention_heads",
+        minimum=1,
+        megatron="--kv-channels",
+    )
     ffn_hidden_size: int | None = key(
         None,
         "width of the MLP; null: 4 × hidden_size, swiglu too",
@@ -98,6 +104,28 @@ class ModelConfig:
         1.0, "share of each head that RoPE rotates", above=0, maximum=1, megatron="--rotary-percent"
     )
     rotary_base: float = key(10000.0, "RoPE base θ", above=1, megatron="--rotary-base")
+    rope_scaling_factor: float = key(
+        1.0,
+        "Llama 3.1's scaled RoPE: slow turns are this much slower; 1: as they are",
+        minimum=1,
+        megatron="--rope-scaling-factor",
+        differs="there with --use-rope-scaling; here 1 is without",
+    )
+    rope_low_freq_factor: float = key(
+        1.0, "scaled RoPE: fewer turns than this in rope_original_length are slowed", above=0
+    )
+    rope_high_freq_factor: float = key(
+        4.0, "scaled RoPE: more turns than this in rope_original_length stay", above=0
+    )
+    rope_original_length: int = key(
+        8192, "scaled RoPE: seq_length that the model was first trained with", minimum=1
+    )
+    qk_norm: bool = key(
+        False,
+        "RMSNorm of each head of q and k before RoPE (Qwen3)",
+        megatron="--qk-layernorm",
+        differs="there the norm of --normalization",
+    )
     activation: str = key(
         "gelu",
         "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
@@ -110,6 +138,14 @@ class ModelConfig:
         "biases in the linear layers",
         megatron="--disable-bias-linear",
         differs="the opposite: --disable-bias-linear is model.bias=false",
+    )
+    attention_bias: str | None = key(
+        None,
+        "biases in attention: of q, k and v alone (qkv, as Qwen2), of the output too (all); "
+        "null: all or none, as bias says",
+        choices=("none", "qkv", "all"),
+        megatron="--add-qkv-bias",
+        differs="--add-qkv-bias is model.attention_bias=qkv",
     )
     tie_embeddings: bool = key(
         True,
@@ -142,9 +178,19 @@ class ModelConfig:
     )
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+    def head_size(self) -> int:
+        """Width of one attention head, also where `head_dim` is null."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.bias if self.attention_bias is None else self.attention_bias != "none"
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.bias if self.attention_bias is None else self.attention_bias == "all"
 
     @property
     def kv_heads(self) -> int:

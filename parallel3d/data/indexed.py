@@ -28,7 +28,7 @@ def token_type(vocab_size: int) -> np.dtype:
 class IndexedCorpus:
     """A pair as one stream of tokens in the order of its documents, none of it resident.
 
-    The index is mapped, its size proved first; tokens are read when asked for.
+    The size of both files is proved first; the rest is read when asked for.
     """
 
     def __init__(self, prefix: str, named: str, index: PairIndex, file: BinaryIO) -> None:
@@ -45,8 +45,7 @@ class IndexedCorpus:
         """
         prefix = os.path.expanduser(os.fspath(prefix))
         named = named or prefix
-        with opened(f"{prefix}.idx", named) as file:
-            index = PairIndex(file, named)
+        index = PairIndex(opened(f"{prefix}.idx", named), named)
         corpus = cls(prefix, named, index, opened(f"{prefix}.bin", named))
         corpus._prove_size()
         return corpus
@@ -56,11 +55,8 @@ class IndexedCorpus:
         return len(self.tokens)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """(sequences,) tokens of each sequence, mapped: a document is one, or (sentences) several.
-
-        At no aligned address: slice it before you compute, numpy may copy what it is given.
-        """
+    def lengths(self) -> Tokens:
+        """Tokens of each sequence, int32, in slices: a document is one, or (sentences) several."""
         return self.index.lengths
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
@@ -74,8 +70,7 @@ class IndexedCorpus:
 
         Raises UserError where the sequences there do not lie one after another.
         """
-        first = self.index.document_from(begin)
-        found = self.index.begins(first, self.index.document_from(end, first))
+        found = self.index.begins_within(begin, end)
         if found.size > 1:
             kept = np.ones(found.size, np.bool_)
             np.not_equal(found[1:], found[:-1], out=kept[1:])
@@ -83,8 +78,9 @@ class IndexedCorpus:
         return found
 
     def close(self) -> None:
-        """Closes the .bin; the index stays mapped as long as somebody looks at it."""
+        """Closes both files: nothing can be read any more."""
         self.tokens.close()
+        self.index.lengths.close()
 
     def _prove_size(self) -> None:
         """The stream is the whole .bin. Raises UserError."""

@@ -11,7 +11,6 @@ Source: Megatron-Core, core/datasets/indexed_dataset.py.
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import struct
@@ -20,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -36,56 +36,49 @@ _SAMPLED = 4  # places of an index that are looked at when it is opened,
 _RUN = 256  # documents at each of them
 _FEW = 4096  # that are all looked at
 _AT_A_TIME = 1 << 20
-_INT64 = struct.Struct("<q")
+_AROUND = 64  # documents that a search looks at together,
+_MOST_SEQUENCES = 16  # and for each of them so many sequences
 
 
 class PairIndex:
-    """An index, mapped and never resident, whose sequences lie one after another in the .bin.
+    """An index whose sequences lie one after another in the .bin; read from the file when asked.
 
-    Its arrays are at no aligned address: numpy copies the whole of one where it needs that, as
-    `searchsorted` does, hence the search by hand.
+    By reading, not by a map, as `Tokens`; and what a map has touched counts as this process's
+    memory, in pieces far larger than what was asked for.
     """
 
     def __init__(self, file: BinaryIO, named: str) -> None:
-        """The index in the open `file`, which may be closed then. Raises UserError.
+        """The index in the open `file`, which stays open as long as it lives. Raises UserError.
 
         Reads the header, proves the size of the file by it, and looks at all documents of a small
         index, at some evenly chosen ones of another.
         """
         self._named, self._path = named, file.name
         self.dtype, self.sequences, self.documents = _header(file, named)
-        self._pointers_at = HEADER.size + 4 * self.sequences
-        self._documents_at = self._pointers_at + 8 * self.sequences
-        self._prove_size(os.fstat(file.fileno()).st_size)
-        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.lengths = np.frombuffer(self._map, "<i4", self.sequences, HEADER.size)
-        self._pointers = np.frombuffer(self._map, "<i8", self.sequences, self._pointers_at)
-        self._firsts = np.frombuffer(self._map, "<i8", self.documents + 1, self._documents_at)
-        self.tokens = int(self._pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
-        ends = int(self._firsts[0]), int(self._firsts[-1])
+        pointers_at = HEADER.size + 4 * self.sequences
+        documents_at = pointers_at + 8 * self.sequences
+        self._prove_size(os.fstat(file.fileno()).st_size, documents_at + 8 * (self.documents + 1))
+        self.lengths = Tokens(file, HEADER.size, self.sequences, np.dtype("<i4"))
+        self._pointers = Tokens(file, pointers_at, self.sequences, np.dtype("<i8"))
+        self._firsts = Tokens(file, documents_at, self.documents + 1, np.dtype("<i8"))
+        last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
+        self.tokens = last + int(self.lengths[self.sequences - 1 :][0])
+        ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
         if ends != (0, self.sequences):
             raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
-        if self._pointers[0] != 0:
-            raise self.damaged(f"its first sequence begins at byte {int(self._pointers[0]):,}")
-        for first, last in _runs(self.documents):
-            self.begins(first, last)
+        if first := int(self._pointers[:1][0]):
+            raise self.damaged(f"its first sequence begins at byte {first:,}")
+        for begin, end in _runs(self.documents):
+            self.begins(begin, end)
 
-    def document_from(self, token: int, first: int = 0) -> int:
-        """The first document from `first` on that begins at `token` or after it, else `documents`.
+    def begin(self, document: int) -> int:
+        """The token at which a document begins; `tokens` for number `documents`."""
+        return int(self._near(document, document + 1)[0])
 
-        Searched for from `first` on in growing steps: cheap for one that is near.
-        """
-        low, step = first, 1
-        while (high := low + step) < self.documents and self._begin(high) < token:
-            low, step = high, 2 * step
-        high = min(high, self.documents)
-        while low < high:
-            middle = (low + high) // 2
-            if self._begin(middle) < token:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    def document_from(self, token: int) -> int:
+        """The first document that begins at `token` or after it, `documents` if none does."""
+        first, begins = self._block(token)
+        return first + int(begins.searchsorted(token))
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The token at which each of the documents `first` … `last` - 1 begins.
@@ -94,7 +87,7 @@ class PairIndex:
         """
         if first >= last:
             return np.zeros(0, np.int64)
-        sequences = self._firsts[first : last + 1].astype(np.int64)
+        sequences = self._firsts[first : last + 1]
         begin, end = int(sequences[0]), int(sequences[-1])
         steps = sequences[1:] - sequences[:-1]
         if steps.min() < 0 or not 0 <= begin <= end <= self.sequences:
@@ -104,6 +97,23 @@ class PairIndex:
             return pointers[: last - first] // self.dtype.itemsize
         return pointers[sequences[:-1] - begin] // self.dtype.itemsize
 
+    def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The tokens, of `begin` … `end` - 1, at which documents begin, ascending."""
+        block, begins = self._block(begin)
+        place, last = begins.searchsorted((begin, end)).tolist()
+        if last < begins.size:  # the usual case: all of them are in what the search has read
+            lengths = self._lengths_of(block + place, block + last)
+            if np.array_equal(begins[place + 1 : last + 1] - begins[place:last], lengths):
+                return begins[place:last]
+        first, many, found = block + place, _AROUND, []
+        while True:
+            begins = self.begins(first, min(first + many, self.documents))
+            place = int(begins.searchsorted(end))
+            found.append(begins[:place])
+            if place < begins.size or first + many >= self.documents:
+                return np.concatenate(found)
+            first, many = first + many, 2 * many
+
     def check_all(self) -> None:
         """Raises UserError if any sequence lies elsewhere than after the one before it."""
         for begin in range(0, self.sequences, _AT_A_TIME):
@@ -111,24 +121,70 @@ class PairIndex:
         for first in range(0, self.documents, _AT_A_TIME):
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
-    def _begin(self, document: int) -> int:
-        """The token at which a document begins, `tokens` for those after the last token."""
-        (sequence,) = _INT64.unpack_from(self._map, self._documents_at + 8 * document)
+    def _block(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Some documents, by the number of their first, around where those before `token` end.
+
+        Guessed from the mean length, then from what was found there; in halves where that leads
+        nowhere, as with one document that is most of the text.
+        """
+        low, high, tries = 0, self.documents, 0
+        guess = token * self.documents // self.tokens
+        while low < high:
+            if tries % 3 == 2:
+                guess = (low + high) // 2
+            tries += 1
+            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
+            begins = self._near(first, min(high, first + _AROUND))
+            place = int(begins.searchsorted(token))
+            if 0 < place < begins.size or (place == 0 and first == low):
+                return first, begins
+            if place == 0:
+                high = edge = first
+            else:
+                low = edge = first + begins.size
+            guess = (
+                edge
+                + (token - int(begins[min(place, begins.size - 1)])) * self.documents // self.tokens
+            )
+        return low, np.zeros(0, np.int64)
+
+    def _lengths_of(self, first: int, last: int) -> npt.NDArray[np.integer]:
+        """Tokens of these documents, each of which is one sequence; else nothing that fits them."""
+        if first == last:
+            return np.zeros(0, np.int32)
+        begin = int(self._firsts[first : first + 1][0])
+        return self.lengths[begin : begin + last - first]
+
+    def _near(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """As `begins`, unchecked: to search by. Also of number `documents`, the end."""
+        sequences = self._firsts[first:last]
+        begin, end = int(sequences[0]), int(sequences[-1])
+        if not 0 <= begin <= end <= self.sequences or end - begin > _MOST_SEQUENCES * _AROUND:
+            return np.array([self._slow_begin(int(sequence)) for sequence in sequences])
+        pointers = self._pointers[begin : end + 1]
+        if end == self.sequences:  # behind it nothing begins
+            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
+        if end - begin == last - first - 1:
+            return pointers // self.dtype.itemsize
+        if sequences.min() < begin or sequences.max() > end:
+            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+        return pointers[sequences - begin] // self.dtype.itemsize
+
+    def _slow_begin(self, sequence: int) -> int:
         if not 0 <= sequence < self.sequences:
             if sequence == self.sequences:
                 return self.tokens
-            raise self.damaged(f"document {document} begins at sequence {sequence:,}")
-        (byte,) = _INT64.unpack_from(self._map, self._pointers_at + 8 * sequence)
-        return byte // self.dtype.itemsize
+            raise self.damaged(f"a document begins at sequence {sequence:,}")
+        return int(self._pointers[sequence : sequence + 1][0]) // self.dtype.itemsize
 
     def _checked_pointers(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         """The bytes at which sequences `begin` … `end` begin, which lie one after another.
 
         That number `end` may be the end of the .bin.
         """
-        pointers = self._pointers[begin : end + 1].astype(np.int64)
+        pointers = self._pointers[begin : end + 1]
         if end == self.sequences:  # behind it nothing begins
-            pointers = np.concatenate((pointers, [self.tokens * self.dtype.itemsize]))
+            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
         lengths = self.lengths[begin:end].astype(np.int64)
         ends = pointers[:-1] + lengths * self.dtype.itemsize
         wrong = (ends != pointers[1:]) | (lengths < 0)
@@ -146,8 +202,7 @@ class PairIndex:
             "pair again"
         )
 
-    def _prove_size(self, size: int) -> None:
-        needed = self._documents_at + 8 * (self.documents + 1)
+    def _prove_size(self, size: int, needed: int) -> None:
         if size < needed:
             raise UserError(
                 f"{self._named} is cut short: {self._path} has {size:,} bytes, {self.sequences:,} "

@@ -101,10 +101,11 @@ class Health:
         if trainer.config.zero >= 2:
             return  # each rank holds a part of its own
         names = list(trainer.parameters)
-        shared = [name for name in names if trainer.parameters[name].spec.replicated]
+        tp = trainer.groups.tp
+        shared = [name for name in names if trainer.parameters[name].spec.is_whole(tp.size)]
         trainer.data_parallel.wait_for_all()  # of zero=1: parameters may be on their way
         self._compare(step, names, trainer.groups.dp)
-        self._compare(step, shared, trainer.groups.tp)
+        self._compare(step, shared, tp)
 
     def _compare(self, step: int, names: list[str], group: Group) -> None:
         if group.size == 1 or not names:

@@ -122,6 +122,8 @@ class Decoder:
         Either the cache is empty or n is 1: then every new token sees what it may see.
         """
         first, end = self.read, self.read + qkv.shape[1]
+        if attention.qk_norm is not None:
+            qkv = attention.qk_norm(qkv)
         heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
         if self.stage.rotary is not None:
             rotary = tuple(table[first:end] for table in self.stage.rotary)

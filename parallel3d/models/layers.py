@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,10 +36,34 @@ class Norm(nn.Module):
 def rotary_tables(
     model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position / base^(2d/r): (seq_length, 1, r/2) each, fp32 or better."""
-    rotated = int(model.head_dim * model.rotary_percent) // 2 * 2
+    """cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
+
+    The frequency of pair d is base^(-2d/r), scaled where the model says so.
+    """
+    rotated = int(model.head_size * model.rotary_percent) // 2 * 2
     wide = torch.float64  # angles of late positions lose their digits below this
     exponent = torch.arange(0, rotated, 2, dtype=wide) / rotated
-    angle = torch.outer(torch.arange(model.seq_length, dtype=wide), model.rotary_base**-exponent)
+    frequency = _scaled(model.rotary_base**-exponent, model)
+    angle = torch.outer(torch.arange(model.seq_length, dtype=wide), frequency)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     return tuple(t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))
+
+
+def _scaled(frequency: Tensor, model: ModelConfig) -> Tensor:
+    """Frequencies for longer sequences (Llama 3.1's models/llama3/reference_impl, `apply_scaling`).
+
+    A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
+    `rope_scaling_factor` times slower, one that turns more than `rope_high_freq_factor` times
+    stays, and between the two it goes linearly with the number of turns.
+    """
+    if model.rope_scaling_factor == 1:
+        return frequency
+    turns = frequency * model.rope_original_length / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / model.rope_scaling_factor)
+
+
+def output_std(model: ModelConfig) -> float:
+    """Init of the layers that write into the residual stream (Radford et al. 2019 §2.3)."""
+    return model.init_std / math.sqrt(2 * model.num_layers)

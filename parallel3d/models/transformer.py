@@ -8,11 +8,9 @@ split, gathered and reduced is the business of `tensor_parallel`. Hidden states 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
@@ -22,8 +20,10 @@ from parallel3d.models.compilation import keeping_inductor, shared_inductor
 from parallel3d.models.context import BuildContext
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ends import Embedding, Head
-from parallel3d.models.layers import Norm, rotary_tables
-from parallel3d.models.ops import Rotary, swiglu
+from parallel3d.models.layers import Norm, output_std, rotary_tables
+from parallel3d.models.mlp import MLP
+from parallel3d.models.ops import Rotary
+from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.schedules.placement import Placement
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.head_dim = model.head_dim
+        self.head_dim = model.head_size
         self.heads = model.num_attention_heads // ctx.tp.size
         # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
         copies = max(1, ctx.tp.size // model.kv_heads)
@@ -51,29 +51,48 @@ class Attention(nn.Module):
         if model.dropout:
             first, site = self.heads * ctx.tp.index, f"{prefix}.probabilities"
             self.dropout = Dropout(ctx.init.seed, site, model.dropout, first_head=first)
-        kv_rows = model.kv_heads * model.head_dim
-        q_rows = model.num_attention_heads * model.head_dim
-        split = ctx.split | {"bias": model.bias}
+        kv_rows = model.kv_heads * model.head_size
+        q_rows = model.num_attention_heads * model.head_size
         self.qkv = ColumnParallelLinear(
             prefix,
             {"q": q_rows, "k": kv_rows, "v": kv_rows},
             model.hidden_size,
             std=model.init_std,
             copies={"k": copies, "v": copies},
-            **split,
+            bias=model.qkv_bias,
+            **ctx.split,
         )
+        heads = (self.heads, self.kv_heads)
+        self.qk_norm = QKNorm(prefix, model, heads, ctx) if model.qk_norm else None
         self.out = RowParallelLinear(
-            f"{prefix}.out", q_rows, model.hidden_size, std=output_std(model), **split
+            f"{prefix}.out",
+            q_rows,
+            model.hidden_size,
+            std=output_std(model),
+            bias=model.out_bias,
+            **ctx.split,
         )
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
     ) -> Tensor:
-        shape = (self.heads, self.kv_heads, self.head_dim)
-        inner = (self.project(x), *shape, rotary, self.dropout, samples, documents)
+        inner = (self.project(x), rotary, samples, documents)
         if self.recompute:
-            return self.out(recomputed(causal_attention, *inner))
-        return self.out(causal_attention(*inner))
+            return self.out(recomputed(self.attend, *inner))
+        return self.out(self.attend(*inner))
+
+    def attend(
+        self,
+        qkv: Tensor,
+        rotary: Rotary | None,
+        samples: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Between the projections: what selective recomputation makes again."""
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
+        shape = (self.heads, self.kv_heads, self.head_dim)
+        return causal_attention(qkv, *shape, rotary, self.dropout, samples, documents)
 
     def project(self, x: Tensor) -> Tensor:
         """q, k and v of this rank's heads, side by side.
@@ -87,35 +106,6 @@ class Attention(nn.Module):
         v_size = self.kv_heads * self.head_dim
         qk, v = qkv.split((qkv.shape[-1] - v_size, v_size), dim=-1)
         return torch.cat((gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
-
-
-class MLP(nn.Module):
-    """Two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
-
-    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__()
-        self.activation = model.activation
-        prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
-        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
-        split = ctx.split | {"bias": model.bias}
-        self.up = ColumnParallelLinear(
-            prefix, dict.fromkeys(names, ffn), model.hidden_size, std=model.init_std, **split
-        )
-        self.down = RowParallelLinear(
-            f"{prefix}.down", ffn, model.hidden_size, std=output_std(model), **split
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.activation == "swiglu":
-            x = swiglu(x)
-        elif self.activation == "gelu":
-            x = F.gelu(x)
-        elif self.activation == "gelu_tanh":
-            x = F.gelu(x, approximate="tanh")
-        else:
-            x = F.relu(x)
-        return self.down(x)
 
 
 class Block(nn.Module):
@@ -293,8 +283,3 @@ def compile_blocks(stages: Sequence[Stage], keeps_operands: bool) -> None:
     )
     for stage in stages:
         stage.run_blocks = compiled
-
-
-def output_std(model: ModelConfig) -> float:
-    """Init of the layers that write into the residual stream (Radford et al. 2019 §2.3)."""
-    return model.init_std / math.sqrt(2 * model.num_layers)

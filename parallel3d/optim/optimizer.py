@@ -204,22 +204,32 @@ def sum_partial_gradients(segments: list[Segment], tp: Group) -> None:
 
 @torch.no_grad()
 def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
-    """Adds the gradients of key-value heads that several tp ranks hold, over those ranks.
+    """Adds the gradients of what several tp ranks in a row hold (`Piece.copies`), over those ranks:
+    key-value heads of which there are fewer than ranks, norms of heads.
 
-    One all-reduce over tp of a buffer with a place for each head: what the other heads' ranks add
-    there is zero, so that no group is needed for each head, and all copies get the same bits.
+    One all-reduce over tp of a buffer with a place for each part: what other parts' ranks add
+    there is zero, so that no group is needed for each part, and all copies get the same bits.
     """
-    shared = [(s.grad[run], copies) for s in segments for run, copies in s.runs() if copies > 1]
+    shared: dict[int, list[Tensor]] = {}
+    for segment in segments:
+        for run, copies in segment.runs():
+            if copies > 1:
+                shared.setdefault(copies, []).append(segment.grad[run])
     if not shared:
         return
-    copies = shared[0][1]  # the same for all: tp / key-value heads
-    sizes = [grad.numel() for grad, _ in shared]
-    places = shared[0][0].new_zeros(tp.size // copies, sum(sizes))
-    mine = places[tp.index // copies]
-    torch.cat([grad for grad, _ in shared], out=mine)
-    collectives.all_reduce(places, tp)
-    for (grad, _), total in zip(shared, mine.split(sizes), strict=True):
-        grad.copy_(total)
+    sizes = {copies: sum(g.numel() for g in grads) for copies, grads in shared.items()}
+    rooms = [tp.size // copies * size for copies, size in sizes.items()]
+    flat = next(iter(shared.values()))[0].new_zeros(sum(rooms))
+    mine = {
+        copies: places.view(-1, sizes[copies])[tp.index // copies]
+        for copies, places in zip(sizes, flat.split(rooms), strict=True)
+    }
+    for copies, grads in shared.items():
+        torch.cat(grads, out=mine[copies])
+    collectives.all_reduce(flat, tp)
+    for copies, grads in shared.items():
+        for grad, total in zip(grads, mine[copies].split([g.numel() for g in grads]), strict=True):
+            grad.copy_(total)
 
 
 @torch.no_grad()

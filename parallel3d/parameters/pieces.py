@@ -38,7 +38,7 @@ class Piece:
         std: standard deviation of the initial values around 0; 0 for a constant.
         fill: the constant.
         copies: tp ranks in a row that hold this very box: key-value heads of which there are fewer
-            than ranks. Each has the gradient of its own query heads alone, to be added.
+            than ranks, norms of heads. Each has the gradient of its own heads alone, to be added.
     """
 
     name: str
@@ -84,6 +84,10 @@ class ParameterSpec:
     def is_word_table(self) -> bool:
         """Whether this is the word embedding or a tied head's copy of it."""
         return any(piece.name == WORD_TABLE for piece in self.pieces)
+
+    def is_whole(self, tp: int) -> bool:
+        """Whether each of `tp` ranks holds the same values."""
+        return self.replicated or all(piece.copies == tp for piece in self.pieces)
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
         """Elements [start, start + numel) of the flattened local parameter, cut where the number

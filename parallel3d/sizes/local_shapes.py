@@ -13,7 +13,8 @@ from parallel3d.config.schema import ModelConfig
 
 
 class LocalParameter(NamedTuple):
-    """A parameter as one rank holds it; `replicated`: every tp rank holds all of it."""
+    """A parameter as one rank holds it; `replicated`: every tp rank holds all of it, with
+    the gradient of the tokens that it saw."""
 
     name: str
     numel: int
@@ -60,17 +61,21 @@ def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
 
 
 def _layer(model: ModelConfig, tp: int, name: str) -> Iterator[LocalParameter]:
-    queries = model.num_attention_heads * model.head_dim
+    queries = model.num_attention_heads * model.head_size
     # Fewer key-value heads than ranks: each is on several.
-    kv_rows = max(model.kv_heads, tp) * model.head_dim
+    kv_rows = max(model.kv_heads, tp) * model.head_size
     qkv = queries + 2 * kv_rows
     up = model.ffn_size * (2 if model.activation == "swiglu" else 1)
     yield from _norm(model, f"{name}.input_norm")
-    yield from _column(model, tp, f"{name}.attention.qkv", qkv)
-    yield from _row(model, tp, f"{name}.attention.out", queries)
+    yield from _column(model, tp, f"{name}.attention.qkv", qkv, model.qkv_bias)
+    if model.qk_norm:
+        # Every rank holds them, with a gradient of its own heads whether sp or not.
+        for part in ("q", "k"):
+            yield LocalParameter(f"{name}.attention.qk_norm.{part}", model.head_size, tp == 1)
+    yield from _row(model, tp, f"{name}.attention.out", queries, model.out_bias)
     yield from _norm(model, f"{name}.mlp_norm")
-    yield from _column(model, tp, f"{name}.mlp.up", up)
-    yield from _row(model, tp, f"{name}.mlp.down", model.ffn_size)
+    yield from _column(model, tp, f"{name}.mlp.up", up, model.bias)
+    yield from _row(model, tp, f"{name}.mlp.down", model.ffn_size, model.bias)
 
 
 def _head(model: ModelConfig, tp: int, has_table: bool) -> Iterator[LocalParameter]:
@@ -90,17 +95,21 @@ def _norm(model: ModelConfig, name: str) -> Iterator[LocalParameter]:
         yield LocalParameter(f"{name}.bias", model.hidden_size, True)
 
 
-def _column(model: ModelConfig, tp: int, name: str, outputs: int) -> Iterator[LocalParameter]:
+def _column(
+    model: ModelConfig, tp: int, name: str, outputs: int, bias: bool
+) -> Iterator[LocalParameter]:
     """A linear layer whose rows are split."""
     numel = outputs // tp * model.hidden_size
     yield LocalParameter(f"{name}.weight", numel, tp == 1, model.hidden_size)
-    if model.bias:
+    if bias:
         yield LocalParameter(f"{name}.bias", outputs // tp, tp == 1)
 
 
-def _row(model: ModelConfig, tp: int, name: str, inputs: int) -> Iterator[LocalParameter]:
+def _row(
+    model: ModelConfig, tp: int, name: str, inputs: int, bias: bool
+) -> Iterator[LocalParameter]:
     """A linear layer whose columns are split; its bias is replicated."""
     columns = inputs // tp
     yield LocalParameter(f"{name}.weight", model.hidden_size * columns, tp == 1, columns)
-    if model.bias:
+    if bias:
         yield LocalParameter(f"{name}.bias", model.hidden_size, True)

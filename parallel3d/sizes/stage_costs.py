@@ -15,8 +15,8 @@ HEAD_PRODUCTS = 3
 
 def layer_cost(model: ModelConfig) -> float:
     """Forward FLOPs of one layer and token: its matrices, and causal attention's two products."""
-    queries = model.num_attention_heads * model.head_dim
-    attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_dim)
+    queries = model.num_attention_heads * model.head_size
+    attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_size)
     matrices = 3 if model.activation == "swiglu" else 2
     weights = attention + matrices * model.hidden_size * model.ffn_size
     return 2.0 * weights + 2.0 * queries * model.seq_length

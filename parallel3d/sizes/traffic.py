@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
 from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
@@ -96,7 +96,7 @@ def _layers(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.config.tensor_parallel.attention == "gather_qk":
         model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
-        every = rank.tokens * heads * model.head_dim * rank.item
+        every = rank.tokens * heads * model.head_size * rank.item
         yield Transfer("tp", "all_gather", every, (1 + again) * layers, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if not rank.sp:
@@ -127,15 +127,26 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.last:
         yield from _head(rank)
     model, tp = rank.config.model, rank.layout.tp
-    if tp > model.kv_heads:  # each head on several ranks, and a place for each head in the sum
-        rows = 2 * model.kv_heads * model.head_dim * rank.layer_count
-        shared = rows * (model.hidden_size + int(model.bias)) * rank.grad_item
-        yield Transfer("tp", "all_reduce", shared, 1, "gradients of shared key-value heads")
+    shards = rank.layout.dp if rank.config.zero > 1 else 1
+    shared = _shared_elements(model, tp, shards) * rank.layer_count * rank.grad_item
+    if shared:
+        what = "gradients of shared key-value heads and of norms of heads"
+        yield Transfer("tp", "all_reduce", shared, 1, what)
     if rank.sp:
-        shards = rank.layout.dp if rank.config.zero > 1 else 1
         partial = sum(_sharded_numel(p, shards) for p in rank.parameters if p.replicated)
         nbytes = partial * rank.grad_item
         yield Transfer("tp", "all_reduce", nbytes, 1, "gradients of replicated parameters")
+
+
+def _shared_elements(model: ModelConfig, tp: int, shards: int) -> int:
+    """Elements that `sum_shared_gradients` adds for a layer, a place for each part in the sum."""
+    found = 0
+    if tp > model.kv_heads:  # each head on several ranks
+        rows = 2 * model.kv_heads * model.head_size
+        found += rows * (model.hidden_size + int(model.qkv_bias))
+    if tp > 1 and model.qk_norm:
+        found += 2 * -(-model.head_size // shards)
+    return found
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:

@@ -11,6 +11,7 @@ import statistics
 import time
 from unittest import mock
 
+import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
@@ -24,12 +25,22 @@ from tests.kernels import no_kernels
 # Two layers, as compiling takes seconds for each; micro-batches of the size that test_engines
 # compiles for, whose kernels are found.
 DROPS = Problem("gpt_tiny", "sgd", tied=True, layers=2, model=(("dropout", 0.2),))
+NORMS = Problem(
+    "llama_tiny", "sgd", tied=False, layers=2, model=(("qk_norm", True), ("num_query_groups", 1))
+)
 
 
-def test_compiled_blocks_are_the_reference(pool: Pool, references: References) -> None:
-    case = Case(DROPS, sp=True, compile=True, microbatches=4)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DROPS, sp=True, compile=True, microbatches=4),
+        Case(NORMS, compile=True, microbatches=4),
+    ],
+    ids=["dropout", "norms of heads"],
+)
+def test_compiled_blocks_are_the_reference(case: Case, pool: Pool, references: References) -> None:
     outcomes = [found[0] for found in pool.run(2, run_cases, (2, 1, 1), [case], timeout_s=900)]
-    assert differences(outcomes, references.of(DROPS), DROPS) == {}
+    assert differences(outcomes, references.of(case.problem), case.problem) == {}
 
 
 def graphs_by_step() -> tuple[list[int], int, list[float]]:

@@ -14,10 +14,15 @@ from dataclasses import replace
 from itertools import combinations, groupby, product
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
+from parallel3d.data.corpus import Corpus
+from parallel3d.topology.layout import Layout
+from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences, run_cases
+from tests.distributed.harness import References, differences, plain_groups, run_cases
 from tests.distributed.pool import Pool
 
 Sizes = tuple[int, int, int]
@@ -33,10 +38,18 @@ TENSOR: dict[str, tuple[bool, tuple[tuple[str, Any], ...]]] = {
     "sp in pieces": (True, (("tensor_parallel.chunks", 2),)),
     "gather_qk": (False, (("tensor_parallel.attention", "gather_qk"),)),
 }
-# Learned positions; RoPE on half of a head of shared key-value heads; a mixture.
+# Learned positions; RoPE on half of a head of shared key-value heads; norms of heads with scaled
+# RoPE; a mixture.
 MODELS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "gpt": ("gpt_tiny", (("max_position_embeddings", 24),)),
     "llama": ("llama_tiny", (("rotary_percent", 0.5), ("num_query_groups", 2))),
+    "qwen": (
+        "llama_tiny",
+        (
+            *(("qk_norm", True), ("head_dim", 6), ("attention_bias", "qkv")),
+            *(("rotary_base", 100.0), ("rope_scaling_factor", 4.0), ("rope_original_length", 8)),
+        ),
+    ),
     "mixed": ("llama_tiny", (("position_embedding", "learned"), ("embedding", "replicated"))),
 }
 
@@ -148,3 +161,42 @@ def test_documents_change_what_is_learned(references: References) -> None:
         for documents in (False, True)
     ]
     assert all(abs(a - b) > 1e-3 for a, b in zip(*losses, strict=True))
+
+
+def trained_on_packed_text(masks: bool) -> tuple[list[float], float, int]:
+    """Losses of two steps, of the held-out split, and the documents of the first micro-batch."""
+    groups = plain_groups(Layout(1, 1, 1))
+    config = Case(Problem("gpt_tiny", "sgd", True, layers=1, batch=4)).config(groups.layout)
+    config.data.document_mask = masks
+    # Words of one to nine tokens, each with an end of text behind it.
+    rng = np.random.default_rng(0)
+    words = (rng.integers(1, 61, rng.integers(1, 10)) for _ in range(200))
+    stream = np.concatenate([np.append(word, 0) for word in words]).astype("<u2")
+    corpus = Corpus(stream[:-100], stream[-100:], "", config.model.vocab_size, eot=0)
+    config.model.vocab_size = 257  # of bytes, which the corpus stands for
+    trainer = Trainer(config, groups, torch.device("cpu"), corpus)
+    steps = [trainer.train_step().loss for _ in range(2)]
+    documents = trainer.train_batches.micro_batch(0, 0).documents
+    held_out = trainer.evaluate()
+    groups.close()
+    return steps, held_out, 0 if documents is None else int(documents.bounds[0])
+
+
+def test_a_run_reads_documents_at_the_ends_of_text_of_its_corpus(pool: Pool) -> None:
+    plain, masked = (pool.run(1, trained_on_packed_text, masks)[0] for masks in (False, True))
+    assert plain[2] == 0 and masked[2] > 4
+    assert all(abs(a - b) > 1e-4 for a, b in zip(plain[0], masked[0], strict=True))
+    assert abs(plain[1] - masked[1]) > 1e-4
+
+
+@pytest.mark.parametrize(("precision", "sizes"), [("bf16", (2, 1, 1)), ("fp16", (1, 1, 2))])
+def test_half_precision_keeps_documents_apart(
+    precision: str, sizes: Sizes, pool: Pool, references: References
+) -> None:
+    problem = Problem(
+        "llama_tiny", "sgd", True, precision, layers=2, steps=2, batch=12, documents=True
+    )
+    zero, sp = int(sizes[2] > 1), sizes[0] > 1
+    cases = [Case(problem, sp=sp, keys=(("zero", zero), ("recompute", "full")))]
+    found = failures(sizes, cases, pool, references)
+    assert not found, "\n".join(found)

@@ -21,7 +21,7 @@ import parallel3d.trainer
 from parallel3d.comm.collectives import Done
 from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
-from parallel3d.parameters.pieces import Initializer, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 from parallel3d.parameters.segments import Segment
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.schedules.actions import Action, Kind
@@ -202,12 +202,29 @@ def summed(runs: Callable[[Segment], list[tuple[slice, int]]]) -> Callable[..., 
     return sum_shared_gradients
 
 
+@contextmanager
+def norms_of_heads_apart() -> Iterator[None]:
+    """Each rank steps the norms of heads by the gradient of its own heads, as if they were norms of
+    the residual stream."""
+    sound = Initializer.parameter
+
+    def parameter(self: Initializer, spec: ParameterSpec) -> Any:
+        if spec.pieces[0].name.endswith(("q_norm.weight", "k_norm.weight")):
+            piece = dataclasses.replace(spec.pieces[0], copies=1)
+            spec = dataclasses.replace(spec, pieces=(piece,), replicated=True)
+        return sound(self, spec)
+
+    with patch.object(Initializer, "parameter", parameter):
+        yield
+
+
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED)
 ADAMW = Problem("gpt_tiny", "adamw", tied=True)
 ONE_HEAD = Problem(
     "llama_tiny", "sgd", tied=False, model=(("num_query_groups", 1),), optim=UNCLIPPED
 )
+NORMED = dataclasses.replace(ONE_HEAD, model=(("qk_norm", True),))
 PLANTED = [
     pytest.param(
         loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
@@ -278,6 +295,20 @@ PLANTED = [
         Case(ONE_HEAD),
         {"grad norm"},
         id="shared-heads-twice",
+    ),
+    pytest.param(
+        norms_of_heads_apart,
+        (2, 1, 1),
+        Case(NORMED),
+        ALL_NUMBERS | {"replicas"},
+        id="norms-of-heads-apart",
+    ),
+    pytest.param(
+        shared_heads_counted_twice,
+        (2, 1, 1),
+        Case(NORMED),
+        {"grad norm"},
+        id="norms-of-heads-twice",
     ),
     pytest.param(
         dropout_counts_local_positions,

@@ -165,6 +165,7 @@ LLAMA = {
     "model.norm": "rmsnorm", "model.position_embedding": "rope", "model.activation": "swiglu",
     "model.bias": False, "model.num_query_groups": 2,
 }  # fmt: skip
+QWEN3 = {**LLAMA, "model.qk_norm": True, "model.head_dim": 6}
 GATHER_QK = {"attention": "gather_qk"}
 UNTIED = {"model.tie_embeddings": False}
 REPLICATED = {"model.embedding": "replicated"}
@@ -200,6 +201,13 @@ CASES = [
     pytest.param(
         Layout(tp=4), {"sp": True, **LLAMA, "model.bias": True}, id="tp4 sp shared key-value heads"
     ),
+    pytest.param(Layout(tp=2), QWEN3, id="tp2 norms of heads"),
+    pytest.param(
+        Layout(tp=4),
+        {**QWEN3, "sp": True, "model.attention_bias": "qkv"},
+        id="tp4 sp norms of heads and shared heads",
+    ),
+    pytest.param(Layout(tp=2, dp=2), {**QWEN3, "zero": 3}, id="tp2 dp2 norms of heads zero3"),
     pytest.param(Layout(tp=2), {**GATHER_QK, **LLAMA}, id="tp2 q and k gathered"),
     pytest.param(
         Layout(tp=4),
@@ -258,7 +266,7 @@ def test_the_list_is_what_a_step_sends(pool: Pool, layout: Layout, changes: dict
         assert found  # comparing two empty lists would prove nothing
 
 
-@pytest.mark.parametrize("changes", [{}, {**LLAMA, **UNTIED}, REPLICATED], ids=str)
+@pytest.mark.parametrize("changes", [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3], ids=str)
 def test_parameters_of_a_stage_are_those_of_the_model(pool: Pool, changes: dict[str, Any]) -> None:
     layout = Layout(tp=2, pp=2)
     changes = {**changes, "layers_per_stage": [1, 2]}

@@ -25,6 +25,7 @@ class ModelShape(Protocol):
     hidden_size: int
     num_attention_heads: int
     num_query_groups: int | None
+    head_dim: int | None
     ffn_hidden_size: int | None
     seq_length: int
     max_position_embeddings: int | None
@@ -34,8 +35,14 @@ class ModelShape(Protocol):
     position_embedding: str
     rotary_percent: float
     rotary_base: float
+    rope_scaling_factor: float
+    rope_low_freq_factor: float
+    rope_high_freq_factor: float
+    rope_original_length: int
+    qk_norm: bool
     activation: str
     bias: bool
+    attention_bias: str | None
     tie_embeddings: bool
 
 
@@ -106,9 +113,29 @@ def make_norm(shape: ModelShape) -> nn.Module:
     return RMSNorm(shape.hidden_size, shape.norm_eps)
 
 
-def rotate(
-    x: Tensor, rotary_percent: float, base: float, positions: Tensor | None = None
-) -> Tensor:
+def frequencies(shape: ModelShape, pairs: int) -> list[float]:
+    """Radians per position of each pair of dimensions.
+
+    Scaled as in Llama 3.1: wavelengths beyond original / low grow by the factor, those below
+    original / high stay, and between them the two frequencies are mixed.
+    """
+    found = []
+    for d in range(pairs):
+        frequency = shape.rotary_base ** (-d / pairs)
+        wavelength = 2 * math.pi / frequency
+        original, factor = shape.rope_original_length, shape.rope_scaling_factor
+        low, high = shape.rope_low_freq_factor, shape.rope_high_freq_factor
+        if factor == 1 or wavelength < original / high:
+            found.append(frequency)
+        elif wavelength > original / low:
+            found.append(frequency / factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            found.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return found
+
+
+def rotate(x: Tensor, shape: ModelShape, positions: Tensor | None = None) -> Tensor:
     """RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the position.
 
     `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where
@@ -116,11 +143,9 @@ def rotate(
     are (batch, sequence); None: 0, 1, 2 …
     """
     head_dim = x.shape[-1]
-    pairs = int(head_dim * rotary_percent) // 2
+    pairs = int(head_dim * shape.rotary_percent) // 2
     turning, passing = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    frequency = torch.tensor(
-        [base ** (-2 * d / (2 * pairs)) for d in range(pairs)], dtype=torch.float64
-    )
+    frequency = torch.tensor(frequencies(shape, pairs), dtype=torch.float64)
     angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency)
     turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
     if positions is not None:
@@ -137,12 +162,17 @@ class Attention(nn.Module):
         self.shape = shape
         self.heads = shape.num_attention_heads
         self.kv_heads = shape.num_query_groups or shape.num_attention_heads
-        self.head_dim = shape.hidden_size // self.heads
+        self.head_dim = shape.head_dim or shape.hidden_size // self.heads
         kv_size = self.kv_heads * self.head_dim
-        self.q = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=shape.bias)
-        self.k = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
-        self.v = nn.Linear(shape.hidden_size, kv_size, bias=shape.bias)
-        self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=shape.bias)
+        kind = shape.attention_bias or ("all" if shape.bias else "none")
+        inner, outer = kind in ("qkv", "all"), kind == "all"
+        self.q = nn.Linear(shape.hidden_size, self.heads * self.head_dim, bias=inner)
+        self.k = nn.Linear(shape.hidden_size, kv_size, bias=inner)
+        self.v = nn.Linear(shape.hidden_size, kv_size, bias=inner)
+        self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=outer)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, shape.norm_eps)
 
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """(batch, sequence, heads·head_dim) to (batch, heads, sequence, head_dim)."""
@@ -159,9 +189,10 @@ class Attention(nn.Module):
         q = self.split_heads(self.q(x), self.heads)
         k = self.split_heads(self.k(x), self.kv_heads)
         v = self.split_heads(self.v(x), self.kv_heads)
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.shape.position_embedding == "rope":
-            turning = self.shape.rotary_percent, self.shape.rotary_base, packing.positions
-            q, k = rotate(q, *turning), rotate(k, *turning)
+            q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))
         group = self.heads // self.kv_heads
         # Head by head: query head h looks at key/value head h // group.
         every_head = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests.reference.model import (
     Attention,
     ReferenceModel,
+    frequencies,
     objective_losses,
     rotate,
     token_losses,
@@ -35,6 +37,13 @@ def gpt(**changes: object) -> SimpleNamespace:
         "position_embedding": "learned",
         "rotary_percent": 1.0,
         "rotary_base": 100.0,
+        "rope_scaling_factor": 1.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 40,
+        "head_dim": None,
+        "qk_norm": False,
+        "attention_bias": None,
         "activation": "gelu",
         "bias": True,
         "tie_embeddings": True,
@@ -94,6 +103,9 @@ SHAPES = {
     "llama_half_rotary_bias": llama(rotary_percent=0.5, hidden_size=16, bias=True),
     "no_positions": gpt(position_embedding="none"),
     "gpt_tanh": gpt(activation="gelu_tanh"),
+    "normed_wide_scaled": llama(
+        qk_norm=True, head_dim=6, attention_bias="qkv", rope_scaling_factor=8.0
+    ),
 }
 
 
@@ -162,24 +174,49 @@ def test_smoothed_losses_are_torchs_and_z_loss_is_the_log_of_the_sum_squared() -
 
 def test_rope_scores_depend_on_the_distance_alone() -> None:
     """One query and one key vector at every position: the score is constant along each diagonal."""
+    shape = llama(rotary_base=10000.0)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 1, 10, 8)
-    scores = (rotate(q, 1.0, 10000.0) @ rotate(k, 1.0, 10000.0).mT)[0, 0]
+    scores = (rotate(q, shape) @ rotate(k, shape).mT)[0, 0]
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
     assert (scores[0, 1:] - scores[0, :-1]).abs().min() > 1e-6
 
 
 def test_rope_pairs_d_with_d_plus_half_and_leaves_the_rest() -> None:
+    shape = llama(rotary_percent=0.7, rotary_base=100.0)
     x = torch.zeros(1, 1, 4, 6, dtype=torch.float64)
     x[..., 0], x[..., 5] = 1, 7
-    turned = rotate(x, 0.7, 100.0)[0, 0]  # rot = int(4.2) = 4: pairs (0, 2) and (1, 3)
+    turned = rotate(x, shape)[0, 0]  # rot = int(4.2) = 4: pairs (0, 2) and (1, 3)
     position = torch.arange(4, dtype=torch.float64)
     torch.testing.assert_close(turned[:, 0], position.cos())
     torch.testing.assert_close(turned[:, 2], position.sin())
     assert (turned[:, 5] == 7).all() and (turned[:, [1, 3, 4]] == 0).all()
     x[..., 0], x[..., 1] = 0, 1
-    slower = rotate(x, 0.7, 100.0)[0, 0]
+    slower = rotate(x, shape)[0, 0]
     torch.testing.assert_close(slower[:, 3], (position / 100**0.5).sin())
+
+
+def test_scaled_rope_slows_long_waves_keeps_short_ones_and_mixes_between() -> None:
+    """Waves of 2π, 2π·10 = 62.8 and 2π·100 positions, of which 10 and 40 are the limits; then the
+    second falls between 40 and 160."""
+    shape = llama(rotary_base=1000.0, rope_scaling_factor=8.0)
+    assert frequencies(shape, 3) == pytest.approx([1, 0.1 / 8, 0.01 / 8])
+    shape.rope_original_length = 160
+    smooth = (160 / (20 * math.pi) - 1) / 3
+    assert frequencies(shape, 3)[1] == pytest.approx(0.1 * (smooth + (1 - smooth) / 8))
+
+
+def test_norms_of_heads_see_each_head_alone() -> None:
+    shape = llama(qk_norm=True, position_embedding="none", hidden_size=16)
+    attention = Attention(shape).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    expected = attention(x)
+    with torch.no_grad():  # a head's own scale is gone behind its norm
+        attention.q.weight[4:8] *= 1000
+    torch.testing.assert_close(attention(x), expected, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        attention.q_norm.weight *= 3
+    assert (attention(x) - expected).abs().max() > 1e-3
 
 
 def test_grouped_attention_is_torchs_attention_with_repeated_heads() -> None:

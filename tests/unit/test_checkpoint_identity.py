@@ -77,3 +77,12 @@ def test_keys_that_a_checkpoint_does_not_know_are_no_difference() -> None:
     old = there(Config())
     del old["model"]["bias"], old["recovery"]
     assert changes(old, Config(model=ModelConfig(bias=False))) == []
+
+
+def test_models_from_before_scaled_rope_and_norms_of_heads_have_neither() -> None:
+    old = there(Config())
+    for key in ("head_dim", "qk_norm", "attention_bias", "rope_scaling_factor"):
+        del old["model"][key]
+    assert changes(old, Config()) == []
+    found = changes(old, Config(model=ModelConfig(rope_scaling_factor=8.0, qk_norm=True)))
+    assert [c.key for c in refused(found)] == ["model.qk_norm", "model.rope_scaling_factor"]

@@ -151,6 +151,16 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["model.num_query_groups=3", "model.num_attention_heads=8", "model.num_query_groups=2"],
     ),
     (
+        {"model.head_dim": 1} | ROPE,
+        None,
+        ["model.head_dim=1", "at least 2 wide", "nearest is model.head_dim=2"],
+    ),
+    (
+        {"model.rope_scaling_factor": 8.0, "model.rope_low_freq_factor": 4.0} | ROPE,
+        None,
+        ["model.rope_low_freq_factor=4.0", "below", "nearest is model.rope_low_freq_factor=1.0"],
+    ),
+    (
         {"model.max_position_embeddings": 128},
         None,
         ["model.seq_length=256", "max_position_embeddings=128", "nearest is model.seq_length=128"],
@@ -480,7 +490,7 @@ def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invarian
             assert size % tp == 0
         assert model.kv_heads % tp == 0 or tp % model.kv_heads == 0
         assert model.num_attention_heads % model.kv_heads == 0
-        assert model.head_dim * model.num_attention_heads == model.hidden_size
+        assert model.head_dim or model.head_size * model.num_attention_heads == model.hidden_size
         assert model.padded_vocab_size >= model.vocab_size >= 257
         assert checked.pp <= model.num_layers
         stages = checked.schedule.layers_per_stage

@@ -14,13 +14,31 @@ from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_sch
 
 def test_derived_sizes_of_a_model_with_everything_left_out() -> None:
     model = ModelConfig(hidden_size=96, num_attention_heads=6, seq_length=64, vocab_size=300)
-    assert (model.head_dim, model.kv_heads, model.ffn_size) == (16, 6, 384)
+    assert (model.head_size, model.kv_heads, model.ffn_size) == (16, 6, 384)
     assert (model.max_positions, model.padded_vocab_size) == (64, 384)
 
 
 def test_derived_sizes_of_a_model_with_everything_given() -> None:
     model = ModelConfig(num_query_groups=2, ffn_hidden_size=100, max_position_embeddings=512)
     assert (model.kv_heads, model.ffn_size, model.max_positions) == (2, 100, 512)
+    assert ModelConfig(hidden_size=50, num_attention_heads=4, head_dim=16).head_size == 16
+
+
+@pytest.mark.parametrize(
+    ("bias", "attention", "qkv", "out"),
+    [
+        (True, None, True, True),
+        (False, None, False, False),
+        (False, "qkv", True, False),
+        (False, "all", True, True),
+        (True, "none", False, False),
+    ],
+)
+def test_biases_of_attention_are_those_of_the_model_unless_given(
+    bias: bool, attention: str | None, qkv: bool, out: bool
+) -> None:
+    model = ModelConfig(bias=bias, attention_bias=attention)
+    assert (model.qkv_bias, model.out_bias) == (qkv, out)
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
     ("said", "words"),
     [
         ({"tokens": 7}, "is of another pair"),
-        ({"vocab_size": "many"}, "does not tell its tokenizer"),
-        ({"eot": None}, "does not tell its tokenizer"),
+        ({"vocab_size": "many"}, "cannot be read (it has no counts)"),
+        ({"eot": None}, "cannot be read (it has no counts)"),
     ],
 )
 def test_facts_that_do_not_fit_a_pair_are_refused(
@@ -214,7 +214,7 @@ def test_facts_that_do_not_fit_a_pair_are_refused(
     data = DataConfig(name="corpus", path=str(pair(tmp_path / "p", 0, **said)))
     assert words in refused(data)
     Path(f"{data.path}.json").write_text("[" * 100)
-    assert "does not tell its tokenizer" in refused(data)
+    assert "p.json cannot be read (" in refused(data)
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_pair_by_megatrons_writer_is_read(pair: Path) -> None:
     corpus = IndexedCorpus.open(pair)
     assert stream(corpus) == [5, 6, 7, 300, 1, 2, 65535, 0, 9, 4]
     assert corpus.documents == 6 and corpus.dtype == np.uint16
-    assert corpus.lengths.tolist() == [3, 0, 1, 2, 0, 4]
+    assert corpus.lengths[:].tolist() == [3, 0, 1, 2, 0, 4]
     assert corpus.read(2, 5).tolist() == [7, 300, 1]
 
 
@@ -248,7 +248,7 @@ def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_re
         writer.add_many(np.zeros(20_000, "<u2"), [2] * 10_000)
     put(tmp_path / "p", 34 + 10_000 * 4 + 8 * 700, "<q", 1402)
     corpus = IndexedCorpus.open(tmp_path / "p")
-    assert corpus.starts(0, 1000).size == 500
+    assert corpus.starts(0, 600).size == 300
     for look in (lambda: corpus.starts(1300, 1500), corpus.index.check_all):
         with pytest.raises(UserError, match="sequence 699 has 2 tokens and ends at byte 2,800"):
             look()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, pairwise
 from random import Random
 
+import numpy as np
 import pytest
 
-from benchmarks.blends import oracle, random_weights
+from benchmarks.blends import oracle, owners, random_weights, tree
 from parallel3d.data.corpora.shares import Shares, whole_weights
 
 # Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.
@@ -49,6 +50,16 @@ def test_shares_are_those_of_the_slow_exact_oracle(seed: int) -> None:
     assert [shares.at(slot)[0] for slot in range(500)] == list(islice(oracle(weights), 500))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_million_samples_are_shared_out_as_the_oracle_does(seed: int) -> None:
+    weights, samples = random_weights(Random(seed)), 1_000_000
+    shares, expected = Shares(weights), owners(tree(weights), samples)
+    assert shares.counts(samples) == np.bincount(expected, minlength=len(weights)).tolist()
+    for slot in range(seed, samples, 9973):
+        owner, before = shares.at(slot)
+        assert owner == expected[slot] and before == np.count_nonzero(expected[:slot] == owner)
+
+
 def test_far_slots_are_counted_as_they_are_shared_out() -> None:
     weights = random_weights(Random(1), 2000)
     shares, far = Shares(weights), 10**12 + 7
@@ -71,3 +82,28 @@ def test_weights_as_typed_become_the_smallest_whole_numbers() -> None:
 def test_weights_that_share_nothing_are_refused(weights: list[int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Shares(weights)
+
+
+def cumulatively(weights: list[int], slots: int) -> list[int]:
+    """Counts as the sum of all weights up to one, rounded, less that up to the one before."""
+    ends = [sum(weights[: k + 1]) * slots for k in range(len(weights))]
+    rounded = [(2 * end + sum(weights)) // (2 * sum(weights)) for end in ends]
+    return [end - before for before, end in zip([0, *rounded], rounded, strict=False)]
+
+
+def by_time(weights: list[int], slots: int) -> list[int]:
+    """Counts of the first slots in the order of (j + 1/2) / w, Webster's rule for all at once."""
+    times = [(Fraction(2 * j + 1, 2 * w), k) for k, w in enumerate(weights) for j in range(slots)]
+    owners = [k for _, k in sorted(times)[:slots]]
+    return [owners.count(k) for k in range(len(weights))]
+
+
+def test_the_oracle_and_the_bound_tell_other_roundings_apart() -> None:
+    """Rounded cumulatively, a set's samples can be taken back; by time, light ones wait."""
+    weights = [3, 1, 1, 2]
+    rounded = [cumulatively(weights, slots) for slots in range(200)]
+    assert any(after[k] < before[k] for before, after in pairwise(rounded) for k in range(4))
+    assert any(Shares(weights).counts(slots) != rounded[slots] for slots in range(200))
+    light = [20, *[1] * 20]
+    assert by_time(light, 10)[0] == 10  # where 5 are its share
+    assert abs(Shares(light).counts(10)[0] - 5) < 2

@@ -20,9 +20,7 @@ from parallel3d.models.attention import causal_attention
 from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
 
-LENGTH = (
-    150  # more than half of ROWS, so that two blocks of rows are needed behind a short document
-)
+LENGTH = 150
 PACKS = [(), (1, 2, 3, 149), (77,), tuple(range(1, LENGTH)), (33, 66, 99), (5, 8, 140)]
 
 

@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.comm.group import SINGLE
+from parallel3d.config.schema import ModelConfig
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
+from parallel3d.models.context import BuildContext
+from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import recomputed
+from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel import cross_entropy
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 
@@ -59,7 +64,22 @@ def split_heads(x: Tensor) -> Tensor:
     return torch.cat((q * 2, k * 3, v * 5), 1)
 
 
-OPERATIONS = {"rms_norm": rms_norm, "swiglu": ops.swiglu, "split_heads": split_heads}
+def norm_heads(x: Tensor) -> Tensor:
+    init = Initializer(0, x.dtype, torch.device("cpu"))
+    model = ModelConfig(head_dim=HEAD_DIM)
+    norm = QKNorm("attention", model, (HEADS, KV_HEADS), BuildContext(init, SINGLE, sp=False))
+    with torch.no_grad():
+        norm.q.copy_(torch.linspace(0.5, 2, HEAD_DIM))
+        norm.k.copy_(torch.linspace(3, 1, HEAD_DIM))
+    return norm(x)
+
+
+OPERATIONS = {
+    "rms_norm": rms_norm,
+    "swiglu": ops.swiglu,
+    "split_heads": split_heads,
+    "norm_heads": norm_heads,
+}
 
 
 def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:

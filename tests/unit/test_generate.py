@@ -34,6 +34,9 @@ LLAMA = dataclasses.replace(
     tie_embeddings=False,
     num_query_groups=2,
 )
+QWEN3 = dataclasses.replace(
+    LLAMA, qk_norm=True, head_dim=6, attention_bias="all", rope_scaling_factor=4.0
+)
 
 
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
@@ -58,7 +61,7 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, LLAMA, QWEN3], ids=["gpt", "llama", "qwen3"])
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(
     model: ModelConfig, prompt: int

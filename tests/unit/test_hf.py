@@ -44,12 +44,28 @@ LLAMA = replace(
     num_query_groups=2,
     ffn_hidden_size=44,
 )
+SCALED = replace(
+    LLAMA,
+    rope_scaling_factor=8.0,
+    rope_low_freq_factor=1.0,
+    rope_high_freq_factor=4.0,
+    rope_original_length=64,  # so that of four pairs some stay, some slow down, one is in between
+)
+QWEN3 = replace(LLAMA, qk_norm=True, head_dim=12)
 MODELS = {
     "gpt2": GPT,
     "gpt2_tanh_positions": replace(GPT, activation="gelu_tanh", max_position_embeddings=30),
     "gpt2_untied_relu": replace(GPT, tie_embeddings=False, activation="relu", ffn_hidden_size=40),
     "llama": LLAMA,
     "llama_tied_bias": replace(LLAMA, tie_embeddings=True, bias=True, num_query_groups=None),
+    "llama_wide_heads": replace(LLAMA, head_dim=12, attention_bias="all"),
+    "llama_3_1": SCALED,
+    "qwen2": replace(LLAMA, attention_bias="qkv"),
+    "qwen2_tied_wide_scaled": replace(
+        SCALED, attention_bias="qkv", head_dim=12, tie_embeddings=True
+    ),
+    "qwen3": QWEN3,
+    "qwen3_tied_bias": replace(QWEN3, tie_embeddings=True, attention_bias="all"),
 }
 
 
@@ -110,13 +126,35 @@ def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
 
 
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
 THEIRS = {
-    "llama": {"model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 44},
+    "llama": {"model_type": "llama", **GROUPED},
     "llama_tied": {
         "model_type": "llama",
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
     },
+    "llama_3_1": {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "rope_theta": 500.0,
+        **GROUPED,
+    },
+    "llama_bias_in_attention": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "head_dim": 12,
+        **GROUPED,
+    },
+    "qwen2": {"model_type": "qwen2", "sliding_window": 8, **GROUPED},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12, **GROUPED},
+    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **GROUPED},
     "gpt2": {"model_type": "gpt2"},  # gelu_new, as published
     "gpt2_exact_gelu": {"model_type": "gpt2", "activation_function": "gelu", "n_inner": 40},
 }

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
 from parallel3d.checkpoint.hf.names import hf_tensors, logical_shapes
-from parallel3d.config.schema import ModelConfig
+from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
 GPT = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=61)
@@ -23,6 +24,9 @@ LLAMA = replace(
     num_query_groups=2,
     ffn_hidden_size=44,
 )
+SCALED = replace(LLAMA, rope_scaling_factor=8.0, rope_low_freq_factor=1.5, rope_original_length=64)
+QWEN2 = replace(LLAMA, attention_bias="qkv", tie_embeddings=True)
+QWEN3 = replace(LLAMA, qk_norm=True, head_dim=10)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,9 @@ LLAMA = replace(
         replace(GPT, tie_embeddings=False, max_position_embeddings=24, activation="relu"),
         LLAMA,
         replace(LLAMA, bias=True, tie_embeddings=True),
+        replace(LLAMA, bias=True, attention_bias="none"),
+        QWEN2,
+        replace(QWEN3, attention_bias="all"),
     ],
 )
 def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
@@ -51,6 +58,13 @@ def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
         (replace(GPT, num_query_groups=2), "model.num_query_groups=2"),
         (replace(GPT, norm="rmsnorm"), "model.norm=rmsnorm"),
         (replace(GPT, activation="swiglu"), "model.activation=swiglu"),
+        (replace(GPT, qk_norm=True), "model.qk_norm=true"),
+        (replace(GPT, attention_bias="qkv"), "model.attention_bias=qkv"),
+        (replace(GPT, head_dim=12), "model.head_dim=12"),
+        (replace(QWEN2, bias=True), "model.bias=true"),
+        (replace(QWEN3, attention_bias="qkv"), "model.attention_bias=qkv"),
+        (replace(QWEN3, head_dim=9), "heads of 9"),
+        (replace(LLAMA, hidden_size=34, head_dim=8), "model.hidden_size=34"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: str) -> None:
@@ -65,11 +79,14 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
     [
         ({"model_type": "mistral"}, "model_type=mistral"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ({"head_dim": 64}, "head_dim=64"),
-        ({"attention_bias": True}, "mlp_bias=false"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "=sliding_attention"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "rope_type=yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"attention_bias": "yes"}, "attention_bias=yes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
@@ -103,12 +120,20 @@ def test_gpt2_variants_that_we_do_not_have_are_refused(changes: dict[str, Any]) 
         replace(GPT, activation="gelu_tanh", tie_embeddings=False, norm_eps=1e-6),
         LLAMA,
         replace(LLAMA, bias=True, tie_embeddings=True, rotary_base=500000.0),
+        replace(LLAMA, attention_bias="all"),
+        replace(LLAMA, bias=True, attention_bias="none"),
+        replace(LLAMA, head_dim=12),
+        SCALED,
+        QWEN2,
+        replace(QWEN2, head_dim=6),
+        QWEN3,
+        replace(QWEN3, head_dim=None, attention_bias="all"),
     ],
 )
 def test_a_model_that_goes_out_comes_back(model: ModelConfig) -> None:
     _, keys = from_hf(to_hf(model, "fp32", 256))
     back = ModelConfig(**keys)
-    for name in ("kv_heads", "ffn_size", "max_positions", "head_dim"):
+    for name in ("kv_heads", "ffn_size", "max_positions", "head_size"):
         assert getattr(back, name) == getattr(model, name), name
     derived = {"name": "", "num_query_groups": 1, "ffn_hidden_size": 1}
     derived["max_position_embeddings"] = back.max_positions
@@ -119,6 +144,95 @@ def test_the_names_of_old_transformers_are_read() -> None:
     config = {"model_type": "llama", "rope_theta": 12345.0, "torch_dtype": "float16"}
     _, keys = from_hf(config)
     assert keys["rotary_base"] == 12345.0
+    assert keys["head_dim"] is keys["attention_bias"] is None
     assert (keys["num_layers"], keys["norm_eps"], keys["tie_embeddings"]) == (32, 1e-6, False)
     _, keys = from_hf({"model_type": "gpt2"})
     assert (keys["activation"], keys["tie_embeddings"]) == ("gelu_tanh", True)
+
+
+PUBLISHED = {
+    "llama3_1_8b": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "qwen2_5_0_5b": {
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3_0_6b": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3_8b": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_what_the_published_config_says(name: str) -> None:
+    _, keys = from_hf(PUBLISHED[name])
+    content = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
+    ours, theirs = ModelConfig(**content), ModelConfig(**keys)
+    same = {"name": "", "seq_length": 1, "head_dim": ours.head_size}
+    assert ours.head_size == theirs.head_size
+    assert replace(ours, **same) == replace(theirs, **same)

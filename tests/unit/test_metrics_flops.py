@@ -24,6 +24,10 @@ def preset(name: str) -> ModelConfig:
         ("llama3_70b", 70_553_706_496),
         ("llama_1b", 1_235_814_400),
         ("llama_3b", 3_212_749_824),
+        ("llama3_1_8b", 8_030_261_248),
+        ("qwen2_5_0_5b", 494_032_768),
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
     ],
 )
 def test_parameter_count_equals_the_published_one(name: str, published: int) -> None:
@@ -59,6 +63,21 @@ def test_parameter_count_by_hand_for_gqa_swiglu_untied() -> None:
     )
     layer = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 3 * 8 * 24 + 2 * 8
     assert parameter_count(model) == 2 * layer + 2 * 10 * 8 + 8
+
+
+def test_parameter_count_by_hand_of_wide_normed_heads_with_biases_on_the_projection() -> None:
+    model = small(head_dim=6, num_query_groups=2, qk_norm=True, bias=False, attention_bias="qkv")
+    attention = 2 * (8 * 24) + 2 * (8 * 12) + (24 + 2 * 12) + 2 * 6
+    layer = attention + 2 * 8 * 24 + 2 * (8 + 8)
+    assert parameter_count(model) == 2 * layer + 10 * 8 + 16 * 8 + 16
+    every = small(head_dim=6, bias=False, attention_bias="all")
+    none = small(head_dim=6, bias=False)
+    assert parameter_count(every) - parameter_count(none) == 2 * (3 * 24 + 8)
+
+
+def test_flops_of_wide_heads_by_hand() -> None:
+    forward = 2 * (4 * 8 * 24 + 2 * 8 * 24 + 2 * 16 * 24) + 8 * 10
+    assert flops_per_token(small(head_dim=6), 16) == 3 * 2 * forward
 
 
 def test_swiglu_with_biases_has_one_for_the_gate_too() -> None:

@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.func import functional_call
 
+from parallel3d.comm.group import SINGLE
+from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
+from parallel3d.models.context import BuildContext
 from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
+from parallel3d.models.qk_norm import QKNorm
+from parallel3d.parameters.pieces import Initializer
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -22,6 +28,22 @@ def test_rms_norm_is_pytorchs() -> None:
     x, w = leaf(2, 3, 8), leaf(8)
     torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+
+
+def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:
+    model = ModelConfig(hidden_size=24, num_attention_heads=3, norm_eps=1e-3)
+    init = Initializer(0, torch.float64, torch.device("cpu"))
+    norm = QKNorm("attention", model, (3, 1), BuildContext(init, SINGLE, sp=False))
+    qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(8), "k": leaf(8) + 1}
+    q, k, v = qkv.unflatten(-1, (5, 8)).split((3, 1, 1), 2)
+    q, k = (F.rms_norm(x, (8,), weights[n], 1e-3) for x, n in ((q, "q"), (k, "k")))
+    expected = torch.cat((q, k, v), 2).flatten(2)
+    torch.testing.assert_close(functional_call(norm, weights, qkv), expected)
+
+    def of(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return functional_call(norm, {"q": q, "k": k}, x)
+
+    assert gradcheck(of, (qkv, *weights.values()))
 
 
 def test_swiglu_is_silu_times_up() -> None:

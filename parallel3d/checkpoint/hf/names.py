@@ -1,8 +1,8 @@
 """Which tensor of a Hugging Face checkpoint holds which of ours: names alone, no torch.
 
-Two formats: Llama (`LlamaForCausalLM`) and GPT-2 (`GPT2LMHeadModel`). Llama keeps q, k and v apart,
-as we do; GPT-2 joins and transposes them (its layers are `Conv1D`, whose weight is (inputs,
-outputs)). Rotary dimensions are paired (d, d + r/2) there as here, so no row moves.
+Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 name their tensors alike and keep q, k and v apart, as
+we do. GPT-2 (`GPT2LMHeadModel`) joins and transposes them (its layers are `Conv1D`, whose weight is
+(inputs, outputs)). Rotary dimensions are paired (d, d + r/2) there as here, so no row moves.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from dataclasses import dataclass
 
 from parallel3d.config.schema import ModelConfig
 
-LLAMA, GPT2 = "llama", "gpt2"
-ARCHITECTURES = {LLAMA: "LlamaForCausalLM", GPT2: "GPT2LMHeadModel"}
+LLAMA, QWEN2, QWEN3, GPT2 = "llama", "qwen2", "qwen3", "gpt2"
+ARCHITECTURES = {
+    LLAMA: "LlamaForCausalLM",
+    QWEN2: "Qwen2ForCausalLM",
+    QWEN3: "Qwen3ForCausalLM",
+    GPT2: "GPT2LMHeadModel",
+}
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,11 @@ class HFTensor:
 
 
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
-    """Every tensor of `model` in the format `kind` ("llama" or "gpt2"), in the order of the layers.
+    """Every tensor of `model` in the format `kind` ("llama", "gpt2" …), in the order of the layers.
 
     A tied head is left out, as transformers leaves it out.
     """
-    tensors = _llama(model) if kind == LLAMA else _gpt2(model)
+    tensors = _gpt2(model) if kind == GPT2 else _llama(model)
     if not model.tie_embeddings:
         shape = (model.vocab_size, model.hidden_size)
         tensors.append(HFTensor("lm_head.weight", ("head.weight",), shape))
@@ -47,7 +52,7 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Our logical tensors with their full shapes, vocabulary without padding."""
     hidden, ffn = model.hidden_size, model.ffn_size
-    queries, keys = model.num_attention_heads * model.head_dim, model.kv_heads * model.head_dim
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
     linears = {
         "attention.q": (queries, hidden),
         "attention.k": (keys, hidden),
@@ -58,6 +63,9 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if model.activation == "swiglu":
         linears["mlp.gate"] = (ffn, hidden)
+    has_bias = dict.fromkeys(linears, model.bias)
+    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
+    has_bias["attention.out"] = model.out_bias
     vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
 
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
@@ -68,8 +76,11 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
         for name, shape in linears.items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
-            if model.bias:
+            if has_bias[name]:
                 shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+        if model.qk_norm:
+            for part in ("q", "k"):
+                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
     shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
     if not model.tie_embeddings:
         shapes["head.weight"] = (model.vocab_size, hidden)
@@ -85,6 +96,8 @@ def _llama(model: ModelConfig) -> list[HFTensor]:
         for part in ("weight", "bias"):
             for short, long in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o")):
                 names[f"{ours}.attention.{short}.{part}"] = f"{theirs}.self_attn.{long}_proj.{part}"
+        for part in ("q_norm", "k_norm"):
+            names[f"{ours}.attention.{part}.weight"] = f"{theirs}.self_attn.{part}.weight"
         names[f"{ours}.mlp_norm.weight"] = f"{theirs}.post_attention_layernorm.weight"
         for part in ("weight", "bias"):
             for short in ("gate", "up", "down"):

@@ -46,7 +46,7 @@ def divides_all(dividends: dict[str, int]) -> Callable[[int], bool]:
 
 def check_model(model: ModelConfig) -> None:
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
-    if hidden % heads:
+    if model.head_dim is None and hidden % heads:
         raise UserError(
             f"model.hidden_size={hidden} must be a multiple of model.num_attention_heads={heads}; "
             f"the nearest is model.hidden_size={nearest_multiple(hidden, heads)}."
@@ -63,24 +63,35 @@ def check_model(model: ModelConfig) -> None:
             f"model.max_position_embeddings={model.max_positions} with learned positions; the "
             f"nearest is model.seq_length={model.max_positions}."
         )
-    if model.position_embedding == "rope" and int(model.head_dim * model.rotary_percent) < 2:
+    if model.position_embedding == "rope" and int(model.head_size * model.rotary_percent) < 2:
         _refuse_rotary(model)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_scaling_factor > 1 and low >= high:
+        raise UserError(
+            f"model.rope_low_freq_factor={show(low)} must be below model.rope_high_freq_factor="
+            f"{show(high)}; the nearest is model.rope_low_freq_factor={show(high / 4)}."
+        )
 
 
 def _refuse_rotary(model: ModelConfig) -> None:
     """RoPE turns pairs of dimensions: fewer than two turn nothing."""
-    if model.head_dim < 2:
+    if model.head_dim == 1:
+        raise UserError(
+            "model.position_embedding=rope needs heads at least 2 wide, but model.head_dim=1; the "
+            "nearest is model.head_dim=2."
+        )
+    if model.head_size < 2:
         raise UserError(
             f"model.position_embedding=rope needs heads at least 2 wide, but model.hidden_size="
             f"{model.hidden_size} over model.num_attention_heads={model.num_attention_heads} makes "
-            f"them {model.head_dim}; the nearest is model.hidden_size="
+            f"them {model.head_size}; the nearest is model.hidden_size="
             f"{2 * model.num_attention_heads}."
         )
     # Rounded up, so that the product with head_dim is not a hair below 2.
-    least = math.ceil(2 / model.head_dim * 1e4) / 1e4
+    least = math.ceil(2 / model.head_size * 1e4) / 1e4
     raise UserError(
         f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
-        f"{model.head_dim} dimensions of a head; the nearest is model.rotary_percent={least:g}."
+        f"{model.head_size} dimensions of a head; the nearest is model.rotary_percent={least:g}."
     )
 
 

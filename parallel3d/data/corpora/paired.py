@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.text.facts import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
-from parallel3d.files.reading import parse_json, read_bounded
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
     from parallel3d.config.schema import DataConfig
 
-_LARGEST_FACTS = 1 << 20  # bytes
 _PLACES, _RUN = 8, 512  # of a stream and of an index that the fingerprint is made of
 
 
@@ -72,49 +70,33 @@ def open_pair(
 
 
 def _facts(data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None) -> _Facts:
-    path = Path(f"{pair.prefix}.json")
-    given = data.tokenizer is not None
-    if given and tokenizer is None:
+    said = facts_beside(pair.prefix)
+    if data.tokenizer is not None and tokenizer is None:
         tokenizer = open_tokenizer(data.tokenizer)
-    if not path.exists():
-        if tokenizer is None:
-            raise UserError(
-                f"{pair.named} has no {path.name} that tells its tokenizer: give data.tokenizer, "
-                "as in data.tokenizer=my/tokenizer.json"
-            )
-        return _Facts(tokenizer.digest, data.tokenizer, tokenizer.vocab_size, tokenizer.eot, "")
-    facts = _read_facts(path, pair)
-    if tokenizer is not None and tokenizer.digest != facts.digest:
+    if said is None and tokenizer is None:
+        raise UserError(
+            f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
+            "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+        )
+    if said is None:
+        sizes = tokenizer.vocab_size, tokenizer.eot
+        return _Facts(tokenizer.digest, data.tokenizer, *sizes, "")
+    if (said.documents, said.tokens) != (pair.documents, len(pair)):
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
+            f"{said.documents:,} documents of {said.tokens:,} tokens, the .idx {pair.documents:,} "
+            f"of {len(pair):,}; make it again"
+        )
+    if tokenizer is not None and tokenizer.digest != said.tokenizer:
         raise UserError(
             f"{pair.named} was made by another tokenizer than data.tokenizer="
-            f"{show(data.tokenizer)}: their digests are {facts.digest[:12]} and "
+            f"{show(data.tokenizer)}: their digests are {said.tokenizer[:12]} and "
             f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
         )
-    return facts._replace(name=data.tokenizer) if given else facts
-
-
-def _read_facts(path: Path, pair: IndexedCorpus) -> _Facts:
-    """The file beside a pair. Raises UserError for what is none, or is of another pair."""
-    try:
-        said = parse_json(read_bounded(path, _LARGEST_FACTS))
-        digest, text, file = str(said["tokenizer"]), str(said["digest"]), said.get("tokenizer_file")
-        vocab_size, eot = int(said["vocab_size"]), int(said["eot"])
-        sizes = int(said["documents"]), int(said["tokens"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{pair.named} cannot be read, {path} does not tell its tokenizer ({error}); make the "
-            "pair again, or remove that file and give data.tokenizer"
-        ) from None
-    if sizes != (pair.documents, len(pair)):
-        raise UserError(
-            f"{pair.named} cannot be read, {path} is of another pair: it has {sizes[0]:,} "
-            f"documents of {sizes[1]:,} tokens, the .idx {pair.documents:,} of {len(pair):,}; make "
-            "it again"
-        )
-    name = BYTE if digest == BYTE else None
-    if digest != BYTE and file and os.path.lexists(path.parent / str(file)):
-        name = str(path.parent / str(file))
-    return _Facts(digest, name, vocab_size, eot, text)
+    beside = tokenizer_beside(pair.prefix, said)
+    there = beside if beside == BYTE or os.path.lexists(beside) else None
+    name = there if data.tokenizer is None else data.tokenizer
+    return _Facts(said.tokenizer, name, said.vocab_size, said.eot, said.digest)
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
