@@ -7,6 +7,7 @@ will read, all of it, and then reads: a disk serves the one while the other is t
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from parallel3d.data.sampler import Sample
 
 _BYTES = 256 << 20  # that samples read ahead hold at most
 _EACH = 16  # bytes a token of a sample
+_PAUSE_S = 1e-4  # between two samples, for those who run the same Python
 
 
 class Source(Protocol):
@@ -80,7 +82,10 @@ class ReadAhead:
             first += self._stride
 
     def _fill(self) -> None:
-        if self._shelf is not None and (room := self._most - self._shelf.count()) > 0:
+        if self._shelf is None:
+            return
+        room = self._most - self._shelf.count()
+        if 2 * room >= self._most:  # by and by, not one for each that is taken
             self._shelf.want([next(self._order) for _ in range(room)])
 
 
@@ -94,6 +99,7 @@ class _Shelf:
         self.pending: set[int] = set()  # wanted, or being read
         self.found: dict[int, Sample | Exception] = {}
         self.ended = False
+        self.waiting = False  # for a sample that is being read
 
     def count(self) -> int:
         return len(self.pending) + len(self.found)
@@ -108,7 +114,9 @@ class _Shelf:
         """Sample `i`, waited for if it is wanted; None if it is not."""
         with self.changed:
             while i in self.pending and not self.ended:
+                self.waiting = True
                 self.changed.wait()
+            self.waiting = False
             return self.found.get(i) if keep else self.found.pop(i, None)
 
     def put(self, i: int, sample: Sample | Exception) -> None:
@@ -157,3 +165,5 @@ def _read(shelf: _Shelf) -> None:
             except Exception as error:
                 found = error
             shelf.put(i, found)
+            if not shelf.waiting:
+                time.sleep(_PAUSE_S)
