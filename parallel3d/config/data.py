@@ -10,12 +10,15 @@ from parallel3d.config.sections import key
 
 @dataclass
 class DataConfig:
-    """Where tokens come from: `data=stdlib`, Python's own sources, or `text`, `corpus`, `blend`."""
+    """Where tokens come from: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
 
-    name: str = key("stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend"))
+    name: str = key(
+        "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
+    )
     path: str | None = key(
         None,
-        "text: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx pair",
+        "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
+        "pair",
         megatron="--data-path",
     )
     blend: Any = key(  # noqa: RUF009
@@ -45,11 +48,11 @@ class DataConfig:
     packing: str = key(
         "concat",
         "samples: concat, windows of the documents one after another; best_fit, whole documents "
-        "that fit together, by a plan that is made once",
-        choices=("concat", "best_fit"),
+        "that fit together, by a plan that is made once; padded, a document each",
+        choices=("concat", "best_fit", "padded"),
     )
     cut_documents: bool = key(
-        False, "best_fit: cut documents longer than a sample; false: refuse them"
+        False, "best_fit, padded: cut documents longer than a sample; false: refuse them"
     )
     tokenizer: str | None = key(
         None,

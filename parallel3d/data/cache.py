@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -65,7 +65,12 @@ def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """
     listing = [_VERSION, tokenizer.digest]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
-    return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+    return digest_of(listing)
+
+
+def digest_of(facts: list[Any]) -> str:
+    """A name for what is made of `facts`, which JSON can spell."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def token_count(documents: Sequence[Document]) -> int:

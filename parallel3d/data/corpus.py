@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
+from parallel3d.data.chat.corpus import TOKEN, find_chat, open_chat
 from parallel3d.data.corpora.blend import Blend, check_epochs, open_blend, part_name
 from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
@@ -49,6 +50,8 @@ def open_corpus(
         )
     if data.name == "corpus":
         corpus = _open_one(data, seq_length, folder, vocab_size)
+    elif data.name == "chat":
+        corpus = open_chat(data, folder, report)
     else:
         corpus = _open_text(data, seq_length, folder, report)
     if data.packing == "concat":
@@ -91,14 +94,20 @@ def check_data(
     """
     if data.name in ("corpus", "blend"):
         return _check_pairs(data, seq_length, cache_dir, vocab_size, samples)
+    if data.name == "chat":
+        chat = find_chat(data)
+        check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
+        cache.check_room_for(_folder(data, cache_dir) / f"{chat.key}.json")
+        return []
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if vocab_size is not None:
         check_vocabulary(tokenizer.vocab_size, vocab_size, data.tokenizer)
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
         _held_out(data, seq_length, documents, cache.token_count(documents))
-        if data.packing == "best_fit" and not data.cut_documents:
-            check_lengths([d.size + 1 for d in documents], seq_length, origin(data))
+        if data.packing != "concat" and not data.cut_documents:
+            lengths = [d.size + 1 for d in documents]
+            check_lengths(lengths, seq_length, origin(data), data.packing)
     cache.check_folder(_folder(data, cache_dir), documents, tokenizer)
     return []
 
@@ -119,7 +128,7 @@ def _check_pairs(
         corpus = open_blend(data, seq_length, folder, vocab_size)
         corpora, names = corpus.corpora, [part_name(one.name) for one in corpus.corpora]
     epochs = [(len(one.train) - 1) // seq_length for one in corpora]
-    if data.packing == "best_fit":
+    if data.packing != "concat":
         for k, (one, name) in enumerate(zip(corpora, names, strict=True)):
             check_pieces(one, data, seq_length, folder, name)
             epochs[k] = max(1, len(one.train) // (seq_length + 1))

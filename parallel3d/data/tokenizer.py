@@ -24,17 +24,24 @@ class Tokenizer(Protocol):
     """What text is cut into.
 
     name: "byte", or what the user gave. vocab_size: the largest token + 1. eot: the token that
-    ends a document. digest: hex, equal for tokenizers that cut alike; "byte" for bytes.
+    ends a document; `ends`: those that end what a model writes. begin: what a prompt begins with.
+    digest: hex, equal for tokenizers that cut alike; "byte" for bytes.
     """
 
     name: str
     vocab_size: int
     eot: int
+    ends: frozenset[int]
+    begin: list[int]
     digest: str
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
         """The tokens of a document, without an end-of-text; a special token that is spelled out in
         it is text like all other."""
+        ...
+
+    def encode_prompt(self, text: bytes) -> list[int]:
+        """The tokens of what is typed to go on from; a special token may be spelled out in it."""
         ...
 
     def decode(self, tokens: npt.NDArray[np.integer]) -> str:
@@ -51,12 +58,27 @@ class ByteTokenizer:
     eot: int = 256
     digest: str = BYTE
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The end of a text alone."""
+        return frozenset((self.eot,))
+
+    @property
+    def begin(self) -> list[int]:
+        """A text begins behind the end of the one before it, as in training."""
+        return [self.eot]
+
     def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
         """The tokens of `text`, shape (len(text),), without an end-of-text token."""
         return np.frombuffer(text, dtype=np.uint8).astype("<u2")
 
+    def encode_prompt(self, text: bytes) -> list[int]:
+        """The same."""
+        return list(text)
+
     def decode(self, tokens: npt.NDArray[np.integer]) -> str:
         """The text of `tokens`, to read; end-of-text is left out, broken UTF-8 becomes U+FFFD."""
+        tokens = np.asarray(tokens)
         return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 

@@ -43,9 +43,15 @@ def test_a_corpus_is_made_shown_and_proved(
     (here / "tok").rename(here / "gone")  # the corpus has its own
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     out = capsys.readouterr().out
+    lengths = [len(open_tokenizer("gone").encode(text.encode())) + 1 for text in TEXTS]
+    assert f"least {min(lengths)}, median {sorted(lengths)[5]}," in out
+    assert f"most {max(lengths)}" in out
     assert "document 0: def encode(text)" in out and "document 1: héllo" in out
     assert "document 2" not in out
     assert "proved: every byte" in out
+    monkeypatch.setattr("parallel3d.commands.data.show.READ", 5)
+    assert typed(monkeypatch, "data show corpora/web documents=2") == 0
+    assert capsys.readouterr().out == out
     content = bytearray(Path("corpora/web.bin").read_bytes())
     content[-4] ^= 1
     Path("corpora/web.bin").write_bytes(content)
@@ -145,16 +151,13 @@ def test_verbs_and_their_keys_are_completed(
         assert capsys.readouterr().out.split() == wanted.split()
 
 
-def test_lengths_are_counted_in_parts_and_drawn_by_powers_of_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("parallel3d.commands.data.show.READ", 7)
+def test_lengths_are_counted_in_parts_and_drawn_by_powers_of_two() -> None:
     lengths = np.random.default_rng(0).integers(0, 40, 1000).astype(np.int32)
-    values, counts = length_counts(lengths)
+    values, counts = length_counts(np.array_split(lengths, 9))
     expected = np.unique(lengths, return_counts=True)
     assert np.array_equal(values, expected[0]) and np.array_equal(counts, expected[1])
     rows = [row.split() for row in histogram(values, counts)[1:]]
     assert [row[0] for row in rows] == ["0–0", "1–1", "2–3", "4–7", "8–15", "16–31", "32–63"]
     assert sum(int(row[1]) for row in rows) == 1000
     assert int(rows[4][1]) == ((lengths >= 8) & (lengths < 16)).sum()
-    assert histogram(*length_counts(np.zeros(0, np.int32))) == []
+    assert histogram(*length_counts([])) == []

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ def show(prefix: str, given: str | None, documents: int) -> int:
     prefix = os.path.expanduser(prefix)
     corpus, facts = IndexedCorpus.open(prefix), facts_beside(prefix)
     tokenizer = _tokenizer(prefix, given, facts)
-    lengths, counts = length_counts(corpus.lengths)
+    corpus.index.check_all()
+    lengths, counts = length_counts(_lengths(corpus))
     _print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")
     if tokenizer is not None:
         words = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
@@ -65,17 +66,25 @@ def _tokenizer(prefix: str, given: str | None, facts: Facts | None) -> Tokenizer
 
 
 def length_counts(
-    lengths: npt.NDArray[np.int32],
+    parts: Iterable[npt.NDArray[np.integer]],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Each length that occurs, ascending, and how often; in a memory that does not grow with n."""
     values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for begin in range(0, len(lengths), READ):
-        more, times = np.unique(lengths[begin : begin + READ], return_counts=True)
+    for part in parts:
+        more, times = np.unique(part, return_counts=True)
         both, places = np.unique(np.concatenate([values, more]), return_inverse=True)
         totals = np.zeros(len(both), np.int64)
         np.add.at(totals, places, np.concatenate([counts, times]))
         values, counts = both.astype(np.int64), totals
     return values, counts
+
+
+def _lengths(corpus: IndexedCorpus) -> Iterator[npt.NDArray[np.int64]]:
+    """The documents' lengths, a part at a time."""
+    for first in range(0, corpus.documents, READ):
+        last = min(first + READ, corpus.documents)
+        begins = corpus.index.begins(first, min(last + 1, corpus.documents))
+        yield np.diff(begins, append=len(corpus) if last == corpus.documents else [])
 
 
 def _statistics(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Iterator[str]:
@@ -114,8 +123,8 @@ def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> 
 
 def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
     """The beginning of a document, on one line."""
-    begin = corpus.index.begin(number)
-    end = corpus.index.begin(number + 1)
+    begin, *more = corpus.index.begins(number, min(number + 2, corpus.documents)).tolist()
+    end = more[0] if more else len(corpus)
     # A character is at most four tokens, but for what no text has.
     text = tokenizer.decode(corpus.read(begin, min(end, begin + 4 * SHOWN)))
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from parallel3d.data.chat.corpus import ChatSamples
 from parallel3d.data.corpora.blend import Blend
 from parallel3d.data.corpora.blended import Blended, Part
 from parallel3d.data.corpora.split import Corpus
@@ -19,8 +20,8 @@ if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can d
 class Sources(NamedTuple):
     """Samples to train on, held-out ones, and those of a blend's heaviest parts by their name."""
 
-    train: Sampler | PackSampler | Blended
-    valid: Sampler | PackSampler | Blended
+    train: Sampler | PackSampler | ChatSamples | Blended
+    valid: Sampler | PackSampler | ChatSamples | Blended
     held_out: Mapping[str, Part]
 
 
@@ -33,11 +34,13 @@ def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
     def part(one: Corpus, held_out: bool, name: str = "") -> Part:
         tokens, shuffle = (one.valid, False) if held_out else (one.train, True)
         if one.plans is not None:
-            return PackSampler(tokens, one.plans[held_out], seed, shuffle, one.eot, name)
+            packs = PackSampler(tokens, one.plans[held_out], seed, shuffle, one.eot, name)
+            return ChatSamples(packs) if one.marked else packs
         masks = data.eod_mask_loss, data.document_mask
-        return Sampler(
+        windows = Sampler(
             *(tokens, seq_length, seed, shuffle, one.eot, *masks, one.starts(held_out), name)
         )
+        return ChatSamples(windows) if one.marked else windows
 
     if isinstance(corpus, Corpus):
         return Sources(part(corpus, False), part(corpus, True), {})

@@ -25,7 +25,7 @@ class Corpus:
     fingerprint: a digest of the stream of tokens, on any machine the same. vocab_size, eot: of the
     tokenizer that cut it. tokenizer: its digest; tokenizer_name: where it lies, None if nobody
     knows. documents: where they begin; None: each is followed by `eot`. plans: of the packs of
-    both parts.
+    both parts. marked: tokens tell which of them are to be learned, as `chat` marks them.
     """
 
     train: Tokens
@@ -38,6 +38,7 @@ class Corpus:
     documents: IndexedCorpus | None = None
     plans: tuple[Plan, Plan] | None = None
     name: str = ""
+    marked: bool = False
 
     @property
     def train_tokens(self) -> int:

@@ -65,7 +65,7 @@ def digest_of(inputs: list[Input]) -> str:
 
 
 @contextlib.contextmanager
-def of_input(address: str) -> Iterator[None]:
+def of_input(address: str, key: str = "input") -> Iterator[None]:
     """What fails inside is the user's to know in one sentence, whichever file system says it."""
     try:
         yield
@@ -73,7 +73,7 @@ def of_input(address: str) -> Iterator[None]:
         raise
     except Exception as error:  # each file system of fsspec has errors of its own
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"input={show(address)} cannot be read ({plain(why)}): {HOW}") from None
+        raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {HOW}") from None
 
 
 def _is_one(given: str) -> bool:

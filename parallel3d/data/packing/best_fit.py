@@ -32,6 +32,11 @@ class Packs(NamedTuple):
     items: npt.NDArray[np.int64]
 
 
+def one_each(lengths: npt.NDArray[np.integer], room: int) -> Packs:
+    """A pack for each document, filled up with nothing else; none is longer than `room`."""
+    return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
+
+
 def best_fit(lengths: npt.NDArray[np.integer], room: int) -> Packs:
     """Packs of at most `room` tokens of the documents of these lengths, 0 < length <= `room`."""
     if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.build_lock import Report, build_lock
-from parallel3d.data.packing.best_fit import best_fit
+from parallel3d.data.packing.best_fit import Packs, best_fit
 from parallel3d.files.durable import flush_folder, no_link
 
 _MAGIC = b"P3DPACKS"
@@ -35,6 +35,9 @@ _HEADER = struct.Struct("<8sIIQQQQ16s")
 _HEADER_CRC = struct.Struct("<I")
 _BODY_AT = 128
 _PROVED = 4 << 20  # bytes of a plan that are proved whenever it is opened; of a larger one its size
+
+
+Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, room → packs
 
 
 class Pieces(NamedTuple):
@@ -91,7 +94,9 @@ def plan_file(folder: Path, stream: str, room: int) -> Path:
     return folder / f"{hashlib.blake2b(facts, digest_size=16).hexdigest()}.packs"
 
 
-def kept_plan(path: Path, make: Callable[[], Pieces], room: int, report: Report) -> Plan:
+def kept_plan(
+    path: Path, make: Callable[[], Pieces], room: int, report: Report, fit: Fit = best_fit
+) -> Plan:
     """The plan at `path`, made of the pieces that `make` gives if there is none. Raises UserError.
 
     Of several processes that come at the same time one makes it, the others wait.
@@ -108,7 +113,7 @@ def kept_plan(path: Path, make: Callable[[], Pieces], room: int, report: Report)
                     if locked:  # else they may be another's, alive
                         for leftover in folder.glob(f"{path.stem}.*.tmp"):
                             leftover.unlink(missing_ok=True)
-                    _build(path, make(), room, report)
+                    _build(path, make(), room, report, fit)
                     plan = _load(path, room, report)
     except OSError as error:
         raise cache.unusable(folder, error.strerror or str(error)) from error
@@ -117,9 +122,9 @@ def kept_plan(path: Path, make: Callable[[], Pieces], room: int, report: Report)
     return plan
 
 
-def _build(path: Path, pieces: Pieces, room: int, report: Report) -> None:
+def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> None:
     report(f"packing {pieces.starts.size:,} pieces of documents into samples")
-    packs = best_fit(pieces.lengths, room)
+    packs = fit(pieces.lengths, room)
     body = (
         packs.first.astype("<i8"),
         pieces.starts[packs.items].astype("<i8"),

@@ -18,10 +18,12 @@ import numpy.typing as npt
 from parallel3d.config.fields import show
 from parallel3d.data.text.special_tokens import (
     CHAT_TEMPLATE,
+    GENERATION,
     LARGEST_BESIDE,
     SPECIAL_MAP,
     TOKENIZER_CONFIG,
     end_of_text,
+    ends_of_generation,
     read_json,
 )
 from parallel3d.errors import UserError
@@ -39,7 +41,9 @@ class FileTokenizer:
     Attributes:
         name: what the user gave. vocab_size: the largest token + 1. eot: the token that ends a
             text, `eot_text` as it is spelled. begin: the tokens that a prompt begins with: what
-            the tokenizer itself puts before a text, such as Llama's, else `eot`.
+            the tokenizer itself puts before a text, such as Llama's, else `eot`. ends: the tokens
+            that end what a model writes, `eot` and those of a generation_config.json. special:
+            the special tokens by their text.
         folder: where the files beside it lie; None if it came without.
     """
 
@@ -62,7 +66,7 @@ class FileTokenizer:
             raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({why})") from None
         if not vocabulary:
             raise UserError(f"{key}={show(name)} has no tokens")
-        special = [token.content for token in added.values() if token.special]
+        special = {token.content: number for number, token in added.items() if token.special}
         end = end_of_text(folder, vocabulary, special, f"{key}={show(name)}")
         if end is None:
             raise UserError(
@@ -75,7 +79,10 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
         self.eot, self.eot_text = vocabulary[end], end
+        self.special: dict[str, int] = special
         self.begin: list[int] = prefix or [self.eot]
+        more = ends_of_generation(folder, f"{key}={show(name)}") if folder is not None else []
+        self.ends = frozenset((self.eot, *(n for n in more if n < self.vocab_size)))
         facts = json.dumps([hashlib.blake2b(content).hexdigest(), self.eot]).encode()
         self.digest = hashlib.blake2b(facts, digest_size=16).hexdigest()
 
@@ -97,6 +104,18 @@ class FileTokenizer:
         """The tokens of a document, without an end-of-text; broken UTF-8 is read as U+FFFD."""
         return self.encode_all([text.decode("utf-8", "replace")])[0]
 
+    def encode_prompt(self, text: bytes) -> list[int]:
+        """The tokens of what is typed to go on from; special ones may be spelled out in it."""
+        return self.encode_marked(text.decode("utf-8", "replace"))
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The tokens of a text whose special tokens are meant."""
+        self._inner.encode_special_tokens = False
+        try:
+            return self._inner.encode(text, add_special_tokens=False).ids
+        finally:
+            self._inner.encode_special_tokens = True
+
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
         """The tokens of each of several documents, on as many cores as the library takes."""
         made = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -112,7 +131,7 @@ class FileTokenizer:
         found = {TOKENIZER: self._content}
         folder, key = self.folder, f"tokenizer {self.name}"
         config: dict[str, Any] = read_json(folder, TOKENIZER_CONFIG, key) if folder else {}
-        for name in (SPECIAL_MAP, CHAT_TEMPLATE):
+        for name in (SPECIAL_MAP, GENERATION, CHAT_TEMPLATE):
             if folder is not None and (folder / name).is_file():
                 found[name] = read_bounded(folder / name, LARGEST_BESIDE)
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +35,46 @@ def cached_pair(
 
     As `cache.cached_tokens` in all else.
     """
-    path = folder / f"{cache.cache_key(documents, tokenizer)}.json"
+    key = cache.cache_key(documents, tokenizer)
+    pair, digest = kept_pair(
+        folder, key, lambda path: _build(path, documents, tokenizer, report), report
+    )
+    return cache.Cached(pair.tokens, digest)
+
+
+def kept_pair(
+    folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
+) -> tuple[IndexedCorpus, str]:
+    """The pair `key` in `folder` and its digest; `build`, given its path, writes it if need be.
+
+    Of several processes that come at the same time one builds, the others wait for it.
+    """
+    path = folder / f"{key}.json"
     try:
         cache.check_owner(folder)
-        cached = _load(path, report)
-        if cached is None:
+        found = _load(path, report)
+        if found is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with build_lock(path.with_suffix(".lock"), report) as locked:
-                cached = _load(path, report)  # somebody else may have just made it
-                if cached is None:
+                found = _load(path, report)  # somebody else may have just made it
+                if found is None:
                     if locked:  # else they may be another's, alive
                         for leftover in folder.glob(f".{path.stem}.*.partial"):
                             leftover.unlink(missing_ok=True)
-                    _build(path, documents, tokenizer, report)
-                    cached = _load(path, report)
+                    path.unlink(missing_ok=True)
+                    writer = build(path)
+                    facts = {"digest": writer.digest, "tokens": writer.tokens}
+                    facts["documents"] = writer.documents
+                    replace_durably(path, json.dumps(facts).encode())
+                    found = _load(path, report)
     except OSError as error:
         raise cache.unusable(folder, error.strerror or str(error)) from error
-    if cached is None:
+    if found is None:
         raise cache.unusable(folder, "what was written there reads back damaged")
-    return cached
+    return found
 
 
-def _load(path: Path, report: Report) -> cache.Cached | None:
+def _load(path: Path, report: Report) -> tuple[IndexedCorpus, str] | None:
     """The pair beside `path`, or None if there is none of ours that is whole."""
     files = [path.with_suffix(end) for end in (".bin", ".idx", ".json")]
     if not path.exists():
@@ -66,9 +84,9 @@ def _load(path: Path, report: Report) -> cache.Cached | None:
             report(f"the token cache {path} is not taken: others than you may write it")
             return None
         facts = parse_json(read_bounded(path, 1 << 20))
-        corpus = IndexedCorpus.open(path.with_suffix(""))
-        if len(corpus) == facts["tokens"] and _is_proved(files[0], facts["digest"]):
-            return cache.Cached(corpus.tokens, facts["digest"])
+        pair = IndexedCorpus.open(path.with_suffix(""))
+        if len(pair) == facts["tokens"] and _is_proved(files[0], facts["digest"]):
+            return pair, facts["digest"]
     except (FileNotFoundError, UserError, ValueError, KeyError, TypeError):
         pass
     report(f"the token cache {path} is damaged")
@@ -85,18 +103,15 @@ def _is_proved(path: Path, digest: str) -> bool:
 
 def _build(
     path: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
-) -> None:
+) -> IndexedWriter:
     size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
     report(f"building the token cache: {size} of text through {tokenizer.name}")
-    path.unlink(missing_ok=True)
-    with IndexedWriter(
-        path.with_suffix(""), token_type(tokenizer.vocab_size), replace=True
-    ) as writer:
+    dtype = token_type(tokenizer.vocab_size)
+    with IndexedWriter(path.with_suffix(""), dtype, replace=True) as writer:
         for texts in _batches(documents):
             for tokens in tokenizer.encode_all(texts):
                 writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
-    facts = {"digest": writer.digest, "tokens": writer.tokens, "documents": writer.documents}
-    replace_durably(path, json.dumps(facts).encode())
+    return writer
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[list[str]]:

@@ -70,6 +70,13 @@ def end_of_text(
     return ends[0] if ends else known[0] if len(known) == 1 else None
 
 
+def ends_of_generation(folder: Path, key: str) -> list[int]:
+    """The tokens that end what a model writes, by its generation_config.json. UserError."""
+    found = read_json(folder, GENERATION, key).get("eos_token_id")
+    found = found if isinstance(found, list) else [found]
+    return [number for number in found if type(number) is int and number >= 0]
+
+
 def role(name: str, folder: Path, key: str) -> str | None:
     """The token of a role such as eos_token, as the files beside the tokenizer spell it."""
     for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
