@@ -81,6 +81,13 @@ def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> No
         assert blended.counts(samples) == [counted[part] for part in range(4)]
 
 
+def test_of_stages_that_begin_at_the_same_sample_the_last_counts(corpora: Path) -> None:
+    stages = open_blend(blend_of(WEIGHTS, {1: {"web": 1}, 9: {"math": 2}}), SEQ, HERE).stages
+    assert [stage.first for stage in stages] == [0, 1]
+    usual = open_blend(blend_of(WEIGHTS, {16: {"math": 7}}), SEQ, HERE)
+    assert stages == usual.stages
+
+
 def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpora: Path) -> None:
     data = blend_of(WEIGHTS)
     blend = open_blend(data, SEQ, HERE)

@@ -108,10 +108,9 @@ def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     ]
     corpora.sort(key=lambda corpus: corpus.fingerprint)
     _check_alike(corpora)
-    stages = tuple(_stage(stage, corpora, seq_length) for stage in weights)
-    kept = [stage for stage in stages if stage.first == 0][-1:]
-    kept += [stage for stage in stages if stage.first > 0]
-    return Blend(tuple(corpora), tuple(kept))
+    stages = (_stage(stage, corpora, seq_length) for stage in weights)
+    last = {stage.first: stage for stage in stages}  # of those that begin at the same sample
+    return Blend(tuple(corpora), tuple(last.values()))
 
 
 def check_epochs(
