@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ import numpy.typing as npt
 from parallel3d.data.tokens import Tokens
 
 _ROUNDS = 8
+
+# First and last + 1 of a piece of a stream → the tokens in it at which a document begins.
+Starts = Callable[[int, int], npt.NDArray[np.int64]]
 
 
 class Sample(NamedTuple):
@@ -24,6 +28,25 @@ class Sample(NamedTuple):
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int32] | None = None
+
+
+class Order:
+    """Each of `count` things once an epoch, epoch after epoch, in an order for each of them."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
+        """`shuffle` false: in their own order. `name`: of what shares a seed with others."""
+        self.count, self._seed, self._shuffle = count, seed, shuffle
+        self._name = f":{name}" if name else ""
+
+    def at(self, i: int) -> int:
+        """The thing at place `i` >= 0 of the endless row."""
+        if i < 0:
+            raise IndexError(f"sample {i}: samples count from 0")
+        epoch, place = divmod(i, self.count)
+        if not self._shuffle:
+            return place
+        message = f"{self._seed}:{epoch}{self._name}".encode()
+        return permuted(place, self.count, hashlib.blake2b(message, digest_size=32).digest())
 
 
 class Sampler:
@@ -43,19 +66,21 @@ class Sampler:
         eot: int,
         eod_mask_loss: bool,
         document_mask: bool = False,
+        starts: Starts | None = None,
+        name: str = "",
     ) -> None:
         """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch;
-        `document_mask`: samples say where their documents begin, behind each `eot`."""
+        `document_mask`: samples say where their documents begin, which `starts` knows, else behind
+        each `eot`; `name` of a part of a blend: it has an order of its own."""
         self.seq_length = seq_length
         self.windows = (len(tokens) - 1) // seq_length
         if self.windows < 1:
             raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
         self._tokens = tokens
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = Order(self.windows, seed, shuffle, name)
         self._eot = eot
         self._eod_mask_loss = eod_mask_loss
-        self._document_mask = document_mask
+        self._document_mask, self._starts = document_mask, starts
 
     @property
     def masks(self) -> bool:
@@ -64,13 +89,7 @@ class Sampler:
 
     def window(self, i: int) -> int:
         """The window that is sample `i` >= 0; each window comes once in an epoch."""
-        if i < 0:
-            raise IndexError(f"sample {i}: samples count from 0")
-        epoch, place = divmod(i, self.windows)
-        if not self._shuffle:
-            return place
-        key = hashlib.blake2b(f"{self._seed}:{epoch}".encode(), digest_size=32).digest()
-        return permuted(place, self.windows, key)
+        return self._order.at(i)
 
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0 of the endless sequence of epochs."""
@@ -78,7 +97,11 @@ class Sampler:
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
         starts = None
         if self._document_mask:
-            starts = document_starts(np.flatnonzero(tokens[:-2] == self._eot) + 1, self.seq_length)
+            if self._starts is None:
+                begins = np.flatnonzero(tokens[:-2] == self._eot) + 1
+            else:
+                begins = self._starts(start, start + self.seq_length) - start
+            starts = document_starts(begins, self.seq_length)
         if self._eod_mask_loss:
             # The label of an end-of-text is the first token of another document: nothing tells it.
             return Sample(tokens, tokens[:-1] != self._eot, starts)

@@ -145,7 +145,8 @@ def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
             continue
         if (group, preset) == ("schedule", "file"):
             continue  # without its table there is none
-        extra = ["data.path=a.txt"] if (group, preset) == ("data", "text") else []
+        needs = {"text": "data.path=a.txt", "corpus": "data.path=a", "blend": "data.blend={a:1}"}
+        extra = [needs[preset]] if group == "data" and preset in needs else []
         checked = check_config(composed(f"{group}={preset}", *extra))
         if group != "experiment":
             assert getattr(checked, group).name == preset
