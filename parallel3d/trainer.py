@@ -150,15 +150,15 @@ class Trainer:
             self.train_source, self.valid_source, parts = sources_of(self.corpus, self.config)
         if self.train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
-        self.train_batches = self._batches(self.train_source)
+        self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
         self.valid_batches = None if self.valid_source is None else self._batches(self.valid_source)
         self.held_out_batches = {name: self._batches(part) for name, part in parts.items()}
 
-    def _batches(self, source: SampleSource) -> Batches:
+    def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
         size, count = config.micro_batch_size, config.num_microbatches
-        masked = config.data.document_mask
-        return Batches(source, size, count, dp.index, self.device, self.reads, masked)
+        how = (self.reads, config.data.document_mask, config.global_batch_size * ahead)
+        return Batches(source, size, count, dp.index, self.device, *how)
 
     @property
     def tokens_per_step(self) -> int:

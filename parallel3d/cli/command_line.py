@@ -241,7 +241,7 @@ def _checked_here(app: str, config: Config, place: Place) -> str:
         slurm = place.launcher == "slurm"
         device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
         check_precision_of(device.kind, config.precision.name)
-        _check_data(app, config)
+        _check_data(app, config, place.rank == 0)
     except UserError as error:
         if place.rank == 0:
             raise
@@ -251,7 +251,8 @@ def _checked_here(app: str, config: Config, place: Place) -> str:
     return device.kind
 
 
-def _check_data(app: str, config: Config) -> None:
+def _check_data(app: str, config: Config, first: bool = True) -> None:
+    """Raises UserError; what is only to be said, the `first` rank says."""
     if app in NEED_DATA:
         data, model = config.data, config.model
         if config.run is not None:
@@ -259,7 +260,8 @@ def _check_data(app: str, config: Config) -> None:
         samples = config.train.steps * config.global_batch_size
         sizes = {"vocab_size": model.vocab_size, "samples": samples}
         for sentence in check_data(data, model.seq_length, **sizes):
-            say(readable(sentence))
+            if first:
+                say(readable(sentence))
 
 
 def _refuse(error: UserError, place: Place | None = None) -> int:

@@ -40,6 +40,11 @@ class DataConfig:
         "blend: parts, the heaviest, that have a held-out loss of their own",
         minimum=0,
     )
+    block_cache_gb: float = key(
+        20.0,
+        "gigabytes that blocks of corpora at an address (s3://…) take in the cache folder",
+        above=0,
+    )
     packing: str = key(
         "concat",
         "samples: concat, windows of the documents one after another; best_fit, whole documents "

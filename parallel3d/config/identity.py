@@ -27,13 +27,15 @@ FREE = (
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
     # The tokenizer's digest decides as well, beside the text's.
     *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
-    *("data.most_epochs", "data.held_out_sets"),
+    *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
 )
 # Said, though their section is refused: weights of a blend are, where they have been read by.
 SAID = ("model.dropout", "data.blend", "data.blend_stages")
 BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
-# Of the model: keys that older checkpoints do not have, with what their models are.
+# Keys that older checkpoints do not have, with what their models and samples are.
 LATER = {
+    "data.packing": "concat",
+    "data.document_mask": False,
     "model.head_dim": None,
     "model.qk_norm": False,
     "model.attention_bias": None,

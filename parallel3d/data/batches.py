@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from parallel3d.data.documents import Documents, documents_of
+from parallel3d.data.read_ahead import ReadAhead
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 
@@ -62,12 +63,19 @@ class Batches:
         device: torch.device | str,
         reads: bool = True,
         document_mask: bool = False,
+        stride: int = 0,
     ) -> None:
+        """`stride` > 0: the samples of a step of all ranks; a thread reads those of the next steps,
+        so `source` must not change when it is read."""
         self._source, self._reads, self._document_mask = source, reads, document_mask
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
         self._device = torch.device(device)
+        self._ahead: ReadAhead | None = None
+        if stride and (reads or document_mask):
+            share = num_microbatches * micro_batch_size
+            self._ahead = ReadAhead(source, dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
         """The samples of micro-batch `m` of the global batch that begins at sample `first`.
@@ -86,7 +94,7 @@ class Batches:
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
         if not (self._reads or self._document_mask):
             return MicroBatch(None, None, None, numbers)
-        samples = [self._source.sample(i) for i in indices]
+        samples = [self._sample(first, i) for i in indices]
         documents = None
         if self._document_mask:
             documents = documents_of(samples, indices, self._device)
@@ -107,10 +115,16 @@ class Batches:
         if not getattr(self._source, "masks", True):
             return self._num_microbatches * self._micro_batch_size * self._source.seq_length
         return sum(
-            int(np.count_nonzero(self._source.sample(i).loss_mask))
+            int(np.count_nonzero(self._sample(first, i, keep=True).loss_mask))
             for m in range(self._num_microbatches)
             for i in self.indices(first, m)
         )
+
+    def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
+        if self._ahead is None:
+            return self._source.sample(i)
+        self._ahead.step(first)
+        return self._ahead.sample(i, keep)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return accelerator.moved(tensor, self._device)

@@ -12,7 +12,7 @@ from parallel3d.config.fields import show
 from parallel3d.data import cache
 from parallel3d.data.chat.corpus import TOKEN, find_chat, open_chat
 from parallel3d.data.corpora.blend import Blend, check_epochs, open_blend, part_name
-from parallel3d.data.corpora.paired import open_pair
+from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.packing.planned import check_lengths, check_pieces, with_plans
 from parallel3d.data.sources import Document, find_documents, origin
@@ -40,23 +40,28 @@ def open_corpus(
     user's cache folder. `report` takes a sentence when there is something to wait for.
     `vocab_size`: the model's, which no token of a pair may reach. Raises UserError.
     """
+    folder = _folder(data, cache_dir)
     if data.name == "blend":
-        blend = open_blend(data, seq_length, vocab_size)
+        blend = open_blend(data, seq_length, folder, vocab_size)
         if data.packing == "concat":
             return blend
-        folder = _folder(data, cache_dir)
         return blend.packed(
             lambda one: with_plans(one, data, seq_length, folder, part_name(one.name), report)
         )
     if data.name == "corpus":
-        corpus = open_pair(data, data.path, origin(data), seq_length, vocab_size)
+        corpus = _open_one(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
-        corpus = open_chat(data, _folder(data, cache_dir), report)
+        corpus = open_chat(data, folder, report)
     else:
-        corpus = _open_text(data, seq_length, _folder(data, cache_dir), report)
+        corpus = _open_text(data, seq_length, folder, report)
     if data.packing == "concat":
         return corpus
-    return with_plans(corpus, data, seq_length, _folder(data, cache_dir), origin(data), report)
+    return with_plans(corpus, data, seq_length, folder, origin(data), report)
+
+
+def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None) -> Corpus:
+    remote = remote_of([data.path], folder, data.block_cache_gb)
+    return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
 
 
 def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Report) -> Corpus:
@@ -114,16 +119,16 @@ def _check_pairs(
     vocab_size: int | None,
     samples: int,
 ) -> list[str]:
+    folder = _folder(data, cache_dir)
     if data.name == "corpus":
-        corpus = open_pair(data, data.path, origin(data), seq_length, vocab_size)
+        corpus = _open_one(data, seq_length, folder, vocab_size)
         corpora: Sequence[Corpus] = [corpus]
         names = [origin(data)]
     else:
-        corpus = open_blend(data, seq_length, vocab_size)
+        corpus = open_blend(data, seq_length, folder, vocab_size)
         corpora, names = corpus.corpora, [part_name(one.name) for one in corpus.corpora]
     epochs = [(len(one.train) - 1) // seq_length for one in corpora]
     if data.packing != "concat":
-        folder = _folder(data, cache_dir)
         for k, (one, name) in enumerate(zip(corpora, names, strict=True)):
             check_pieces(one, data, seq_length, folder, name)
             epochs[k] = max(1, len(one.train) // (seq_length + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data.pair_index import HEADER, MAGIC, TYPES, VERSION, PairIndex, opened
-from parallel3d.data.tokens import Tokens
+from parallel3d.data.tokens import File, Tokens
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, no_link
 
@@ -31,14 +31,20 @@ class IndexedCorpus:
     The size of both files is proved first; the rest is read when asked for.
     """
 
-    def __init__(self, prefix: str, named: str, index: PairIndex, file: BinaryIO) -> None:
+    def __init__(self, prefix: str, named: str, index: PairIndex, file: File) -> None:
         self.prefix, self.named, self.index = prefix, named, index
         self.dtype, self.documents = index.dtype, index.documents
         self.tokens = Tokens(file, 0, index.tokens, index.dtype)
 
     @classmethod
-    def open(cls, prefix: str | os.PathLike[str], named: str | None = None) -> IndexedCorpus:
-        """The pair at `prefix`; `named` is what its errors call it, as `data.path=corpora/web`.
+    def open(
+        cls,
+        prefix: str | os.PathLike[str],
+        named: str | None = None,
+        opened: Callable[[str, str], File] = opened,
+    ) -> IndexedCorpus:
+        """The pair at `prefix`; `named` is what its errors call it, as `data.path=corpora/web`;
+        `opened` opens a file by its name.
 
         Takes a time and a memory that do not grow with it. Raises UserError for what is missing,
         cut short, or no pair of tokens whose index fits.

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.tokens import Tokens
+from parallel3d.data.tokens import File, Tokens, pread, size_of
 from parallel3d.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -47,7 +47,7 @@ class PairIndex:
     memory, in pieces far larger than what was asked for.
     """
 
-    def __init__(self, file: BinaryIO, named: str) -> None:
+    def __init__(self, file: File, named: str) -> None:
         """The index in the open `file`, which stays open as long as it lives. Raises UserError.
 
         Reads the header, proves the size of the file by it, and looks at all documents of a small
@@ -57,7 +57,7 @@ class PairIndex:
         self.dtype, self.sequences, self.documents = _header(file, named)
         pointers_at = HEADER.size + 4 * self.sequences
         documents_at = pointers_at + 8 * self.sequences
-        self._prove_size(os.fstat(file.fileno()).st_size, documents_at + 8 * (self.documents + 1))
+        self._prove_size(size_of(file), documents_at + 8 * (self.documents + 1))
         self.lengths = Tokens(file, HEADER.size, self.sequences, np.dtype("<i4"))
         self._pointers = Tokens(file, pointers_at, self.sequences, np.dtype("<i8"))
         self._firsts = Tokens(file, documents_at, self.documents + 1, np.dtype("<i8"))
@@ -238,9 +238,9 @@ def _no_wait(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _header(file: BinaryIO, named: str) -> tuple[np.dtype, int, int]:
+def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
     """Type of the tokens, sequences and documents. Raises UserError."""
-    head = os.pread(file.fileno(), HEADER.size, 0)
+    head = pread(file, HEADER.size, 0)
     if not head.startswith(MAGIC):
         raise UserError(f"{named} is no pair of Megatron's: {file.name} does not begin as an index")
     if len(head) < HEADER.size:

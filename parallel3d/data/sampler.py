@@ -91,6 +91,12 @@ class Sampler:
         """The window that is sample `i` >= 0; each window comes once in an epoch."""
         return self._order.at(i)
 
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        start = self.window(i) * self.seq_length
+        if isinstance(self._tokens, Tokens):
+            self._tokens.will_read(start, start + self.seq_length + 1)
+
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from copy import copy
-from typing import BinaryIO
+from io import IOBase
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,37 @@ from parallel3d.errors import UserError
 _TYPE = np.dtype("<u2")
 
 
+class Elsewhere(Protocol):
+    """A file that is not on this host's disks."""
+
+    name: str
+    size: int
+
+    def pread(self, size: int, at: int) -> bytes:
+        """Up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
+        ...
+
+    def will_read(self, size: int, at: int) -> None:
+        """Begins to fetch these bytes, without waiting for them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+File = BinaryIO | Elsewhere
+
+
+def pread(file: File, size: int, at: int) -> bytes:
+    """Up to `size` bytes of a file from byte `at` on."""
+    here = isinstance(file, IOBase)
+    return os.pread(file.fileno(), size, at) if here else file.pread(size, at)
+
+
+def size_of(file: File) -> int:
+    """Bytes of a file, now."""
+    return os.fstat(file.fileno()).st_size if isinstance(file, IOBase) else file.size
+
+
 class Tokens:
     """A part of a file as one read-only array of integers that is never all in memory.
 
@@ -21,7 +53,7 @@ class Tokens:
     by SIGBUS, without a word. A slice (of step 1) is an array, and what `part` gives is `Tokens`.
     """
 
-    def __init__(self, file: BinaryIO, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
+    def __init__(self, file: File, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
         """Tokens from byte `first` of the open `file` on, which stays open as long as they live."""
         self._file, self._first, self._count = file, first, count
         self.dtype = dtype
@@ -43,9 +75,17 @@ class Tokens:
             bounded._limit, bounded._named = limit, named
         return bounded
 
+    def will_read(self, begin: int, end: int) -> None:
+        """Has the system fetch a slice from its disk, without waiting for it."""
+        at, size = self._first + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        if isinstance(self._file, IOBase):
+            os.posix_fadvise(self._file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
+        else:
+            self._file.will_read(size, at)
+
     def file_size(self) -> int:
         """Bytes of the whole file, now."""
-        return os.fstat(self._file.fileno()).st_size
+        return size_of(self._file)
 
     def close(self) -> None:
         self._file.close()
@@ -60,7 +100,7 @@ class Tokens:
         content = b""
         while len(content) < size:
             at = self._first + begin * self.dtype.itemsize + len(content)
-            read = os.pread(self._file.fileno(), size - len(content), at)
+            read = pread(self._file, size - len(content), at)
             if not read:
                 raise OSError(f"{self._file.name} was cut short while it was in use")
             content = content + read if content else read

@@ -60,9 +60,11 @@ class _Run(NamedTuple):
     length: int
 
     def of(self, x: Tensor) -> Tensor:
-        """A view of (b, heads, s, …): (count, heads, length, …)."""
-        part = x[self.row].narrow(1, self.begin, self.count * self.length)
-        return part.unflatten(1, (self.count, self.length)).transpose(0, 1)
+        """A view of (b, heads, s, …): (count, heads, length, …). One call, as there are many."""
+        of_row, of_head, of_token, *rest = x.stride()
+        first = x.storage_offset() + self.row * of_row + self.begin * of_token
+        size = (self.count, x.shape[1], self.length, *x.shape[3:])
+        return x.as_strided(size, (self.length * of_token, of_head, of_token, *rest), first)
 
 
 def _runs(bounds: Tensor, length: int) -> Iterator[_Run]:

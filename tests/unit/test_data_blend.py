@@ -27,7 +27,7 @@ from parallel3d.data.sampler import Sampler
 from parallel3d.errors import UserError
 from tests.corpora import pair
 
-SEQ = 16
+SEQ, HERE = 16, Path("blocks")
 WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}
 
 
@@ -81,9 +81,16 @@ def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> No
         assert blended.counts(samples) == [counted[part] for part in range(4)]
 
 
+def test_of_stages_that_begin_at_the_same_sample_the_last_counts(corpora: Path) -> None:
+    stages = open_blend(blend_of(WEIGHTS, {1: {"web": 1}, 9: {"math": 2}}), SEQ, HERE).stages
+    assert [stage.first for stage in stages] == [0, 1]
+    usual = open_blend(blend_of(WEIGHTS, {16: {"math": 7}}), SEQ, HERE)
+    assert stages == usual.stages
+
+
 def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpora: Path) -> None:
     data = blend_of(WEIGHTS)
-    blend = open_blend(data, SEQ)
+    blend = open_blend(data, SEQ, HERE)
     source = sources_of(blend, config_of(data)).train
     read = source.read(1000)
     assert {name: part.tokens // SEQ for name, part in read.items()} == pytest.approx(
@@ -111,17 +118,19 @@ def test_order_does_not_hang_on_names_places_scale_or_the_line_that_was_typed(
 
 def test_the_word_tokens_weighs_a_part_by_its_own(corpora: Path) -> None:
     data = blend_of({"web": "tokens", "code": "tokens"})
-    blend = open_blend(data, SEQ)
+    blend = open_blend(data, SEQ, HERE)
     (stage,) = blend.stages
     lengths = [Fraction(len(corpus.train)) for corpus in blend.corpora]
     assert Fraction(*stage.weights.values()) == lengths[0] / lengths[1]
-    counted = open_blend(blend_of({"web": "tokens", "code": len(blend.corpora[0].train)}), SEQ)
+    counted = open_blend(
+        blend_of({"web": "tokens", "code": len(blend.corpora[0].train)}), SEQ, HERE
+    )
     assert sum(counted.stages[0].weights.values()) > 0
 
 
 def test_held_out_samples_are_the_tails_of_the_parts_the_heaviest_first(corpora: Path) -> None:
     data = blend_of(WEIGHTS, {800: {"math": 1}}, held_out_sets=3)
-    blend = open_blend(data, SEQ)
+    blend = open_blend(data, SEQ, HERE)
     sources = sources_of(blend, config_of(data))
     assert list(sources.held_out) == ["web", "code", "books"]
     by_name = {corpus.name: corpus for corpus in blend.corpora}
@@ -169,7 +178,7 @@ def refused(data: DataConfig, **more: Any) -> str:
 
 def test_a_part_too_small_for_its_share_is_said_with_its_epochs(corpora: Path) -> None:
     data = blend_of({"web": 1, "books": 1})
-    windows = {c.name: (len(c.train) - 1) // SEQ for c in open_blend(data, SEQ).corpora}
+    windows = {c.name: (len(c.train) - 1) // SEQ for c in open_blend(data, SEQ, HERE).corpora}
     assert check_data(data, SEQ, samples=7 * windows["web"]) == []
     (said,) = check_data(data, SEQ, samples=10 * windows["web"])
     assert f"data.blend's web is small for its share: its {windows['web']} samples" in said
@@ -197,7 +206,7 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
     }
     for name, words in cases.items():
         assert words in refused(blend_of({"web": 1, name: 1})), name
-    assert open_blend(blend_of({"web": 1, "nameless": 1}, tokenizer="byte"), SEQ)
+    assert open_blend(blend_of({"web": 1, "nameless": 1}, tokenizer="byte"), SEQ, HERE)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ INNER = {
         "data/making/training.py": "tokenizers",
         "data/text/hub.py": "huggingface_hub huggingface_hub.errors",
         "commands/train.py": "safetensors.torch",
+        "data/corpora/paired.py": "parallel3d.data.remote.opening",
         "config/schema.py": "hydra.core.config_store",
         "metrics/wandb_file.py": "wandb.proto.wandb_internal_pb2",
         "metrics/wandb_logger.py": "wandb",

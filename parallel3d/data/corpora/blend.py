@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.config.checks.corpora import Weights, blend_weights
 from parallel3d.config.fields import show
 from parallel3d.data.corpora.blended import Stage
-from parallel3d.data.corpora.paired import open_pair
+from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.shares import Shares, whole_weights
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.tokenizer import open_tokenizer
@@ -93,22 +94,23 @@ def history_until(history: str, samples: int) -> list[str]:
     return [word for word in history.split() if int(word.partition(":")[0]) < max(1, samples)]
 
 
-def open_blend(data: DataConfig, seq_length: int, limit: int | None = None) -> Blend:
-    """The blend of `data`, without plans; `limit`: the model's vocabulary. Raises UserError."""
+def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | None = None) -> Blend:
+    """The blend of `data`, without plans; `limit`: the model's vocabulary; `folder`: of blocks of
+    what lies elsewhere. Raises UserError."""
     weights = blend_weights(data)
     prefixes = list(dict.fromkeys(prefix for stage in weights for prefix in stage.by_prefix))
     _allow_files(len(prefixes))
+    remote = remote_of(prefixes, folder, data.block_cache_gb)
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
     corpora = [
-        open_pair(data, prefix, part_name(prefix), seq_length, limit, tokenizer)
+        open_pair(data, prefix, part_name(prefix), seq_length, limit, tokenizer, remote)
         for prefix in prefixes
     ]
     corpora.sort(key=lambda corpus: corpus.fingerprint)
     _check_alike(corpora)
-    stages = tuple(_stage(stage, corpora, seq_length) for stage in weights)
-    kept = [stage for stage in stages if stage.first == 0][-1:]
-    kept += [stage for stage in stages if stage.first > 0]
-    return Blend(tuple(corpora), tuple(kept))
+    stages = (_stage(stage, corpora, seq_length) for stage in weights)
+    last = {stage.first: stage for stage in stages}  # of those that begin at the same sample
+    return Blend(tuple(corpora), tuple(last.values()))
 
 
 def check_epochs(

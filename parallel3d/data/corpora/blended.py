@@ -21,6 +21,8 @@ class Part(Protocol):
 
     def sample(self, i: int) -> Sample: ...
 
+    def will_read(self, i: int) -> None: ...
+
 
 class PartRead(NamedTuple):
     """What a run has read of a part of its blend."""
@@ -68,6 +70,11 @@ class Blended:
         owner, place = self._shares[stage].at(i - self._firsts[stage])
         part = self._members[stage][owner]
         return part, self._before[stage][part] + place
+
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of."""
+        part, place = self.at(i)
+        self.parts[part].will_read(place)
 
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0."""

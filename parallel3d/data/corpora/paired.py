@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text.facts import facts_beside, tokenizer_beside
+from parallel3d.data.text.facts import Facts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
     from parallel3d.config.schema import DataConfig
+    from parallel3d.data.remote.opening import Remote
 
 _PLACES, _RUN = 8, 512  # of a stream and of an index that the fingerprint is made of
 
@@ -38,14 +41,20 @@ def open_pair(
     seq_length: int,
     limit: int | None = None,
     tokenizer: Tokenizer | None = None,
+    remote: Remote | None = None,
 ) -> Corpus:
     """The corpus of the pair at `prefix`, which errors call `named`, without plans.
 
     `limit`: the model's vocabulary, which no token may reach. `tokenizer`: data.tokenizer, opened
-    by who opens many pairs. Time and memory do not grow with the pair. Raises UserError.
+    by who opens many pairs. `remote`: for what lies elsewhere (`remote_of`). Time and memory do not
+    grow with the pair. Raises UserError.
     """
-    pair = IndexedCorpus.open(prefix, named)
-    facts = _facts(data, pair, tokenizer)
+    if is_elsewhere(prefix):
+        pair = IndexedCorpus.open(prefix, named, remote.opened)
+        facts = _facts(data, pair, tokenizer, facts_beside(prefix, remote.read))
+    else:
+        pair = IndexedCorpus.open(prefix, named)
+        facts = _facts(data, pair, tokenizer, facts_beside(pair.prefix))
     if limit is not None and facts.vocab_size > limit:
         raise UserError(
             f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
@@ -69,8 +78,23 @@ def open_pair(
     )
 
 
-def _facts(data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None) -> _Facts:
-    said = facts_beside(pair.prefix)
+def is_elsewhere(prefix: str) -> bool:
+    """Whether a prefix is an address of fsspec's."""
+    return "://" in prefix
+
+
+def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote | None:
+    """What opens those that lie elsewhere, their blocks below `folder`; None if none does."""
+    if not any(map(is_elsewhere, prefixes)):
+        return None
+    from parallel3d.data.remote.opening import Remote
+
+    return Remote(folder / "blocks", int(most_gb * 1e9))
+
+
+def _facts(
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, said: Facts | None
+) -> _Facts:
     if data.tokenizer is not None and tokenizer is None:
         tokenizer = open_tokenizer(data.tokenizer)
     if said is None and tokenizer is None:

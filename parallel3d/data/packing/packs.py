@@ -29,6 +29,12 @@ class PackSampler:
         self._tokens, self._plan, self._eot = tokens, plan, eot
         self._order = Order(plan.packs, seed, shuffle, name)
 
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        if isinstance(self._tokens, Tokens):
+            for start, length in zip(*self._plan.pack(self._order.at(i)), strict=True):
+                self._tokens.will_read(start, start + length)
+
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0 of the endless sequence of epochs. Raises OSError for a damaged plan."""
         tokens = np.full(self.seq_length + 1, self._eot, np.int64)

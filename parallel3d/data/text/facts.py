@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +26,20 @@ class Facts(NamedTuple):
     digest: str
 
 
-def facts_beside(prefix: str | os.PathLike[str]) -> Facts | None:
-    """What `<prefix>.json` says; None if there is none: the pair was made elsewhere. UserError."""
-    path = Path(f"{os.fspath(prefix)}.json")
+def _read(path: str) -> bytes:
+    return read_bounded(Path(path), LARGEST)
+
+
+def facts_beside(
+    prefix: str | os.PathLike[str], read: Callable[[str], bytes] = _read
+) -> Facts | None:
+    """What `<prefix>.json` says; None if there is none: the pair was made elsewhere. UserError.
+
+    `read`: a file's content by its name, an OSError or a ValueError if it cannot be had.
+    """
+    path = f"{os.fspath(prefix)}.json"
     try:
-        content = parse_json(read_bounded(path, LARGEST))
+        content = parse_json(read(path))
         facts = Facts(**{name: content[name] for name in Facts._fields})
         texts = (facts.tokenizer, facts.tokenizer_file or "", facts.digest)
         numbers = (facts.vocab_size, facts.eot, facts.documents, facts.tokens)
