@@ -2,7 +2,7 @@
 
     pip install --target /tmp/datasets-peer datasets
     PYTHONPATH=/tmp/datasets-peer python -m benchmarks.tokenize [--workers 2] [--repeats 5]
-    python -m benchmarks.tokenize --memory 3000 --workers 1
+    python -m benchmarks.tokenize --memory 2000 --workers 1 [--byte]
 
 `datasets` is no dependency of this project: it is taken from PYTHONPATH, and left out where it is
 not. The input is this Python's sources as jsonl, a file a row, the tokenizer 8,192 tokens of
@@ -161,7 +161,7 @@ def compare(args: argparse.Namespace, text: Path) -> None:
         )
 
 
-def memory(text: Path, tokenizer: Path, workers: int) -> None:
+def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
     """The most memory that all processes of a corpus in the making had at a time."""
     to = text.parent / "memory"
     given = (f"input={text}", f"tokenizer={tokenizer}", f"to={to}/made", f"workers={workers}")
@@ -202,12 +202,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of ours and of datasets")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", type=int, metavar="MB", help="of the input; nothing else then")
+    parser.add_argument("--byte", action="store_true", help="with --memory: bytes, which are quick")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "p3d-tokenize")
     parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     text, tokenizer = make(args.folder, args.memory or args.megabytes)
     if args.memory:
-        memory(text, tokenizer, args.workers)
+        memory(text, "byte" if args.byte else tokenizer, args.workers)
     elif args.only:
         print(json.dumps(measured(args.only, text, tokenizer, args.workers)))
     else:
