@@ -81,10 +81,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="peer: times in turns")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="peer: pp")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=[8, 3], help="peer: of a run, of which not counted"
+    )
     parser.add_argument("overrides", nargs="*", help="peer: keys for our side")
     args = parser.parse_args()
     if args.what == "peer":
-        compare_with_peer(args.stages, args.microbatches, args.rounds, args.overrides)
+        steps = args.steps[0], args.steps[1]
+        compare_with_peer(args.stages, args.microbatches, args.rounds, steps, args.overrides)
         return
     with Pool() as pool:
         {"idle": idle, "large": large}[args.what](pool)

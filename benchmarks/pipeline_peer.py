@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.peer import MODEL, OURS, PEER, VOCAB, commit, corpus, run, torchrun
 
-SAMPLES, STEPS, WARMUP = 2, 8, 3
+SAMPLES = 2
 # By name, PyTorch's flags. Its zero-bubble schedules do not compile.
 THEIRS = {
     "1F1B": [],
@@ -37,9 +37,13 @@ OUR_SCHEDULES = {  # all compiled
 
 
 def compare_with_peer(
-    stages: Sequence[int], microbatches: Sequence[int], rounds: int, overrides: Sequence[str]
+    stages: Sequence[int],
+    microbatches: Sequence[int],
+    rounds: int,
+    steps: tuple[int, int],
+    overrides: Sequence[str],
 ) -> None:
-    """Prints a table; a schedule of PyTorch's that fails is named, one of ours ends the run."""
+    """Prints a table; `steps` are those of a run, and how many of them are not counted; a schedule of PyTorch's that fails is named, one of ours ends the run."""
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")
@@ -49,24 +53,30 @@ def compare_with_peer(
         data = corpus(folder)
         for pp in stages:
             for count in microbatches:
-                print(_row(pp, count, rounds, overrides, folder, data), flush=True)
+                print(_row(pp, count, rounds, steps, overrides, folder, data), flush=True)
 
 
 def _row(
-    pp: int, count: int, rounds: int, overrides: Sequence[str], folder: Path, data: Path
+    pp: int,
+    count: int,
+    rounds: int,
+    steps: tuple[int, int],
+    overrides: Sequence[str],
+    folder: Path,
+    data: Path,
 ) -> str:
     ours: dict[str, list[float]] = {name: [] for name in OUR_SCHEDULES}
     theirs: dict[str, list[float]] = {name: [] for name in THEIRS}
     failed: set[str] = set()
     for _ in range(rounds):
         for name, keys in OUR_SCHEDULES.items():
-            ours[name].append(_ours(pp, count, [*keys, *overrides], folder, data))
+            ours[name].append(_ours(pp, count, steps, [*keys, *overrides], folder, data))
             print(f"pp={pp} m={count} {name}: {ours[name][-1]:.0f} ms", file=sys.stderr, flush=True)
         for name, flags in THEIRS.items():
             if name in failed:
                 continue
             try:
-                theirs[name].append(_theirs(pp, count, flags, data))
+                theirs[name].append(_theirs(pp, count, steps, flags, data))
                 said = f"{theirs[name][-1]:.0f} ms"
             except subprocess.CalledProcessError:
                 failed.add(name)
@@ -86,22 +96,24 @@ def _row(
     return f"| {pp} | {count} | {said[0]} | {said[1]} | **{ratio:.2f}×** |"
 
 
-def _ours(pp: int, count: int, keys: Sequence[str], folder: Path, data: Path) -> float:
+def _ours(
+    pp: int, count: int, steps: tuple[int, int], keys: Sequence[str], folder: Path, data: Path
+) -> float:
     """Median step of one `parallel3d train` in ms, from its metrics.jsonl."""
     runs = folder / "runs"
-    sizes = [f"pp={pp}", f"global_batch_size={SAMPLES * count}", f"train.steps={STEPS}"]
+    sizes = [f"pp={pp}", f"global_batch_size={SAMPLES * count}", f"train.steps={steps[0]}"]
     files = [f"runs_dir={runs}", "data=text", f"data.path={data}", f"data.cache_dir={folder}"]
     run(torchrun(pp, "-m", "parallel3d", "train", *OURS, *sizes, *files, *keys))
     (folder_of_run,) = runs.iterdir()
     lines = map(json.loads, (folder_of_run / "metrics.jsonl").read_text().splitlines())
     times = [line["step_time_s"] for line in lines if "step_time_s" in line]
     shutil.rmtree(runs)
-    return 1e3 * statistics.median(times[WARMUP:])
+    return 1e3 * statistics.median(times[steps[1] :])
 
 
-def _theirs(pp: int, count: int, flags: Sequence[str], data: Path) -> float:
+def _theirs(pp: int, count: int, steps: tuple[int, int], flags: Sequence[str], data: Path) -> float:
     sizes = [f"--{name}={value}" for name, value in (MODEL | {"vocab": VOCAB}).items()]
     sizes += [f"--pp={pp}", f"--micro-batch={SAMPLES}", f"--num-microbatches={count}"]
-    sizes += [f"--steps={STEPS}", f"--warmup={WARMUP}", f"--data={data}"]
+    sizes += [f"--steps={steps[0]}", f"--warmup={steps[1]}", f"--data={data}"]
     printed, _ = run(torchrun(pp, str(PEER), *sizes, *flags))
     return json.loads(printed.strip().splitlines()[-1])["ms_per_step"]
