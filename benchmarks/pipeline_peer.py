@@ -43,7 +43,10 @@ def compare_with_peer(
     steps: tuple[int, int],
     overrides: Sequence[str],
 ) -> None:
-    """Prints a table; `steps` are those of a run, and how many of them are not counted; a schedule of PyTorch's that fails is named, one of ours ends the run."""
+    """Prints a table. `steps`: of a run, and how many of them are not counted.
+
+    A schedule of PyTorch's that fails is named, one of ours ends the run.
+    """
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,15 +33,19 @@ NORMS = Problem(
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "kernels"),
     [
-        Case(DROPS, sp=True, compile=True, microbatches=4),
-        Case(NORMS, compile=True, microbatches=4),
+        (Case(DROPS, sp=True, compile=True, microbatches=4), nullcontext),
+        # TorchInductor's own kernels of these norms: tests/unit/test_fused.py.
+        (Case(NORMS, compile=True, microbatches=4), no_kernels),
     ],
     ids=["dropout", "norms of heads"],
 )
-def test_compiled_blocks_are_the_reference(case: Case, pool: Pool, references: References) -> None:
-    outcomes = [found[0] for found in pool.run(2, run_cases, (2, 1, 1), [case], timeout_s=900)]
+def test_compiled_blocks_are_the_reference(
+    case: Case, kernels: Any, pool: Pool, references: References
+) -> None:
+    by_rank = pool.run(2, run_cases, (2, 1, 1), [case], kernels, timeout_s=900)
+    outcomes = [found[0] for found in by_rank]
     assert differences(outcomes, references.of(case.problem), case.problem) == {}
 
 
