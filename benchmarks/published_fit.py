@@ -1,0 +1,126 @@
+"""Fits the planner's constants: damped Gauss-Newton on logarithms, guesses as priors, outliers
+weighed down. One set of constants for all rows; nothing knows which table a row stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.published_rows import Run
+from parallel3d.plan import constants, memory
+from parallel3d.plan.constants import Constants
+from parallel3d.plan.step import step
+from parallel3d.plan.work import Work, table
+
+Array = NDArray[np.float64]
+# Relative error at which a row of a set counts as off: what its source says of its noise.
+NOISE = {"nanotron_playbook": 0.12, "narayanan_sc21": 0.04, "llm_foundry_mpt": 0.05}
+_NOISE = 0.04
+_MOST = 60.0  # rows that a set's weight grows with, so that no set outvotes all others
+
+
+@dataclass
+class Table:
+    """Runs as one Work; `starts` is where each run's candidates begin."""
+
+    runs: list[Run]
+    work: Work
+    starts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Table:
+        rows = [c for run in runs for c in run.candidates]
+        counts = [len(run.candidates) for run in runs]
+        starts = np.cumsum([0, *counts[:-1]])
+        return cls(list(runs), table(rows), starts)
+
+    def seconds(self, c: Constants) -> Array:
+        """The planner's step time of each run: its fastest candidate's."""
+        return np.minimum.reduceat(step(self.work, c).total, self.starts)
+
+    def memory(self, values: Mapping[str, float]) -> Array:
+        """Its fullest GPU's peak in GiB, of the first candidate."""
+        return memory.memory(self.work, values).total[self.starts] / memory.GIB
+
+
+def weights(runs: Sequence[Run]) -> Array:
+    """One over the noise, and less for each row of a large set."""
+    sets = [run.set for run in runs]
+    size = {name: sets.count(name) for name in set(sets)}
+    noise = np.array([NOISE.get(name, _NOISE) for name in sets])
+    share = np.array([min(1.0, _MOST / size[name]) for name in sets])
+    return np.sqrt(share) / noise
+
+
+def fit(
+    predict: Callable[[dict[str, float]], Array],
+    target: Array,
+    weight: Array,
+    guesses: Mapping[str, tuple[float, float]],
+    start: Mapping[str, float] | None = None,
+    rounds: int = 14,
+) -> dict[str, float]:
+    """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
+    names = list(guesses)
+    centre = np.log([guesses[name][0] for name in names])
+    spread = np.array([guesses[name][1] for name in names])
+    x = np.log([(start or {}).get(name, guesses[name][0]) for name in names])
+    goal = np.log(target)
+
+    def miss(at: Array) -> Array:
+        values = dict(zip(names, np.exp(at).tolist(), strict=True))
+        return (np.log(predict(values)) - goal) * weight
+
+    def cost(r: Array, at: Array) -> float:
+        return float(np.sum(2 * (np.sqrt(1 + r * r) - 1)) + np.sum(((at - centre) / spread) ** 2))
+
+    damping, now = 1.0, miss(x)
+    for _ in range(rounds):
+        calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1 by weights
+        slopes = np.empty((len(goal), len(x)))
+        for i in range(len(x)):
+            moved = x.copy()
+            moved[i] += 1e-3
+            slopes[:, i] = (miss(moved) - now) / 1e-3
+        used = np.abs(slopes).sum(0) > 1e-9
+        scaled = slopes * calm[:, None]
+        hessian = scaled.T @ scaled + np.diag(1 / spread**2)
+        push = scaled.T @ (now * calm) + (x - centre) / spread**2
+        for _ in range(6):
+            stride = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -push)
+            ahead = x + np.clip(np.where(used, stride, centre - x), -0.7, 0.7)
+            then = miss(ahead)
+            if cost(then, ahead) < cost(now, x):
+                x, now, damping = ahead, then, max(damping / 4, 1e-4)
+                break
+            damping *= 4
+    return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+def fit_times(
+    runs: Sequence[Run], start: Mapping[str, float] | None = None, rounds: int = 14
+) -> dict[str, float]:
+    """The constants of `parallel3d/plan/constants.py` from runs with a measured time."""
+    used = [run for run in runs if run.seconds and run.trusted]
+    rows = Table.of(used)
+    target = np.array([run.seconds for run in used], dtype=float)
+    return fit(
+        lambda values: rows.seconds(Constants(values)),
+        target,
+        weights(used),
+        constants.guesses(),
+        start,
+        rounds,
+    )
+
+
+def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Those of `parallel3d/plan/memory.py` from measured peaks, by their names there."""
+    used = [run for run in runs if run.memory_gib]
+    rows = Table.of(used)
+    target = np.array([run.memory_gib for run in used], dtype=float)
+    guesses = {f"memory.{k}": v for k, v in memory.GUESSES.items()}
+    return fit(rows.memory, target, weights(used), guesses, start)

@@ -1,0 +1,99 @@
+"""Bytes of the fullest GPU at the step's peak, and what holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parallel3d.plan.layer import sizes, tokens
+from parallel3d.plan.step import stage_parameters
+from parallel3d.plan.work import Number, Work
+
+GIB = 2.0**30
+
+# name → (guess, spread of its logarithm); fitted on measured peaks as the times are.
+GUESSES: dict[str, tuple[float, float]] = {
+    "state.kept": (6.0, 0.3),  # bytes a parameter that every data rank holds: weight, gradient
+    "state.sharded": (12.0, 0.2),  # master and moments, cut by zero 1
+    "layer.whole": (4.0, 0.7),  # bytes a token and hidden element on every tensor rank
+    "layer.cut": (12.0, 0.5),  # the same where sequence parallelism cuts it
+    "layer.inner": (2.5, 0.4),  # a token and output of q, k, v, up, gate, activation
+    "layer.selective": (0.5, 0.5),  # share of them that per-operator recomputation keeps
+    "logits": (8.0, 0.5),  # a logit of the last stage
+    "scratch": (4.0, 0.7),  # a token and hidden element, once
+    "slack": (1.05, 0.1),  # of the allocator
+    "base_gib": (1.5, 0.5),  # communicators, workspaces
+    "full": (0.97, 0.1),  # share of a GPU's memory at which a run no longer fits
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest stage's GPU; `stage` 0 the first, 1 between, 2 the last."""
+
+    total: Number
+    state: Number
+    activations: Number
+    logits: Number
+    stage: Number
+
+
+def memory(work: Work, values: Mapping[str, float]) -> Memory:
+    """The peak of the fullest GPU. Fields may be arrays: see `Work`."""
+    v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
+    state = [_state(work, v, elements) for elements in stage_parameters(work)]
+    kept = _kept(work, v)
+    held = np.minimum(work.microbatches, work.pp)
+    grow = np.where(work.chunks > 1, 1 + (work.pp - 1) / (work.pp * work.chunks), 1.0)
+    between = np.minimum(work.microbatches, work.pp - work.live_stage)
+    extra = _working(work, v)
+    live = [
+        work.first * held * kept * grow + extra,
+        work.live_layers * between * kept * grow + extra,
+        np.where(work.pp == 1, work.first, work.last) * kept * grow + extra,
+    ]
+    logits = v["logits"] * tokens(work) * work.vocab / work.tp
+    ends = [np.where(work.pp == 1, logits, 0.0), 0 * logits, logits]
+    totals = np.stack([s + a + e for s, a, e in zip(state, live, ends, strict=True)])
+    worst = np.argmax(totals, axis=0)
+    total = totals.max(axis=0) * v["slack"] + v["base_gib"] * GIB
+    return Memory(total, _pick(worst, state), _pick(worst, live), _pick(worst, ends), worst)
+
+
+def _pick(which: Number, of: list[Any]) -> Any:
+    return np.choose(which, np.broadcast_arrays(*of))
+
+
+def _state(work: Work, v: Mapping[str, float], elements: Number) -> Any:
+    """Weights, gradients, master and moments of one stage."""
+    ranks = work.dp * work.cp
+    cut = np.where(work.zero > 0, ranks, 1.0)
+    kept = np.where(work.zero >= 3, ranks, 1.0)
+    return elements * (v["state.kept"] / kept + v["state.sharded"] / cut)
+
+
+def _kept(work: Work, v: Mapping[str, float]) -> Any:
+    """Bytes that one layer keeps of one micro-batch between its forward and its backward."""
+    rows = tokens(work)
+    inputs = 2 * work.hidden / np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    keep = np.where(work.recompute_attention > 0, v["layer.selective"], 1.0)
+    return rows * np.where(work.full_recompute > 0, inputs, _saved(work, v) * keep)
+
+
+def _saved(work: Work, v: Mapping[str, float]) -> Any:
+    """Bytes a token that a layer saves where nothing is computed again."""
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    qkv, queries, up = sizes(work)
+    inner = qkv + queries + up + work.ffn / work.tp
+    saved = work.hidden * (v["layer.whole"] + v["layer.cut"] / share) + v["layer.inner"] * inner
+    scores = work.heads / work.tp * np.minimum(work.seq, work.window) * 5
+    return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)
+
+
+def _working(work: Work, v: Mapping[str, float]) -> Any:
+    """What exists once: a layer's own tensors while it is computed (again)."""
+    once = np.where(work.full_recompute > 0, _saved(work, v), 0.0)
+    return tokens(work) * (once + v["scratch"] * work.hidden)
