@@ -159,6 +159,8 @@ def torchtitan(row: Row) -> Run:
     pieces = 1 if row["pp"] == 1 else row["local_batch"]
     over.update(micro_batch=row["local_batch"] / pieces, microbatches=pieces)
     made = [candidate(device, type, "ndr", "fsdp", **over)]
+    if "rowwise" in how:  # two scales a product, made in passes of their own
+        made[0]["fp8"] = 2.5
     seconds = None
     if "tps_per_gpu" in row:
         batch = row.get("global_batch") or row["local_batch"] * row["fsdp"]
@@ -202,6 +204,7 @@ def misc(row: Row) -> Run | None:
         ("v100", "fp16", "edr") if old else ("a100", "fp16", "opa" if "BLOOM" in name else "hdr")
     )
     ends = "ends" if "BLOOM" in name else "even"
+    place = (*place, "deepspeed" if "BLOOM" in name or "MT-NLG" in name else "megatron")
     made = [candidate(*place, split=ends, **over, **b) for b in chosen]
     return Run(row["id"], "misc_single_rows", name, made, row.get("iter_time_s_derived"))
 

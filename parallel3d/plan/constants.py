@@ -34,12 +34,13 @@ SPEEDS = (
     "gb200/fp4",
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-ENGINES = ("megatron", "nanotron", "fsdp")
+ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
 
 # name → (guess, spread of its logarithm). Times in microseconds, shares of a datasheet's rate.
 GUESSES: dict[str, tuple[float, float]] = {
     "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
-    "gemm.wave": (0.5, 0.7),  # how much of an incomplete wave of tiles is lost
+    "gemm.wave": (0.7, 0.5),  # how much of an incomplete wave of tiles is lost
+    "gemm.small_tile": (0.85, 0.15),  # share of the rate with half the tile, once and again
     "gemm.ragged": (0.75, 0.5),  # share of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
     "attention.flash": (0.45, 0.4),  # of the peak, over the causal half
@@ -52,10 +53,10 @@ GUESSES: dict[str, tuple[float, float]] = {
     "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
     "head.bytes": (16.0, 0.5),  # bytes moved a logit
     "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "launch.power": (4.0, 0.5),  # how sharply the larger of host and GPU decides
     "optimizer.bytes": (34.0, 0.4),
     "link.rate": (0.7, 0.3),
     "link.latency_us": (15.0, 0.6),
-    "tp.hidden": (0.3, 0.7),  # share of tp's messages behind GEMMs, where asked for
     "pp.exposed": (1.0, 0.7),
     "pp.hidden": (0.6, 0.5),
     "dp.hidden": (0.8, 0.3),
@@ -70,6 +71,8 @@ PER_ENGINE = {
     "launch_tp_us": (300.0, 1.0),  # more with tp
     "batch_us": (1000.0, 1.0),  # and for a micro-batch
     "hop_us": (200.0, 1.0),  # for a message to the next stage
+    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where sums wait for the slowest host
+    "tp_hidden": (0.4, 0.7),  # share of tp's messages behind GEMMs, where asked for
 }
 _FAMILIES = (
     ("speed", SPEEDS, PER_SPEED),

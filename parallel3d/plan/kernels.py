@@ -9,7 +9,14 @@ import numpy as np
 from parallel3d.plan.constants import Constants
 from parallel3d.plan.work import Number, Work
 
-_TILE = 128
+# rows, columns, parts of k that are summed afterwards, and how often the tile was halved
+_TILES = (
+    (256, 128, 1, 0),
+    (128, 128, 1, 1),
+    (128, 64, 1, 2),
+    (256, 128, 4, 0),
+    (128, 128, 3, 1),
+)
 
 
 def smooth_max(a: Number, b: Number, power: float = 6.0) -> Any:
@@ -26,14 +33,15 @@ def gemm(work: Work, c: Constants, m: Number, n: Number, k: Number, times: Numbe
     tiles that reach over the edge, for a last wave that leaves units idle (cuBLAS picks among
     tiles, so not all of it), for sides that do not fit a tensor core's rows.
     """
-    tiles = np.ceil(m / _TILE) * np.ceil(n / _TILE) * times
-    covered = tiles * _TILE * _TILE / (m * n * times)
-    waves = np.maximum(tiles / work.units, 1e-9)
-    wave = (np.ceil(waves) / waves) ** c["gemm.wave"]
     ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
     rate = c.of("speed", "rate", work.speed) * work.peak
     rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
-    compute = 2 * m * n * k * times / rate * (1 + c["gemm.ramp"] / k) * wave * np.sqrt(covered)
+    compute = np.inf
+    for rows, columns, parts, share in _TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts * times / work.units
+        wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
+        tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
+        compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
     moved = 2 * (m * k + k * n + m * n) * times / (work.memory_rate * c["memory.rate"])
     return smooth_max(compute, moved, 4) + c["gemm.gap_us"] * 1e-6
 

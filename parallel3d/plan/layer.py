@@ -39,11 +39,13 @@ class LayerTime:
     backward: Number  # with what is computed again
     exposed_tp: Number  # of both
     host: Number
+    power: float
 
     @property
     def total(self) -> Any:
         """The GPU's time, or the host's where launches take longer."""
-        return kernels.smooth_max(self.forward + self.backward + self.exposed_tp, self.host)
+        device = self.forward + self.backward + self.exposed_tp
+        return kernels.smooth_max(device, self.host, self.power)
 
 
 def layer(work: Work, c: Constants) -> LayerTime:
@@ -55,7 +57,7 @@ def layer(work: Work, c: Constants) -> LayerTime:
     again = np.where(work.full_recompute > 0, forward, work.recompute_attention * attend)
     backward = backward + back + 2 * rows + again
     exposed = _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
-    return LayerTime(forward, backward, exposed, _host(work, c))
+    return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
 
 
 def _products(work: Work, c: Constants) -> tuple[Any, Any]:
@@ -96,7 +98,7 @@ def _tensor_parallel(work: Work, c: Constants) -> Any:
     forward = 2 * pairs * one
     again = np.where(work.full_recompute > 0, forward, 0.0)
     gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
-    shown = 1 - work.overlap_tp * np.minimum(c["tp.hidden"], 0.95)
+    shown = 1 - work.overlap_tp * np.minimum(c.of("engine", "tp_hidden", work.engine), 0.95)
     return shown * (2 * forward + again + gathered)
 
 
@@ -120,6 +122,7 @@ def _host(work: Work, c: Constants) -> Any:
     launches = 1 + work.full_recompute / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
+    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (work.tp / 8) ** 2
     spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
     crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * work.tp, 0.0)
     host = launches * (own + tensor) + crowd
