@@ -14,6 +14,7 @@ import json
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,6 @@ from benchmarks.published_scores import (
     scaled,
 )
 from parallel3d.plan.constants import FILE, Constants
-from parallel3d.plan.memory import GUESSES
 
 Array = NDArray[np.float64]
 FOLDS = 6
@@ -50,9 +50,20 @@ def folds(runs: Sequence[Run]) -> list[int]:
     return [sorted(order[run.set]).index(run.group) % FOLDS for run in runs]
 
 
-def left_out(runs: Sequence[Run]) -> tuple[Array, Array, Array]:
-    """(seconds, null's seconds, GiB) of every run, from constants that its group had no part in."""
+@dataclass
+class Held:
+    """What is said of each run by constants that its group had no part in."""
+
+    seconds: Array
+    null: Array
+    gib: Array  # as its source reports it
+    fits: NDArray[np.bool_]
+
+
+def left_out(runs: Sequence[Run]) -> Held:
+    """Every run's prediction with its whole group left out of the fit."""
     seconds, nulls, gib = (np.full(len(runs), np.nan) for _ in range(3))
+    well = np.zeros(len(runs), dtype=bool)
     fold, plain = folds(runs), null(runs)
     measured = np.array([run.seconds or np.nan for run in runs])
     for k in range(FOLDS):
@@ -63,17 +74,20 @@ def left_out(runs: Sequence[Run]) -> tuple[Array, Array, Array]:
         values = fit_times(known)
         hidden = Table.of([runs[i] for i in rows])
         seconds[rows] = hidden.seconds(Constants(values))
-        gib[rows] = hidden.memory(fit_memory(known))
+        peaks = fit_memory(known)
+        gib[rows] = hidden.reported(peaks)
+        for i, peak in zip(rows, hidden.memory(peaks), strict=True):
+            well[i] = fits(runs[i], peak, peaks)
         for name in {runs[i].set for i in rows}:
             mine = [i for i in rows if runs[i].set == name]
             others = [
                 i for i, run in enumerate(runs) if run.set == name and fold[i] != k and run.seconds
             ]
             nulls[mine] = scaled(plain, others, measured)[mine]
-    return seconds, nulls, gib
+    return Held(seconds, nulls, gib, well)
 
 
-def report(runs: Sequence[Run], seconds: Array, nulls: Array, gib: Array) -> list[str]:
+def report(runs: Sequence[Run], held: Held) -> list[str]:
     """The table of errors by set."""
     head = "| set | rows | error mean / median | rho in a group | regret | null | peers |"
     lines = [head, "|---|---|---|---|---|---|---|"]
@@ -83,47 +97,49 @@ def report(runs: Sequence[Run], seconds: Array, nulls: Array, gib: Array) -> lis
             continue
         part = [runs[i] for i in mine]
         measured = np.array([run.seconds for run in part], dtype=float)
-        own, base = errors(seconds[mine], measured), errors(nulls[mine], measured)
-        rho = by_group(part, seconds[mine], measured, rank_correlation)
-        worse = by_group(part, seconds[mine], measured, regret)
+        own, base = errors(held.seconds[mine], measured), errors(held.null[mine], measured)
+        rho = by_group(part, held.seconds[mine], measured, rank_correlation)
+        worse = by_group(part, held.seconds[mine], measured, regret)
         lines.append(
             f"| {name} | {len(mine)} | {own.mean():.1f} / {np.median(own):.1f} % | {rho:.2f} "
             f"| {worse:.1f} % | {base.mean():.1f} / {np.median(base):.1f} % "
             f"| {PEERS.get(name, '')} |"
         )
-    return lines + memory_lines(runs, gib)
+    return lines + memory_lines(runs, held)
 
 
-def memory_lines(runs: Sequence[Run], gib: Array) -> list[str]:
+def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
     """How well peaks and the question of fitting are answered."""
     lines = ["", "| set | memory, median error | fits, balanced accuracy |", "|---|---|---|"]
     for name in WITH_MEMORY:
         mine = [i for i, r in enumerate(runs) if r.set == name]
         known = [i for i in mine if runs[i].memory_gib]
         target = np.array([runs[i].memory_gib for i in known], dtype=float)
-        off = np.median(errors(gib[known], target)) if known else float("nan")
+        off = np.median(errors(held.gib[known], target)) if known else float("nan")
         asked = [i for i in mine if runs[i].fits is not None]
         truth = [bool(runs[i].fits) for i in asked]
-        says = [bool(gib[i] < limit(runs[i])) for i in asked]
+        says = [bool(held.fits[i]) for i in asked]
         right = balanced(says, truth) if len(set(truth)) == 2 else float("nan")
         lines.append(f"| {name} | {off:.1f} % | {right:.3f} |")
     return lines
 
 
-def limit(run: Run) -> float:
-    """GiB from which on a run does not fit."""
-    return run.candidates[0]["memory_bytes"] / 2**30 * GUESSES["full"][0]
+def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
+    """Whether a run of that peak is expected to end well."""
+    room = run.candidates[0]["memory_bytes"] / 2**30 * values["memory.full"]
+    return bool(run.runs and gib < room)
 
 
 def predictions(runs: Sequence[Run], values: dict[str, float]) -> dict[str, dict[str, object]]:
     """Question id → what the planner says."""
     rows = Table.of(runs)
-    seconds, gib = rows.seconds(Constants(values)), rows.memory(values)
+    seconds, peak = rows.seconds(Constants(values)), rows.memory(values)
+    gib = rows.reported(values)
     made: dict[str, dict[str, object]] = {}
-    for run, s, g in zip(runs, seconds.tolist(), gib.tolist(), strict=True):
+    for run, s, g, most in zip(runs, seconds.tolist(), gib.tolist(), peak.tolist(), strict=True):
         made[run.id] = {"iter_s": s}
         if run.set in WITH_MEMORY:
-            made[run.id].update(memory_gib=g, fits=g < limit(run))
+            made[run.id].update(memory_gib=g, fits=fits(run, most, values))
     return made
 
 
@@ -144,8 +160,7 @@ def main() -> None:
     known = list(read_folder(options.calibration, READERS))
     values = fit_times(known)
     values |= fit_memory(known)
-    seconds, nulls, gib = left_out(known)
-    print("\n".join(report(known, seconds, nulls, gib)))
+    print("\n".join(report(known, left_out(known))))
     asked = list(read_folder(options.questions, READERS))
     made = predictions(asked, values)
     options.out.write_text(json.dumps(made, indent=0) + "\n")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.published_rows import Run
+from benchmarks.published_scores import balanced
 from parallel3d.plan import constants, memory
 from parallel3d.plan.constants import Constants
 from parallel3d.plan.step import step
@@ -45,12 +46,20 @@ class Table:
         """Its fullest GPU's peak in GiB, of the first candidate."""
         return memory.memory(self.work, values).total[self.starts] / memory.GIB
 
+    def reported(self, values: Mapping[str, float]) -> Array:
+        """The peak in GiB of the GPU that the run's source looks at."""
+        found = memory.memory(self.work, values)
+        first = np.array([run.reports_first for run in self.runs])
+        peak = np.where(first, found.first[self.starts], found.total[self.starts]) / memory.GIB
+        outside = values.get("memory.outside_gib", memory.GUESSES["outside_gib"][0])
+        return peak + np.array([outside * run.by_driver for run in self.runs])
 
-def weights(runs: Sequence[Run]) -> Array:
+
+def weights(runs: Sequence[Run], noise_of: Mapping[str, float] = NOISE) -> Array:
     """One over the noise, and less for each row of a large set."""
     sets = [run.set for run in runs]
     size = {name: sets.count(name) for name in set(sets)}
-    noise = np.array([NOISE.get(name, _NOISE) for name in sets])
+    noise = np.array([noise_of.get(name, _NOISE) for name in sets])
     share = np.array([min(1.0, _MOST / size[name]) for name in sets])
     return np.sqrt(share) / noise
 
@@ -123,4 +132,22 @@ def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) ->
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)
     guesses = {f"memory.{k}": v for k, v in memory.GUESSES.items()}
-    return fit(rows.memory, target, weights(used), guesses, start)
+    values = fit(rows.reported, target, weights(used, {}), guesses, start, rounds=25)
+    return values | {"memory.full": fit_room(runs, values)}
+
+
+def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
+    """The share of a GPU's memory that tells runs which ended well from others best."""
+    asked = [run for run in runs if run.fits is not None and run.runs]
+    guess = memory.GUESSES["full"][0]
+    if len({run.fits for run in asked}) < 2:
+        return guess
+    rows = Table.of(asked)
+    used = rows.memory(values) * memory.GIB / rows.work.memory_bytes[rows.starts]
+    truth = [bool(run.fits) for run in asked]
+    shares = np.arange(0.8, 1.1, 0.01)
+    scores = [balanced([bool(u < s) for u in used], truth) for s in shares]
+    best = max(scores)
+    return float(
+        np.mean([s for s, score in zip(shares, scores, strict=True) if score > best - 0.004])
+    )

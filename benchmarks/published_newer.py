@@ -20,6 +20,7 @@ from benchmarks.published_rows import (
     readme,
     vtrain,
 )
+from parallel3d.plan.stages import stages_by_cost
 
 _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
         "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),
@@ -35,6 +36,12 @@ def playbook(row: Row) -> Run:
     made = [candidate("h100", "bf16", "efa", "nanotron", "cost", **common)]
     seconds, status = row.get("iter_s"), row.get("status")
     trusted = not row.get("suspect_slow") and not row.get("suspect_batch")
+    # What nanotron fails at: a stage without a block; a tied table on two stages whose gradients
+    # are summed without ZeRO across nodes.
+    head = row["vocab"] / (4 * row["hidden"] + 3 * row["ffn"])
+    runs = stages_by_cost(row["layers"], head, row["pp"]) == row["pp"]
+    spread = row["pp"] > 1 and row["dp"] > 1 and row["nodes"] > 1
+    runs = runs and not (row["tied"] and not row["zero"] and spread)
     return Run(
         row["id"],
         "nanotron_playbook",
@@ -44,6 +51,8 @@ def playbook(row: Row) -> Run:
         row.get("mem_GB"),
         None if status is None else status == "ok",
         trusted,
+        reports_first=True,
+        runs=runs,
     )
 
 

@@ -34,6 +34,9 @@ class Run:
     memory_gib: float | None = None
     fits: bool | None = None
     trusted: bool = True  # measured without a flag by the source
+    reports_first: bool = False  # its memory is that of the first rank
+    by_driver: bool = False  # its memory is the driver's figure, not the allocator's
+    runs: bool = True  # False: its engine fails there whatever the memory
 
 
 _DEFAULTS: dict[str, float] = {
@@ -238,12 +241,15 @@ def bloom(row: Row) -> Run | None:
     common["grad_bytes"] = 2 if half else 4
     common["scatter_gather"] = 1  # DeepSpeed cuts messages by tp
     ends = "ends" if row.get("section") == "Rebalancing layers" else "even"
-    made = [candidate("a100", "fp16", "opa", "deepspeed", split=ends, **common, **b) for b in chosen]
+    made = [
+        candidate("a100", "fp16", "opa", "deepspeed", split=ends, **common, **b) for b in chosen
+    ]
     seconds = row.get("sec_per_iter")
     memory = re.match(r"[\d.]+", str(row.get("mem") or ""))
     gib = float(memory[0]) if memory else None
     fits = None if "oom" not in row else not row["oom"]
-    return Run(row["id"], "bigscience_bloom_3d", row["section"], made, seconds, gib, fits)
+    name = "bigscience_bloom_3d"
+    return Run(row["id"], name, row["section"], made, seconds, gib, fits, by_driver=True)
 
 
 def vtrain(name: str) -> Callable[[Row], Run]:

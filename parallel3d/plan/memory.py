@@ -16,17 +16,21 @@ GIB = 2.0**30
 
 # name → (guess, spread of its logarithm); fitted on measured peaks as the times are.
 GUESSES: dict[str, tuple[float, float]] = {
-    "state.kept": (6.0, 0.3),  # bytes a parameter that every data rank holds: weight, gradient
+    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, which every data rank holds
     "state.sharded": (12.0, 0.2),  # master and moments, cut by zero 1
+    "state.gathered": (2.0, 0.7),  # buffers of zero 1, a parameter
     "layer.whole": (4.0, 0.7),  # bytes a token and hidden element on every tensor rank
     "layer.cut": (12.0, 0.5),  # the same where sequence parallelism cuts it
     "layer.inner": (2.5, 0.4),  # a token and output of q, k, v, up, gate, activation
     "layer.selective": (0.5, 0.5),  # share of them that per-operator recomputation keeps
+    "stage.whole": (4.0, 0.8),  # a token and hidden element that a micro-batch under way holds
+    "stage.cut": (8.0, 0.8),  # once a stage, beside its layers; the part that tp's ranks share
     "logits": (8.0, 0.5),  # a logit of the last stage
     "scratch": (4.0, 0.7),  # a token and hidden element, once
     "slack": (1.05, 0.1),  # of the allocator
     "base_gib": (1.5, 0.5),  # communicators, workspaces
-    "full": (0.97, 0.1),  # share of a GPU's memory at which a run no longer fits
+    "outside_gib": (5.0, 0.5),  # what the driver counts beside the allocator: context, NCCL
+    "full": (0.92, 0.1),  # share of a GPU's memory at which a run no longer fits
 }
 
 
@@ -39,6 +43,7 @@ class Memory:
     activations: Number
     logits: Number
     stage: Number
+    first: Number  # of the first stage's GPU
 
 
 def memory(work: Work, values: Mapping[str, float]) -> Memory:
@@ -50,17 +55,20 @@ def memory(work: Work, values: Mapping[str, float]) -> Memory:
     grow = np.where(work.chunks > 1, 1 + (work.pp - 1) / (work.pp * work.chunks), 1.0)
     between = np.minimum(work.microbatches, work.pp - work.live_stage)
     extra = _working(work, v)
+    batch = np.where(work.pp > 1, tokens(work) * work.hidden, 0.0)
+    batch = batch * (v["stage.whole"] + v["stage.cut"] / work.tp)
     live = [
-        work.first * held * kept * grow + extra,
-        work.live_layers * between * kept * grow + extra,
-        np.where(work.pp == 1, work.first, work.last) * kept * grow + extra,
+        held * (work.first * kept * grow + batch) + extra,
+        between * (work.live_layers * kept * grow + batch) + extra,
+        np.where(work.pp == 1, work.first, work.last) * kept * grow + batch + extra,
     ]
     logits = v["logits"] * tokens(work) * work.vocab / work.tp
     ends = [np.where(work.pp == 1, logits, 0.0), 0 * logits, logits]
     totals = np.stack([s + a + e for s, a, e in zip(state, live, ends, strict=True)])
     worst = np.argmax(totals, axis=0)
-    total = totals.max(axis=0) * v["slack"] + v["base_gib"] * GIB
-    return Memory(total, _pick(worst, state), _pick(worst, live), _pick(worst, ends), worst)
+    peaks = totals * v["slack"] + v["base_gib"] * GIB
+    parts = (_pick(worst, of) for of in (state, live, ends))
+    return Memory(peaks.max(axis=0), *parts, worst, peaks[0])
 
 
 def _pick(which: Number, of: list[Any]) -> Any:
@@ -72,7 +80,10 @@ def _state(work: Work, v: Mapping[str, float], elements: Number) -> Any:
     ranks = work.dp * work.cp
     cut = np.where(work.zero > 0, ranks, 1.0)
     kept = np.where(work.zero >= 3, ranks, 1.0)
-    return elements * (v["state.kept"] / kept + v["state.sharded"] / cut)
+    buffers = np.where((work.zero > 0) & (work.zero < 3) & (ranks > 1), v["state.gathered"], 0.0)
+    return elements * (
+        (2 + work.grad_bytes * v["state.gradients"]) / kept + v["state.sharded"] / cut + buffers
+    )
 
 
 def _kept(work: Work, v: Mapping[str, float]) -> Any:

@@ -53,6 +53,14 @@ def split_by_cost(layers: int, head: float, stages: int) -> Split:
     return _of(counts)
 
 
+def stages_by_cost(layers: int, head: float, stages: int) -> int:
+    """Stages that `split_by_cost` gives something to do; one more block follows the head."""
+    share, stage = (layers + head) / stages, 0
+    for end in (*range(1, layers + 1), layers + head, layers + head):
+        stage += end > share * (stage + 1) * (1 + 1e-9) and stage < stages - 1
+    return stage + 1
+
+
 def _of(counts: list[int]) -> Split:
     stages = len(counts)
     if stages == 1:
