@@ -71,10 +71,10 @@ def left_out(runs: Sequence[Run]) -> Held:
         rows = [i for i, f in enumerate(fold) if f == k]
         if not rows:
             continue
-        values = fit_times(known)
-        hidden = Table.of([runs[i] for i in rows])
-        seconds[rows] = hidden.seconds(Constants(values))
         peaks = fit_memory(known)
+        values = fit_times(known, peaks)
+        hidden = Table.of([runs[i] for i in rows]).with_stalls(peaks)
+        seconds[rows] = hidden.seconds(Constants(values))
         gib[rows] = hidden.reported(peaks)
         for i, peak in zip(rows, hidden.memory(peaks), strict=True):
             well[i] = fits(runs[i], peak, peaks)
@@ -132,7 +132,7 @@ def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
 
 def predictions(runs: Sequence[Run], values: dict[str, float]) -> dict[str, dict[str, object]]:
     """Question id → what the planner says."""
-    rows = Table.of(runs)
+    rows = Table.of(runs).with_stalls(values)
     seconds, peak = rows.seconds(Constants(values)), rows.memory(values)
     gib = rows.reported(values)
     made: dict[str, dict[str, object]] = {}
@@ -158,8 +158,8 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     known = list(read_folder(options.calibration, READERS))
-    values = fit_times(known)
-    values |= fit_memory(known)
+    peaks = fit_memory(known)
+    values = peaks | fit_times(known, peaks)
     print("\n".join(report(known, left_out(known))))
     asked = list(read_folder(options.questions, READERS))
     made = predictions(asked, values)

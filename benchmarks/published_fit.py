@@ -18,7 +18,13 @@ from parallel3d.plan.work import Work, table
 
 Array = NDArray[np.float64]
 # Relative error at which a row of a set counts as off: what its source says of its noise.
-NOISE = {"nanotron_playbook": 0.12, "narayanan_sc21": 0.04, "llm_foundry_mpt": 0.05}
+NOISE = {
+    "nanotron_playbook": 0.12,
+    "narayanan_sc21": 0.04,
+    "llm_foundry_mpt": 0.05,
+    "mlperf_gpt3": 0.015,
+    "mlperf_llama405b": 0.01,
+}
 _NOISE = 0.04
 _MOST = 60.0  # rows that a set's weight grows with, so that no set outvotes all others
 
@@ -30,6 +36,7 @@ class Table:
     runs: list[Run]
     work: Work
     starts: NDArray[np.int64]
+    stalls: Array | float = 0.0
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Table:
@@ -40,7 +47,13 @@ class Table:
 
     def seconds(self, c: Constants) -> Array:
         """The planner's step time of each run: its fastest candidate's."""
-        return np.minimum.reduceat(step(self.work, c).total, self.starts)
+        return np.minimum.reduceat(step(self.work, c).total + self.stalls, self.starts)
+
+    def with_stalls(self, values: Mapping[str, float]) -> Table:
+        """The same, with what nearly full GPUs lose by the memory's constants."""
+        peak = memory.memory(self.work, values).total
+        self.stalls = memory.stall(self.work, values, peak)
+        return self
 
     def memory(self, values: Mapping[str, float]) -> Array:
         """Its fullest GPU's peak in GiB, of the first candidate."""
@@ -70,7 +83,7 @@ def fit(
     weight: Array,
     guesses: Mapping[str, tuple[float, float]],
     start: Mapping[str, float] | None = None,
-    rounds: int = 14,
+    rounds: int = 30,
 ) -> dict[str, float]:
     """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
     names = list(guesses)
@@ -87,6 +100,7 @@ def fit(
         return float(np.sum(2 * (np.sqrt(1 + r * r) - 1)) + np.sum(((at - centre) / spread) ** 2))
 
     damping, now = 1.0, miss(x)
+    worth = cost(now, x)
     for _ in range(rounds):
         calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1 by weights
         slopes = np.empty((len(goal), len(x)))
@@ -102,28 +116,31 @@ def fit(
             stride = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -push)
             ahead = x + np.clip(np.where(used, stride, centre - x), -0.7, 0.7)
             then = miss(ahead)
-            if cost(then, ahead) < cost(now, x):
+            if cost(then, ahead) < worth:
                 x, now, damping = ahead, then, max(damping / 4, 1e-4)
                 break
             damping *= 4
+        before, worth = worth, cost(now, x)
+        if before - worth < 1e-4 * before:
+            break
     return dict(zip(names, np.exp(x).tolist(), strict=True))
 
 
 def fit_times(
-    runs: Sequence[Run], start: Mapping[str, float] | None = None, rounds: int = 14
+    runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The constants of `parallel3d/plan/constants.py` from runs with a measured time."""
+    """The constants of `parallel3d/plan/constants.py` from runs with a measured time.
+
+    `peaks` are the memory's constants.
+    """
     used = [run for run in runs if run.seconds and run.trusted]
-    rows = Table.of(used)
+    rows = Table.of(used).with_stalls(peaks)
     target = np.array([run.seconds for run in used], dtype=float)
-    return fit(
-        lambda values: rows.seconds(Constants(values)),
-        target,
-        weights(used),
-        constants.guesses(),
-        start,
-        rounds,
-    )
+
+    def predict(values: dict[str, float]) -> Array:
+        return rows.seconds(Constants(values))
+
+    return fit(predict, target, weights(used), constants.guesses(), start)
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -132,7 +149,7 @@ def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) ->
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)
     guesses = {f"memory.{k}": v for k, v in memory.GUESSES.items()}
-    values = fit(rows.reported, target, weights(used, {}), guesses, start, rounds=25)
+    values = fit(rows.reported, target, weights(used, {}), guesses, start)
     return values | {"memory.full": fit_room(runs, values)}
 
 

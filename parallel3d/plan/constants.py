@@ -43,7 +43,6 @@ GUESSES: dict[str, tuple[float, float]] = {
     "gemm.small_tile": (0.85, 0.15),  # share of the rate with half the tile, once and again
     "gemm.ragged": (0.75, 0.5),  # share of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
-    "attention.flash": (0.45, 0.4),  # of the peak, over the causal half
     "attention.plain": (0.5, 0.5),  # batched products with scores written out
     "attention.plain_ramp": (100.0, 0.7),
     "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
@@ -72,6 +71,7 @@ PER_ENGINE = {
     "batch_us": (1000.0, 1.0),  # and for a micro-batch
     "hop_us": (200.0, 1.0),  # for a message to the next stage
     "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where sums wait for the slowest host
+    "flash": (0.45, 0.4),  # of a GEMM's rate that its attention reaches over the causal half
     "tp_hidden": (0.4, 0.7),  # share of tp's messages behind GEMMs, where asked for
 }
 _FAMILIES = (

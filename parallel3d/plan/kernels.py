@@ -64,7 +64,7 @@ def attention(work: Work, c: Constants) -> tuple[Any, Any]:
     causal = np.where(work.window < work.seq, 1.0, 0.5)
     width = np.where(work.head_size < 96, 0.75, 1.0)  # half-empty products with narrow heads
     base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
-    flash = flops * causal / (base * c["attention.flash"] * width)
+    flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
     ramp = 1 + c["attention.plain_ramp"] / work.head_size
     plain = flops / (base * c["attention.plain"]) * ramp
     written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)

@@ -74,7 +74,8 @@ def _products(work: Work, c: Constants) -> tuple[Any, Any]:
     ):
         forward = forward + kernels.gemm(work, c, m, n, k)
         backward = backward + kernels.gemm(work, c, m, k, n) + kernels.gemm(work, c, k, n, m)
-    operands = rows * (2 * h + queries + work.ffn / work.tp)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # made before it is gathered
+    operands = rows * (2 * h / share + queries + work.ffn / work.tp)
     cast = kernels.move(work, c, operands * c["fp8.cast_bytes"]) * work.fp8
     weights = kernels.move(work, c, layer_parameters(work) * 3 / work.microbatches) * work.fp8
     return forward + cast + weights, backward + cast
@@ -94,8 +95,9 @@ def _tensor_parallel(work: Work, c: Constants) -> Any:
     """Sums over tp, forward and backward, that no GEMM hides."""
     bytes = 2 * tokens(work) * work.hidden
     one = network.gather(work, c, bytes, work.tp, 1)
+    both = np.where(work.sequence_parallel > 0, 2 * one, network.reduce(work, c, bytes, work.tp, 1))
     pairs = 2 - work.parallel_block  # of gather and reduce-scatter, i.e. all-reduces
-    forward = 2 * pairs * one
+    forward = pairs * both
     again = np.where(work.full_recompute > 0, forward, 0.0)
     gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
     shown = 1 - work.overlap_tp * np.minimum(c.of("engine", "tp_hidden", work.engine), 0.95)
@@ -122,9 +124,10 @@ def _host(work: Work, c: Constants) -> Any:
     launches = 1 + work.full_recompute / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
-    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (work.tp / 8) ** 2
+    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
     spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
-    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * work.tp, 0.0)
+    wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
+    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
     host = launches * (own + tensor) + crowd
     return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.plan.constants import ENGINES
 from parallel3d.plan.layer import sizes, tokens
 from parallel3d.plan.step import stage_parameters
 from parallel3d.plan.work import Number, Work
@@ -30,6 +31,8 @@ GUESSES: dict[str, tuple[float, float]] = {
     "slack": (1.05, 0.1),  # of the allocator
     "base_gib": (1.5, 0.5),  # communicators, workspaces
     "outside_gib": (5.0, 0.5),  # what the driver counts beside the allocator: context, NCCL
+    "tight": (0.85, 0.1),  # share from which on the allocator gives back and asks anew
+    "stall_s": (0.5, 0.5),  # what that takes a micro-batch where a pipeline waits for it
     "full": (0.92, 0.1),  # share of a GPU's memory at which a run no longer fits
 }
 
@@ -69,6 +72,18 @@ def memory(work: Work, values: Mapping[str, float]) -> Memory:
     peaks = totals * v["slack"] + v["base_gib"] * GIB
     parts = (_pick(worst, of) for of in (state, live, ends))
     return Memory(peaks.max(axis=0), *parts, worst, peaks[0])
+
+
+def stall(work: Work, values: Mapping[str, float], peak: Number) -> Any:
+    """Seconds of a step that a nearly full GPU of a pipeline loses in its allocator.
+
+    Seen in nanotron's runs; no other published set has rows that could tell.
+    """
+    share = values.get("memory.tight", GUESSES["tight"][0])
+    each = values.get("memory.stall_s", GUESSES["stall_s"][0])
+    trips = (work.microbatches + work.pp - 1) * np.minimum(work.pp - 1, 2)
+    stalls = (peak > share * work.memory_bytes) & (work.engine == ENGINES.index("nanotron"))
+    return np.where(stalls, each * trips, 0.0)
 
 
 def _pick(which: Number, of: list[Any]) -> Any:
