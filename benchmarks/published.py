@@ -56,13 +56,14 @@ class Held:
 
     seconds: Array
     null: Array
+    planted: Array  # one constant for all sets in the planner's place
     gib: Array  # as its source reports it
     fits: NDArray[np.bool_]
 
 
 def left_out(runs: Sequence[Run]) -> Held:
     """Every run's prediction with its whole group left out of the fit."""
-    seconds, nulls, gib = (np.full(len(runs), np.nan) for _ in range(3))
+    seconds, nulls, planted, gib = (np.full(len(runs), np.nan) for _ in range(4))
     well = np.zeros(len(runs), dtype=bool)
     fold, plain = folds(runs), null(runs)
     measured = np.array([run.seconds or np.nan for run in runs])
@@ -78,13 +79,15 @@ def left_out(runs: Sequence[Run]) -> Held:
         gib[rows] = hidden.reported(peaks)
         for i, peak in zip(rows, hidden.memory(peaks), strict=True):
             well[i] = fits(runs[i], peak, peaks)
+        others = [i for i, run in enumerate(runs) if fold[i] != k and run.seconds]
+        planted[rows] = scaled(plain, others, measured)[rows]
         for name in {runs[i].set for i in rows}:
             mine = [i for i in rows if runs[i].set == name]
             others = [
                 i for i, run in enumerate(runs) if run.set == name and fold[i] != k and run.seconds
             ]
             nulls[mine] = scaled(plain, others, measured)[mine]
-    return Held(seconds, nulls, gib, well)
+    return Held(seconds, nulls, planted, gib, well)
 
 
 def report(runs: Sequence[Run], held: Held) -> list[str]:
@@ -105,7 +108,20 @@ def report(runs: Sequence[Run], held: Held) -> list[str]:
             f"| {worse:.1f} % | {base.mean():.1f} / {np.median(base):.1f} % "
             f"| {PEERS.get(name, '')} |"
         )
-    return lines + memory_lines(runs, held)
+    return lines + memory_lines(runs, held) + planted_line(runs, held)
+
+
+def planted_line(runs: Sequence[Run], held: Held) -> list[str]:
+    """The report on a model of one constant in the planner's place, scored as the planner is.
+
+    Raises SystemExit where that model is not worse: then the report would prove nothing.
+    """
+    rows = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
+    measured = np.array([runs[i].seconds for i in rows], dtype=float)
+    own, planted = (errors(of[rows], measured).mean() for of in (held.seconds, held.planted))
+    if planted <= own:
+        raise SystemExit(f"one constant errs by {planted:.1f} %, the planner by {own:.1f} %")
+    return ["", f"all rows: the planner errs by {own:.1f} %, one constant by {planted:.1f} %"]
 
 
 def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
