@@ -124,6 +124,9 @@ def sensible_value(key: Key, rng: random.Random) -> str:
         float: lambda: rng.choice((0, 0.1, 0.5, 0.99, 1, 1.5, 3, 100, 65536, 1e-8)),
         str: lambda: rng.choice(("a", "book.txt", "file", "tp-cp-pp-dp", "tp2-dp2", "/tmp/x", "7")),
         list: lambda: rng.choice(("[]", "[1,1]", "[2,2]", "[4]", "[tp]", "[a]", "[dp.max_ctas:8]")),
+        dict: lambda: rng.choice(
+            ("{}", "{a:1}", "{a:.5,b/c:tokens}", "{a:-1}", "{9:{a:1}}", "{a:}")
+        ),
     }
     return str(makers[key.type]())
 

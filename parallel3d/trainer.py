@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from parallel3d.comm.process_groups import ProcessGroups, with_clock
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.batches import Batches, SampleSource
-from parallel3d.data.corpus import Corpus
-from parallel3d.data.sampler import Sampler
+from parallel3d.data.corpora.blend import Blend
+from parallel3d.data.corpora.reading import sources_of
+from parallel3d.data.corpora.split import Corpus
 from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.data_parallel.measured_order import in_measured_order
 from parallel3d.device.precision import (
@@ -77,7 +79,7 @@ class Trainer:
         config: a whole configuration; it is checked here too, so that a library user gets the same
             refusals as the command line.
         groups: this rank's process groups.
-        corpus: where training and held-out samples come from.
+        corpus: what `open_corpus` opened: where training and held-out samples come from.
         train_source, valid_source: samples to use instead of a corpus.
 
     Raises:
@@ -87,7 +89,7 @@ class Trainer:
     config: Config
     groups: ProcessGroups
     device: torch.device
-    corpus: Corpus | None = None
+    corpus: Corpus | Blend | None = None
     train_source: SampleSource | None = None
     valid_source: SampleSource | None = None
 
@@ -143,21 +145,20 @@ class Trainer:
         self.forwards = schedule.forwards()[rank]
 
     def _open_data(self) -> None:
-        config, corpus = self.config, self.corpus
-        if corpus is not None:
-            common = (corpus.eot, config.data.eod_mask_loss)
-            length, seed = config.model.seq_length, config.seed
-            self.train_source = Sampler(corpus.train, length, seed, True, *common)
-            self.valid_source = Sampler(corpus.valid, length, seed, False, *common)
+        parts: Mapping[str, SampleSource] = {}
+        if self.corpus is not None:
+            self.train_source, self.valid_source, parts = sources_of(self.corpus, self.config)
         if self.train_source is None:
             raise ValueError("a Trainer needs a corpus or a train_source")
-        self.train_batches = self._batches(self.train_source)
+        self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
         self.valid_batches = None if self.valid_source is None else self._batches(self.valid_source)
+        self.held_out_batches = {name: self._batches(part) for name, part in parts.items()}
 
-    def _batches(self, source: SampleSource) -> Batches:
-        dp = self.groups.dp
-        size, count = self.config.micro_batch_size, self.config.num_microbatches
-        return Batches(source, size, count, dp.index, self.device, self.reads)
+    def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
+        config, dp = self.config, self.groups.dp
+        size, count = config.micro_batch_size, config.num_microbatches
+        how = (self.reads, config.data.document_mask, config.global_batch_size * ahead)
+        return Batches(source, size, count, dp.index, self.device, *how)
 
     @property
     def tokens_per_step(self) -> int:
@@ -211,15 +212,17 @@ class Trainer:
         self.consumed_samples += self.config.global_batch_size
         return StepResult(step + 1, loss, grad_norm, lr, self.tokens_per_step, not finite, stop)
 
-    def evaluate(self) -> float:
-        """Mean loss over `train.eval_batches` global batches of held-out samples; collective."""
+    def evaluate(self, part: str | None = None) -> float:
+        """Mean loss over `train.eval_batches` global batches of held-out samples; collective.
+        `part`: of one of `held_out_batches`, a blend's."""
+        batches = self.valid_batches if part is None else self.held_out_batches[part]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.data_parallel.wait_for_all()
         size = self.config.global_batch_size
         for first in range(0, self.config.train.eval_batches * size, size):
-            tokens = self._global_tokens(self.valid_batches, first)
+            tokens = self._global_tokens(batches, first)
             loss_sum = self.executor.evaluate(
-                self.forwards, lambda m, first=first: self.valid_batches.micro_batch(first, m)
+                self.forwards, lambda m, first=first: batches.micro_batch(first, m)
             )
             total += self._share_of_loss(loss_sum, tokens)
         collectives.all_reduce(total, self.groups.world)

@@ -94,7 +94,8 @@ class Manifest:
     Attributes:
         step: optimizer steps done. progress: `Trainer.progress()`.
         config: the whole configuration of the session that saved it, as nested dicts.
-        data: fingerprint of the training text and its tokens; empty if the caller had own samples.
+        data: fingerprint of the training text, its tokens and, but for bytes, the tokenizer's
+            digest; empty if the caller had own samples.
         saved_at: ISO 8601, UTC. versions: of parallel3d and torch.
         files: one for each rank that had something to write.
         lines: of metrics.jsonl, which its disk had not taken by then.
@@ -211,7 +212,18 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"config.{name} is {config[name]!r}")
     if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
         raise ValueError("data has no fingerprint or no count of tokens")
+    for name in ("tokenizer", "blend"):
+        if not isinstance(data.get(name, ""), str):
+            raise ValueError(f"data has {name}={data[name]!r}")
+    if not all(_is_stage(word) for word in data.get("blend", "").split()):
+        raise ValueError("data has no stages of a blend")
     return manifest
+
+
+def _is_stage(word: str) -> bool:
+    """Whether it is a sample's number and a digest, of `data`'s blend."""
+    first, colon, digest = word.partition(":")
+    return bool(colon and digest) and first.isascii() and first.isdigit() and len(first) < 20
 
 
 def _is_count(value: Any) -> bool:

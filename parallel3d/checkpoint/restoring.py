@@ -24,7 +24,9 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpora.blend import Blend, history_until
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.tokenizer import BYTE
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files.reading import plain
 
@@ -101,7 +103,7 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     return sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)
 
 
-def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | None) -> str | None:
+def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
     """Why a run cannot go on from this checkpoint with this configuration and text, or None."""
     sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
     if sentence is not None or corpus is None or not manifest.data:
@@ -109,6 +111,15 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | None) -> str
     here = facts_of(corpus)
     if manifest.data == here:
         return None
+    there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
+    if there[0] != there[1]:
+        return (
+            f"run={config.run} cannot go on with another tokenizer: its digest is "
+            f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
+            "or choose another run="
+        )
+    if "blend" in manifest.data and "blend" in here:
+        return _other_blend(manifest, config, here["blend"])
     return (
         f"run={config.run} cannot go on with another text: its fingerprint is "
         f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
@@ -117,6 +128,23 @@ def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | None) -> str
     )
 
 
-def facts_of(corpus: Corpus) -> dict[str, str | int]:
+def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
+    """What was read must stay; what will be may change."""
+    samples = int(manifest.progress["consumed_samples"])
+    if history_until(manifest.data["blend"], samples) == history_until(here, samples):
+        return None
+    tokens = samples * config.model.seq_length
+    return (
+        f"run={config.run} cannot go on with another blend: the weights or the texts of its first "
+        f"{tokens:,} tokens are not what they were; give those of the first start, other ones "
+        f"from here on as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
+    )
+
+
+def facts_of(corpus: Corpus | Blend) -> dict[str, str | int]:
     """What a manifest has of the text."""
-    return {"fingerprint": corpus.fingerprint, "train_tokens": len(corpus.train)}
+    facts = {"fingerprint": corpus.fingerprint, "train_tokens": corpus.train_tokens}
+    if isinstance(corpus, Blend):
+        facts["blend"] = corpus.history
+    # Manifests of bytes are as they were before there were other tokenizers.
+    return facts if corpus.tokenizer == BYTE else facts | {"tokenizer": corpus.tokenizer}

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text
+from parallel3d.cli.completion import complete
 from parallel3d.cli.hydra_words import (
     failed_elsewhere,
     is_sweep,
@@ -30,11 +32,14 @@ from parallel3d.cli.hydra_words import (
     without_alias,
 )
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
+from parallel3d.commands.data.command import DATA, data
+from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
+from parallel3d.data.text.run_tokenizer import with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
 from parallel3d.host.devices import HostError, check_precision_of, choose_device
 from parallel3d.host.gpu_environment import gpu_environment
@@ -53,7 +58,11 @@ READER_GONE = 141
 TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 DRYRUN = "dryrun"
-SUBCOMMANDS = (*APPS, TOPOLOGY, SCHEDULE, DRYRUN, *(f"{CHECKPOINT} {verb}" for verb in VERBS))
+FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS}
+SUBCOMMANDS = (
+    *(*APPS, TOPOLOGY, SCHEDULE, DRYRUN),
+    *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
+)
 NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
@@ -73,9 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif words[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
         elif words[0] in COMPLETION_FLAGS:
-            _complete(words)
+            complete(words, SUBCOMMANDS, FAMILIES, _run_hydra)
         elif words[0] == CHECKPOINT:
             return checkpoint(words[1:])
+        elif words[0] == DATA:
+            return data(words[1:])
         elif " ".join(words[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(words[:2]), words[2:])
         elif words[0] in SUBCOMMANDS:
@@ -230,7 +241,7 @@ def _checked_here(app: str, config: Config, place: Place) -> str:
         slurm = place.launcher == "slurm"
         device = choose_device(config.device, place.local_world_size, one_gpu_each=slurm)
         check_precision_of(device.kind, config.precision.name)
-        _check_data(app, config)
+        _check_data(app, config, place.rank == 0)
     except UserError as error:
         if place.rank == 0:
             raise
@@ -240,9 +251,17 @@ def _checked_here(app: str, config: Config, place: Place) -> str:
     return device.kind
 
 
-def _check_data(app: str, config: Config) -> None:
+def _check_data(app: str, config: Config, first: bool = True) -> None:
+    """Raises UserError; what is only to be said, the `first` rank says."""
     if app in NEED_DATA:
-        check_data(config.data, config.model.seq_length)
+        data, model = config.data, config.model
+        if config.run is not None:
+            data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
+        samples = config.train.steps * config.global_batch_size
+        sizes = {"vocab_size": model.vocab_size, "samples": samples}
+        for sentence in check_data(data, model.seq_length, **sizes):
+            if first:
+                say(readable(sentence))
 
 
 def _refuse(error: UserError, place: Place | None = None) -> int:
@@ -257,7 +276,8 @@ def _refuse(error: UserError, place: Place | None = None) -> int:
 
 
 def _unknown_subcommand(word: str) -> str:
-    names = list(dict.fromkeys(CHECKPOINT if CHECKPOINT in s else s for s in SUBCOMMANDS))
+    known = (s.split()[0] if s.split()[0] in FAMILIES else s for s in SUBCOMMANDS)
+    names = list(dict.fromkeys(known))
     close = nearest(word.lstrip("-"), names)
     hint = f"; the nearest is {close}" if close else ""
     if "=" in word:
@@ -269,31 +289,3 @@ def _exit_code(stop: SystemExit) -> int:
     if isinstance(stop.code, int):
         return stop.code
     return 0 if stop.code is None else 1
-
-
-def _complete(words: list[str]) -> None:
-    """Hydra's tab completion, which knows nothing of our first word."""
-    query = any(word.startswith("query=") for word in words)
-    if not query:
-        _run_hydra("train", words)
-        return
-    line = os.environ.get("COMP_LINE", "")
-    if os.environ.get("COMP_POINT", "").isdigit():
-        line = line[: int(os.environ["COMP_POINT"])]
-    typed = line.split()
-    subcommand = typed[1] if len(typed) > 1 else ""
-    if len(typed) < 2 or (len(typed) == 2 and not line.endswith(" ")):
-        first = dict.fromkeys(app.split()[0] for app in SUBCOMMANDS)
-        print(" ".join(word for word in first if word.startswith(subcommand)))
-        return
-    app = next((a for a in (" ".join(typed[1:3]), subcommand) if a in SUBCOMMANDS), None)
-    if app is not None and app.startswith(CHECKPOINT):
-        begun = "" if line.endswith(" ") else typed[-1]
-        keys = [f"{key}=" for key in VERBS[app.split()[1]].keys]
-        print(" ".join(key for key in keys if key.startswith(begun)))
-    elif app is not None:
-        os.environ["COMP_LINE"] = line.replace(f" {app}", "", 1)
-        _run_hydra(app, words)
-    elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
-        begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
-        print(" ".join(app.split()[1] for app in SUBCOMMANDS if app.startswith(begun)))

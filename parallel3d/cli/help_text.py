@@ -22,6 +22,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d generate run=… prompt=…   write text with what a run has learned
   parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
                                     and exchange them with Hugging Face
+  parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them
 
   parallel3d train --help           the most used keys and the presets
   parallel3d train --cfg job        the whole configuration, as it would run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from contextlib import nullcontext, suppress
@@ -18,7 +19,11 @@ from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.trace import LATER, train_traced_step
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
-from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.data.corpora.blend import Blend
+from parallel3d.data.corpora.blended import Blended
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.corpus import open_corpus
+from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenizer
 from parallel3d.device import accelerator
 from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
@@ -56,8 +61,7 @@ def train(config: Config, worker: Worker) -> None:
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
-    corpus = open_corpus(config.data, config.model.seq_length)
-    check_same_text(corpus, groups.world, device)
+    config, corpus = open_data(config, worker, groups, device)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
@@ -99,6 +103,20 @@ def train(config: Config, worker: Worker) -> None:
     worker.watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
+
+
+def open_data(
+    config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
+) -> tuple[Config, Corpus | Blend]:
+    """The corpus, the same on every rank, and the configuration with the run's own tokenizer."""
+    data = with_own_tokenizer(config.data, worker.run_dir)
+    corpus = open_corpus(data, config.model.seq_length, vocab_size=config.model.vocab_size)
+    check_same_text(corpus, groups.world, device)
+    if data.tokenizer is None and corpus.tokenizer_name is not None:
+        data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
+    if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
+        keep_tokenizer(data, worker.run_dir)
+    return dataclasses.replace(config, data=data), corpus
 
 
 def say_choices(config: Config, groups: ProcessGroups) -> None:
@@ -155,8 +173,11 @@ def run_steps(
             worker.phase = f"evaluation after step {step}"
             worker.log.boundary("evaluation")
             eval_loss = trainer.evaluate()
+            of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
             if recorder is not None:
-                recorder.evaluation(step, eval_loss)
+                recorder.evaluation(step, eval_loss, of_parts)
+        if recorder is not None and (due or step == settings.steps):
+            record_blend(trainer, recorder, step)
         worker.phase = f"looking after step {step}"
         worker.log.boundary("looking")
         health.after_step(result)
@@ -179,6 +200,14 @@ def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, second
         times=trainer.clock.last,
         memory=peak_memory(trainer.device),
     )
+
+
+def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
+    """What the run has read of each part of its blend, if it is one."""
+    source = trainer.train_source
+    if isinstance(source, Blended):
+        read = source.read(trainer.consumed_samples)
+        recorder.blend(step, {name: part._asdict() for name, part in read.items()})
 
 
 def leave_marker(
@@ -218,15 +247,23 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
     return Recorder(config, worker.run_dir, worker.world_size, flops, peak, first_step)
 
 
-def header_facts(config: Config, corpus: Corpus, device: torch.device) -> dict[str, str]:
+def header_facts(config: Config, corpus: Corpus | Blend, device: torch.device) -> dict[str, str]:
     """The header's lines about data and device."""
     name = config.data.path or "this Python's standard library"
-    sizes = f"{len(corpus.train):,} tokens to train on, {len(corpus.valid):,} held out"
+    if isinstance(corpus, Blend):
+        name = f"a blend of {len(corpus.corpora):,} corpora"
+    sizes = f"{corpus.train_tokens:,} tokens to train on, {corpus.valid_tokens:,} held out"
     threads = torch.get_num_threads()
     where = f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank"
     if accelerator.is_accelerator(device):
         where = accelerator.name(device)
-    return {"data": f"{name}: {sizes}", "device": where}
+    facts = {"data": f"{name}: {sizes}", "device": where}
+    if not config.data.reads_bytes:
+        spare = config.model.vocab_size - corpus.vocab_size
+        more = f", {spare:,} of model.vocab_size={config.model.vocab_size} are padding"
+        words = f"{config.data.tokenizer}: {corpus.vocab_size:,} tokens{more if spare else ''}"
+        facts = {"tokenizer": words} | facts
+    return facts
 
 
 def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:

@@ -24,7 +24,9 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
 from parallel3d.config.schema import Config, OptimConfig
-from parallel3d.data.corpus import Corpus, open_corpus
+from parallel3d.data.corpora.blend import Blend
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.corpus import open_corpus
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_boxes
 from parallel3d.run.launch import Worker
@@ -75,7 +77,7 @@ class Comparison(NamedTuple):
 def verify(config: Config, worker: Worker) -> int:
     """Runs all comparisons; collective. Returns 0 if the layout is exact, else 1."""
     console = Console(stderr=False) if worker.rank == 0 else None
-    corpus = open_corpus(config.data, config.model.seq_length)
+    corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout
@@ -141,7 +143,7 @@ def compare(
     tolerance: Tolerance,
     groups: ProcessGroups,
     device: torch.device,
-    corpus: Corpus,
+    corpus: Corpus | Blend,
 ) -> Iterator[Comparison]:
     """Steps the layout and, on rank 0, one process, side by side; ends at the first difference.
 

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.config.sections import key
 
 
 @dataclass
 class DataConfig:
-    """Where tokens come from: `data=stdlib` (Python's own sources) or `data=text data.path=…`."""
+    """Where tokens come from: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
 
-    name: str = key("stdlib", "kind of source", choices=("stdlib", "text"))
-    path: str | None = key(
-        None, "file, folder or glob; several joined by commas", megatron="--data-path"
+    name: str = key(
+        "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
     )
-    tokenizer: str = key(
-        "byte",
-        "tokenizer",
-        choices=("byte",),
+    path: str | None = key(
+        None,
+        "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
+        "pair",
+        megatron="--data-path",
+    )
+    blend: Any = key(  # noqa: RUF009
+        None,
+        "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
+    )
+    blend_stages: Any = key(  # noqa: RUF009
+        None,
+        "blend: other weights from a number of tokens on, {1000000000:{web:0.5,math:0.5}}",
+    )
+    most_epochs: float | None = key(
+        None,
+        "refuse a blend of which a part would be read more often; null: one read more than 4 times "
+        "is said",
+        above=0,
+    )
+    held_out_sets: int = key(
+        32,
+        "blend: parts, the heaviest, that have a held-out loss of their own",
+        minimum=0,
+    )
+    block_cache_gb: float = key(
+        20.0,
+        "gigabytes that blocks of corpora at an address (s3://…) take in the cache folder",
+        above=0,
+    )
+    packing: str = key(
+        "concat",
+        "samples: concat, windows of the documents one after another; best_fit, whole documents "
+        "that fit together, by a plan that is made once; padded, a document each",
+        choices=("concat", "best_fit", "padded"),
+    )
+    cut_documents: bool = key(
+        False, "best_fit, padded: cut documents longer than a sample; false: refuse them"
+    )
+    tokenizer: str | None = key(
+        None,
+        "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
+        "run's own or the corpus's, else byte",
         megatron="--tokenizer-type",
-        differs="only the byte tokenizer exists here",
+        differs="there a kind of tokenizer, here the tokenizer itself",
     )
     valid_fraction: float = key(
         0.05,
@@ -35,8 +74,21 @@ class DataConfig:
         "do not train on predicting the first token of the next document",
         megatron="--eod-mask-loss",
     )
+    document_mask: bool = key(
+        False,
+        "attention within documents, and positions that count from each one's first token",
+        megatron="--reset-attention-mask",
+        differs="there positions restart by --reset-position-ids",
+    )
     cache_dir: str | None = key(
         None,
         "folder of the token cache; null: the user's cache folder",
         megatron="--data-cache-path",
     )
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether tokens are bytes, as far as the keys tell."""
+        return self.tokenizer == "byte" or (
+            self.tokenizer is None and self.name in ("stdlib", "text")
+        )

@@ -24,7 +24,7 @@ class Key:
 
     name: str
     default: Any
-    type: type  # int, float, bool, str or list
+    type: type  # int, float, bool, str, list, or dict for what is typed in braces
     item: type | None  # the type of a list's items
     optional: bool
     meta: dict[str, Any]
@@ -78,6 +78,8 @@ def show(value: Any) -> str:
         return f"{value:#x}"  # Python refuses to spell long ones in decimals
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(v) for v in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{k}:{show(v)}' for k, v in value.items())}}}"
     if isinstance(value, str):
         plain = re.fullmatch(r"[^\s'\"]+", value) and value.isprintable()
         return value if plain else repr(value)
@@ -118,6 +120,8 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(hint):
             yield from _walk(typing.cast(type, hint), f"{prefix}{f.name}.")
             continue
+        # Hydra takes a new mapping for a key of any type alone, so those in braces are declared so.
+        hint = dict | None if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
@@ -180,6 +184,7 @@ def unknown_key(word: str, value: Any = None) -> str:
 
 
 NOUNS = {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}
+NOUNS[dict] = "names and values in braces"
 
 
 def allowed(key: Key) -> str:

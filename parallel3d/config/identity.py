@@ -25,12 +25,17 @@ FREE = (
     # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the
     # text decides, not where it lies.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
-    *("model.init_std", "data.path", "data.name", "data.cache_dir"),
+    # The tokenizer's digest decides as well, beside the text's.
+    *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
+    *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
 )
-# Said, though their section is refused.
-SAID = ("model.dropout",)
-# Of the model: keys that older checkpoints do not have, with what their models are.
+# Said, though their section is refused: weights of a blend are, where they have been read by.
+SAID = ("model.dropout", "data.blend", "data.blend_stages")
+BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
+# Keys that older checkpoints do not have, with what their models and samples are.
 LATER = {
+    "data.packing": "concat",
+    "data.document_mask": False,
     "model.head_dim": None,
     "model.qk_norm": False,
     "model.attention_bias": None,
@@ -106,6 +111,11 @@ def _same(a: Any, b: Any) -> bool:
     sequences = (list, tuple)
     if isinstance(a, sequences) and isinstance(b, sequences):
         return list(a) == list(b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):  # of numbers JSON makes words
+        words = {str(k): v for k, v in a.items()}, {str(k): v for k, v in b.items()}
+        return words[0].keys() == words[1].keys() and all(
+            _same(v, words[1][k]) for k, v in words[0].items()
+        )
     return a == b
 
 
@@ -113,8 +123,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, by dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in BRACES:
             found |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
+            found[f"{prefix}{key}"] = value
     return found

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.data.corpus import Corpus
+from parallel3d.data.corpora.blend import Blend
+from parallel3d.data.corpora.split import Corpus
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
 
 
-def check_same_text(corpus: Corpus, world: Group, device: torch.device) -> None:
+def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) -> None:
     """Raises UserError, on every rank alike, if two ranks have other tokens; collective.
 
     A file that grows while the ranks start, or copies of it on the hosts' own disks.
     """
-    tokens = len(corpus.train) + len(corpus.valid)
-    mine = [corpus.fingerprint, tokens, len(corpus.train), socket.gethostname()]
+    tokens = corpus.train_tokens + corpus.valid_tokens
+    mine = [corpus.fingerprint, tokens, corpus.train_tokens, socket.gethostname()]
     said = all_gather_json(mine, world.handle, device)
     texts = [tuple(word[:3]) for word in said]
     usual, _ = Counter(texts).most_common(1)[0]

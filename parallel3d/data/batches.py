@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from parallel3d.data.documents import Documents, documents_of
+from parallel3d.data.read_ahead import ReadAhead
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 
@@ -27,12 +29,19 @@ class SampleSource(Protocol):
 
 class MicroBatch(NamedTuple):
     """Tensors of shape (micro batch, seq): tokens and labels int64, loss_mask bool; None on stages
-    that do not read them. samples: (micro batch,) int64, their numbers in the run."""
+    that do not read them. samples: (micro batch,) int64, their numbers in the run. documents: on
+    every stage, or None where a sample is one document."""
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
     loss_mask: torch.Tensor | None
     samples: torch.Tensor
+    documents: Documents | None = None
+
+    @property
+    def starts(self) -> torch.Tensor | None:
+        """(micro batch, seq) int32: where each token's document begins."""
+        return None if self.documents is None else self.documents.starts
 
 
 class Batches:
@@ -41,7 +50,8 @@ class Batches:
     A step trains on the next global batch of samples, from `first` on, whatever dp and
     micro_batch_size are; rank d has a contiguous share of them, its micro-batches in order.
 
-    With `reads` false (stages between the ends) micro-batches hold the samples' numbers alone.
+    With `reads` false (stages between the ends) micro-batches hold the samples' numbers alone, and
+    with `document_mask` their documents.
     """
 
     def __init__(
@@ -52,12 +62,20 @@ class Batches:
         dp_rank: int,
         device: torch.device | str,
         reads: bool = True,
+        document_mask: bool = False,
+        stride: int = 0,
     ) -> None:
-        self._source, self._reads = source, reads
+        """`stride` > 0: the samples of a step of all ranks; a thread reads those of the next steps,
+        so `source` must not change when it is read."""
+        self._source, self._reads, self._document_mask = source, reads, document_mask
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
         self._device = torch.device(device)
+        self._ahead: ReadAhead | None = None
+        if stride and (reads or document_mask):
+            share = num_microbatches * micro_batch_size
+            self._ahead = ReadAhead(source, dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
         """The samples of micro-batch `m` of the global batch that begins at sample `first`.
@@ -72,10 +90,16 @@ class Batches:
 
     def micro_batch(self, first: int, m: int) -> MicroBatch:
         """Micro-batch `m` of the global batch from sample `first` on, on the device."""
-        numbers = self._moved(torch.tensor(self.indices(first, m), dtype=torch.int64))
-        if not self._reads:
+        indices = self.indices(first, m)
+        numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
+        if not (self._reads or self._document_mask):
             return MicroBatch(None, None, None, numbers)
-        samples = [self._source.sample(i) for i in self.indices(first, m)]
+        samples = [self._sample(first, i) for i in indices]
+        documents = None
+        if self._document_mask:
+            documents = documents_of(samples, indices, self._device)
+        if not self._reads:
+            return MicroBatch(None, None, None, numbers, documents)
         tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
         mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
         return MicroBatch(
@@ -83,6 +107,7 @@ class Batches:
             self._moved(tokens[:, 1:].contiguous()),
             self._moved(mask),
             numbers,
+            documents,
         )
 
     def token_count(self, first: int) -> int:
@@ -90,10 +115,16 @@ class Batches:
         if not getattr(self._source, "masks", True):
             return self._num_microbatches * self._micro_batch_size * self._source.seq_length
         return sum(
-            int(np.count_nonzero(self._source.sample(i).loss_mask))
+            int(np.count_nonzero(self._sample(first, i, keep=True).loss_mask))
             for m in range(self._num_microbatches)
             for i in self.indices(first, m)
         )
+
+    def _sample(self, first: int, i: int, keep: bool = False) -> Sample:
+        if self._ahead is None:
+            return self._source.sample(i)
+        self._ahead.step(first)
+        return self._ahead.sample(i, keep)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return accelerator.moved(tensor, self._device)

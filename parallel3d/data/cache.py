@@ -19,13 +19,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
-from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
@@ -57,15 +57,20 @@ def default_folder() -> Path:
     return Path(base) / "parallel3d"
 
 
-def cache_key(documents: Sequence[Document], tokenizer: ByteTokenizer) -> str:
+def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
     """Name of the cache of these files as they are: any change of name, size or time is another.
 
     Absolute paths count, since images with normalised times hold other text under the same names,
     and so do inodes and the times that a copy cannot set.
     """
-    listing = [_VERSION, tokenizer.name]
+    listing = [_VERSION, tokenizer.digest]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
-    return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+    return digest_of(listing)
+
+
+def digest_of(facts: list[Any]) -> str:
+    """A name for what is made of `facts`, which JSON can spell."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def token_count(documents: Sequence[Document]) -> int:
@@ -73,22 +78,27 @@ def token_count(documents: Sequence[Document]) -> int:
     return sum(d.size for d in documents) + len(documents)
 
 
-def check_folder(folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:
+def check_folder(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
     """Raises UserError if there is no cache yet and `folder` cannot take one. Writes nothing."""
-    existing = folder
+    end = "tokens" if isinstance(tokenizer, ByteTokenizer) else "bin"
+    check_room_for(folder / f"{cache_key(documents, tokenizer)}.{end}")
+
+
+def check_room_for(path: Path) -> None:
+    """Raises UserError if there is no file of ours at `path`, and its folder cannot take one."""
+    existing = folder = path.parent
     while not os.path.lexists(existing):
         existing = existing.parent
-    path = _token_file(folder, documents, tokenizer)
     try:
         if not existing.is_dir():
-            raise _unusable(folder, f"{existing} is not a folder")
-        _check_owner(folder)
-        if os.path.isfile(path) and _is_trusted(path.lstat(), folder):
+            raise unusable(folder, f"{existing} is not a folder")
+        check_owner(folder)
+        if os.path.isfile(path) and is_trusted(path.lstat(), folder):
             return
     except OSError as error:
-        raise _unusable(folder, error.strerror or str(error)) from error
+        raise unusable(folder, error.strerror or str(error)) from error
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unusable(folder, f"{existing} is not writable")
+        raise unusable(folder, f"{existing} is not writable")
 
 
 def cached_tokens(
@@ -100,10 +110,10 @@ def cached_tokens(
     takes a sentence when there is something to wait for. Raises UserError if the folder or a
     document cannot be used.
     """
-    path = _token_file(folder, documents, tokenizer)
+    path = folder / f"{cache_key(documents, tokenizer)}.tokens"
     count = token_count(documents)
     try:
-        _check_owner(folder)
+        check_owner(folder)
         cached = _load(path, count, report)
         if cached is None:
             # Private: the text may be. A folder that is already there is the user's own choice.
@@ -116,17 +126,13 @@ def cached_tokens(
                     _build(path, documents, tokenizer, report)
                     cached = _load(path, count, report)
     except OSError as error:
-        raise _unusable(folder, error.strerror or str(error)) from error
+        raise unusable(folder, error.strerror or str(error)) from error
     if cached is None:
-        raise _unusable(folder, "what was written there reads back damaged")
+        raise unusable(folder, "what was written there reads back damaged")
     return cached
 
 
-def _token_file(folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer) -> Path:
-    return folder / f"{cache_key(documents, tokenizer)}.tokens"
-
-
-def _unusable(folder: Path, reason: str) -> UserError:
+def unusable(folder: Path, reason: str) -> UserError:
     other = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
     example = "" if other == folder else f", such as data.cache_dir={other}"
     return UserError(
@@ -135,17 +141,17 @@ def _unusable(folder: Path, reason: str) -> UserError:
     )
 
 
-def _check_owner(folder: Path) -> None:
+def check_owner(folder: Path) -> None:
     """Raises UserError if the folder is there and another user's, who could put any text in it."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
     if status.st_uid != 0 and not is_ours(status, folder):
-        raise _unusable(folder, f"it belongs to another user (uid {status.st_uid})")
+        raise unusable(folder, f"it belongs to another user (uid {status.st_uid})")
 
 
-def _is_trusted(status: os.stat_result, folder: Path) -> bool:
+def is_trusted(status: os.stat_result, folder: Path) -> bool:
     """Whether a file in `folder` is this user's or root's, and nobody else can write into it."""
     ours = status.st_uid == 0 or is_ours(status, folder)
     return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)
@@ -158,7 +164,7 @@ def _load(path: Path, count: int, report: Report) -> Cached | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     digest, problem = None, "is damaged"
-    if not _is_trusted(os.fstat(file.fileno()), path.parent):
+    if not is_trusted(os.fstat(file.fileno()), path.parent):
         problem = "is not taken: others than you may write it"
     else:
         digest = _verify(file, count)
@@ -228,7 +234,7 @@ def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokeniz
     end = np.array([tokenizer.eot], dtype="<u2")
     file.write(bytes(_TOKENS_AT))
     for document in documents:
-        for text in _pieces(document):
+        for text in pieces(document):
             tokens = end if text is None else tokenizer.encode(text)
             count += tokens.size
             view = memoryview(tokens).cast("B")
@@ -260,7 +266,7 @@ def _opened(path: str) -> Iterator[FileIO]:
             file.close()
 
 
-def _pieces(document: Document) -> Iterator[bytes | None]:
+def pieces(document: Document) -> Iterator[bytes | None]:
     """The document's bytes piece by piece, then None for its end. Raises UserError."""
     try:
         with _opened(document.path) as file:

@@ -1,18 +1,23 @@
-"""The packed text of a run: one stream of tokens, split by position: training, then held out."""
+"""The text of a run, opened: a stream of tokens, or several, to train on and held out."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parallel3d.config.fields import show
 from parallel3d.data import cache
+from parallel3d.data.chat.corpus import TOKEN, find_chat, open_chat
+from parallel3d.data.corpora.blend import Blend, check_epochs, open_blend, part_name
+from parallel3d.data.corpora.paired import open_pair, remote_of
+from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
+from parallel3d.data.packing.planned import check_lengths, check_pieces, with_plans
 from parallel3d.data.sources import Document, find_documents, origin
-from parallel3d.data.tokenizer import ByteTokenizer
-from parallel3d.data.tokens import Tokens
+from parallel3d.data.text.packed import cached_pair
+from parallel3d.data.tokenizer import BYTE, ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -21,53 +26,124 @@ if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can d
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Packed documents, each followed by `eot`; `train` and `valid` are disjoint, in that order.
-
-    Both are parts of the cache on the disk. `fingerprint` is a digest of the stream of tokens:
-    equal for equal text in equal order, on any machine and whatever the files' times are.
-    """
-
-    train: Tokens
-    valid: Tokens
-    fingerprint: str
-    vocab_size: int
-    eot: int
-
-
 def open_corpus(
     data: DataConfig,
     seq_length: int,
     cache_dir: str | os.PathLike[str] | None = None,
     report: cache.Report = _log.info,
-) -> Corpus:
-    """The corpus that `data` describes; its token cache is built if it is not there yet.
+    vocab_size: int | None = None,
+) -> Corpus | Blend:
+    """The text that `data` describes; its token cache and its packs are made if they are not there.
 
-    The last `data.valid_fraction` of the tokens, and at least one sample of `seq_length` + 1, is
-    held out. `cache_dir` wins over `data.cache_dir`, which wins over the user's cache folder.
-    `report` takes a sentence when there is something to wait for. Raises UserError.
+    The last `data.valid_fraction` of the tokens of each text, and at least one sample of
+    `seq_length` + 1, is held out. `cache_dir` wins over `data.cache_dir`, which wins over the
+    user's cache folder. `report` takes a sentence when there is something to wait for.
+    `vocab_size`: the model's, which no token of a pair may reach. Raises UserError.
     """
-    tokenizer = ByteTokenizer()
-    documents = find_documents(data)
-    held_out = _held_out(data, seq_length, documents)
     folder = _folder(data, cache_dir)
-    tokens, digest = cache.cached_tokens(folder, documents, tokenizer, report)
-    split = len(tokens) - held_out
+    if data.name == "blend":
+        blend = open_blend(data, seq_length, folder, vocab_size)
+        if data.packing == "concat":
+            return blend
+        return blend.packed(
+            lambda one: with_plans(one, data, seq_length, folder, part_name(one.name), report)
+        )
+    if data.name == "corpus":
+        corpus = _open_one(data, seq_length, folder, vocab_size)
+    elif data.name == "chat":
+        corpus = open_chat(data, folder, report)
+    else:
+        corpus = _open_text(data, seq_length, folder, report)
+    if data.packing == "concat":
+        return corpus
+    return with_plans(corpus, data, seq_length, folder, origin(data), report)
+
+
+def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None) -> Corpus:
+    remote = remote_of([data.path], folder, data.block_cache_gb)
+    return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
+
+
+def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Report) -> Corpus:
+    tokenizer = open_tokenizer(data.tokenizer or BYTE)
+    documents = find_documents(data)
+    if isinstance(tokenizer, ByteTokenizer):
+        _held_out(data, seq_length, documents, cache.token_count(documents))
+        tokens, digest = cache.cached_tokens(folder, documents, tokenizer, report)
+    else:
+        tokens, digest = cached_pair(folder, documents, tokenizer, report)
+    split = len(tokens) - _held_out(data, seq_length, documents, len(tokens))
     parts = tokens.part(0, split), tokens.part(split, len(tokens))
-    return Corpus(*parts, digest, tokenizer.vocab_size, tokenizer.eot)
+    facts = tokenizer.vocab_size, tokenizer.eot, tokenizer.digest
+    return Corpus(*parts, digest, *facts, data.tokenizer or BYTE)
 
 
 def check_data(
-    data: DataConfig, seq_length: int, cache_dir: str | os.PathLike[str] | None = None
-) -> None:
-    """Raises the UserError that `open_corpus` would, as far as names, sizes and rights can tell.
+    data: DataConfig,
+    seq_length: int,
+    cache_dir: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+    samples: int = 0,
+) -> list[str]:
+    """Raises the UserError that `open_corpus` would, as far as names, sizes and rights can tell,
+    and for a tokenizer that a model of `vocab_size` tokens cannot take. Returns sentences about
+    parts of a blend that a run of `samples` would read often.
 
-    Opens no file, writes nothing and imports no torch: for the launcher, before workers start.
+    Opens no file of text, writes nothing and imports no torch: for the launcher, before workers
+    start. How many tokens a text makes is known of bytes and pairs alone.
     """
+    if data.name in ("corpus", "blend"):
+        return _check_pairs(data, seq_length, cache_dir, vocab_size, samples)
+    if data.name == "chat":
+        chat = find_chat(data)
+        check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
+        cache.check_room_for(_folder(data, cache_dir) / f"{chat.key}.json")
+        return []
+    tokenizer = open_tokenizer(data.tokenizer or BYTE)
+    if vocab_size is not None:
+        check_vocabulary(tokenizer.vocab_size, vocab_size, data.tokenizer)
     documents = find_documents(data)
-    _held_out(data, seq_length, documents)
-    cache.check_folder(_folder(data, cache_dir), documents, ByteTokenizer())
+    if isinstance(tokenizer, ByteTokenizer):
+        _held_out(data, seq_length, documents, cache.token_count(documents))
+        if data.packing != "concat" and not data.cut_documents:
+            lengths = [d.size + 1 for d in documents]
+            check_lengths(lengths, seq_length, origin(data), data.packing)
+    cache.check_folder(_folder(data, cache_dir), documents, tokenizer)
+    return []
+
+
+def _check_pairs(
+    data: DataConfig,
+    seq_length: int,
+    cache_dir: str | os.PathLike[str] | None,
+    vocab_size: int | None,
+    samples: int,
+) -> list[str]:
+    folder = _folder(data, cache_dir)
+    if data.name == "corpus":
+        corpus = _open_one(data, seq_length, folder, vocab_size)
+        corpora: Sequence[Corpus] = [corpus]
+        names = [origin(data)]
+    else:
+        corpus = open_blend(data, seq_length, folder, vocab_size)
+        corpora, names = corpus.corpora, [part_name(one.name) for one in corpus.corpora]
+    epochs = [(len(one.train) - 1) // seq_length for one in corpora]
+    if data.packing != "concat":
+        for k, (one, name) in enumerate(zip(corpora, names, strict=True)):
+            check_pieces(one, data, seq_length, folder, name)
+            epochs[k] = max(1, len(one.train) // (seq_length + 1))
+    if isinstance(corpus, Blend):
+        return check_epochs(corpus, epochs, samples, data.most_epochs)
+    return []
+
+
+def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
+    """Raises UserError if tokens 0 … `needed` - 1, of the tokenizer `name`, are not the model's."""
+    if needed > vocab_size:
+        raise UserError(
+            f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
+            f"data.tokenizer={show(name)}; the nearest is model.vocab_size={needed}"
+        )
 
 
 def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -75,22 +151,20 @@ def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
     return cache.default_folder() if given is None else Path(os.path.expanduser(given)).absolute()
 
 
-def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document]) -> int:
+def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], tokens: int) -> int:
     """Tokens of the held-out split. Raises UserError if either split is too short for a sample."""
-    tokens = cache.token_count(documents)
-    share = int(tokens * data.valid_fraction)
-    sample = seq_length + 1
-    if tokens - max(share, sample) >= sample:
-        return max(share, sample)
-    # What the held-out split leaves must fit a sample, and so must the held-out split itself.
-    longest = min(tokens // 2, tokens - share) - 1
-    there = tokens - len(documents)  # bytes: the rest are end-of-text tokens
+    held_out = held_out_tokens(tokens, data.valid_fraction, seq_length)
+    if held_out is not None:
+        return held_out
+    longest, sample = longest_sample(tokens, data.valid_fraction), seq_length + 1
+    there = tokens - len(documents)  # the rest are end-of-text tokens
+    unit = "bytes" if data.reads_bytes else "tokens"
     fits = (
         f"the longest model.seq_length that fits is {longest}"
         if longest >= 1
         else "no model.seq_length fits"
     )
     raise UserError(
-        f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} bytes, one "
-        f"sample to train on and one held out need {2 * sample - len(documents)}, {fits}"
+        f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} {unit}, "
+        f"one sample to train on and one held out need {2 * sample - len(documents)}, {fits}"
     )

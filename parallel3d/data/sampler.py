@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +14,39 @@ from parallel3d.data.tokens import Tokens
 
 _ROUNDS = 8
 
+# First and last + 1 of a piece of a stream → the tokens in it at which a document begins.
+Starts = Callable[[int, int], npt.NDArray[np.int64]]
+
 
 class Sample(NamedTuple):
-    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,)."""
+    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
+
+    starts[p], int32 (seq,), is the position at which the document of input p begins in the sample;
+    None: the sample is one document.
+    """
 
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int32] | None = None
+
+
+class Order:
+    """Each of `count` things once an epoch, epoch after epoch, in an order for each of them."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
+        """`shuffle` false: in their own order. `name`: of what shares a seed with others."""
+        self.count, self._seed, self._shuffle = count, seed, shuffle
+        self._name = f":{name}" if name else ""
+
+    def at(self, i: int) -> int:
+        """The thing at place `i` >= 0 of the endless row."""
+        if i < 0:
+            raise IndexError(f"sample {i}: samples count from 0")
+        epoch, place = divmod(i, self.count)
+        if not self._shuffle:
+            return place
+        message = f"{self._seed}:{epoch}{self._name}".encode()
+        return permuted(place, self.count, hashlib.blake2b(message, digest_size=32).digest())
 
 
 class Sampler:
@@ -37,17 +65,22 @@ class Sampler:
         shuffle: bool,
         eot: int,
         eod_mask_loss: bool,
+        document_mask: bool = False,
+        starts: Starts | None = None,
+        name: str = "",
     ) -> None:
-        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch."""
+        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch;
+        `document_mask`: samples say where their documents begin, which `starts` knows, else behind
+        each `eot`; `name` of a part of a blend: it has an order of its own."""
         self.seq_length = seq_length
         self.windows = (len(tokens) - 1) // seq_length
         if self.windows < 1:
             raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
         self._tokens = tokens
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = Order(self.windows, seed, shuffle, name)
         self._eot = eot
         self._eod_mask_loss = eod_mask_loss
+        self._document_mask, self._starts = document_mask, starts
 
     @property
     def masks(self) -> bool:
@@ -56,22 +89,37 @@ class Sampler:
 
     def window(self, i: int) -> int:
         """The window that is sample `i` >= 0; each window comes once in an epoch."""
-        if i < 0:
-            raise IndexError(f"sample {i}: samples count from 0")
-        epoch, place = divmod(i, self.windows)
-        if not self._shuffle:
-            return place
-        key = hashlib.blake2b(f"{self._seed}:{epoch}".encode(), digest_size=32).digest()
-        return permuted(place, self.windows, key)
+        return self._order.at(i)
+
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        start = self.window(i) * self.seq_length
+        if isinstance(self._tokens, Tokens):
+            self._tokens.will_read(start, start + self.seq_length + 1)
 
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
+        starts = None
+        if self._document_mask:
+            if self._starts is None:
+                begins = np.flatnonzero(tokens[:-2] == self._eot) + 1
+            else:
+                begins = self._starts(start, start + self.seq_length) - start
+            starts = document_starts(begins, self.seq_length)
         if self._eod_mask_loss:
             # The label of an end-of-text is the first token of another document: nothing tells it.
-            return Sample(tokens, tokens[:-1] != self._eot)
-        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_))
+            return Sample(tokens, tokens[:-1] != self._eot, starts)
+        return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_), starts)
+
+
+def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:
+    """`Sample.starts` of a sample in which documents begin at 0 and at `begins`, each below
+    `seq_length`, in any order."""
+    starts = np.zeros(seq_length, dtype=np.int32)
+    starts[begins] = begins
+    return np.maximum.accumulate(starts)
 
 
 def permuted(x: int, n: int, key: bytes) -> int:

@@ -3,48 +3,121 @@
 from __future__ import annotations
 
 import os
-from typing import BinaryIO
+from copy import copy
+from io import IOBase
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from parallel3d.errors import UserError
+
 _TYPE = np.dtype("<u2")
 
 
+class Elsewhere(Protocol):
+    """A file that is not on this host's disks."""
+
+    name: str
+    size: int
+
+    def pread(self, size: int, at: int) -> bytes:
+        """Up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
+        ...
+
+    def will_read(self, size: int, at: int) -> None:
+        """Begins to fetch these bytes, without waiting for them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+File = BinaryIO | Elsewhere
+
+
+def pread(file: File, size: int, at: int) -> bytes:
+    """Up to `size` bytes of a file from byte `at` on."""
+    here = isinstance(file, IOBase)
+    return os.pread(file.fileno(), size, at) if here else file.pread(size, at)
+
+
+def size_of(file: File) -> int:
+    """Bytes of a file, now."""
+    return os.fstat(file.fileno()).st_size if isinstance(file, IOBase) else file.size
+
+
 class Tokens:
-    """A part of a file as one read-only array of uint16 that is never all in memory.
+    """A part of a file as one read-only array of integers that is never all in memory.
 
     By reading, not by a map: where the file is cut short or a sector is bad, a map ends the process
     by SIGBUS, without a word. A slice (of step 1) is an array, and what `part` gives is `Tokens`.
     """
 
-    dtype = _TYPE
-
-    def __init__(self, file: BinaryIO, first: int, count: int) -> None:
+    def __init__(self, file: File, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
         """Tokens from byte `first` of the open `file` on, which stays open as long as they live."""
         self._file, self._first, self._count = file, first, count
+        self.dtype = dtype
+        self._limit, self._named = 0, ""
 
     def part(self, begin: int, end: int) -> Tokens:
         """Tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
         if not 0 <= begin <= end <= self._count:
             raise IndexError(f"tokens {begin} to {end} of {self._count}")
-        return Tokens(self._file, self._first + begin * _TYPE.itemsize, end - begin)
+        part = copy(self)
+        part._first, part._count = self._first + begin * self.dtype.itemsize, end - begin
+        return part
+
+    def below(self, limit: int, named: str) -> Tokens:
+        """The same, but that reading a token of `limit` or more, or a negative one, is a UserError
+        about what is `named` so."""
+        bounded = copy(self)
+        if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
+            bounded._limit, bounded._named = limit, named
+        return bounded
+
+    def will_read(self, begin: int, end: int) -> None:
+        """Has the system fetch a slice from its disk, without waiting for it."""
+        at, size = self._first + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
+        if isinstance(self._file, IOBase):
+            os.posix_fadvise(self._file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
+        else:
+            self._file.will_read(size, at)
+
+    def file_size(self) -> int:
+        """Bytes of the whole file, now."""
+        return size_of(self._file)
+
+    def close(self) -> None:
+        self._file.close()
 
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, piece: slice) -> npt.NDArray[np.uint16]:
+    def __getitem__(self, piece: slice) -> npt.NDArray[np.integer]:
         """The tokens of a slice, shape (their number,). Raises OSError if the file has not all."""
         begin, end, _ = piece.indices(self._count)
-        size = max(0, end - begin) * _TYPE.itemsize
-        content = bytearray()
+        size = max(0, end - begin) * self.dtype.itemsize
+        content = b""
         while len(content) < size:
-            at = self._first + begin * _TYPE.itemsize + len(content)
-            read = os.pread(self._file.fileno(), size - len(content), at)
+            at = self._first + begin * self.dtype.itemsize + len(content)
+            read = pread(self._file, size - len(content), at)
             if not read:
                 raise OSError(f"{self._file.name} was cut short while it was in use")
-            content += read
-        return np.frombuffer(bytes(content), dtype=_TYPE)
+            content = content + read if content else read
+        tokens = np.frombuffer(content, dtype=self.dtype)
+        if self._limit and tokens.size:
+            self._check(tokens, begin)
+        return tokens
+
+    def _check(self, tokens: npt.NDArray[np.integer], begin: int) -> None:
+        if int(tokens.max()) < self._limit and (self.dtype.kind == "u" or int(tokens.min()) >= 0):
+            return
+        at = int(np.flatnonzero((tokens < 0) | (tokens >= self._limit))[0])
+        place = self._first // self.dtype.itemsize + begin + at
+        raise UserError(
+            f"{self._named} holds the token {int(tokens[at])} (at {place:,}), and must hold tokens "
+            f"below model.vocab_size={self._limit}: give the tokenizer's own model, or another text"
+        )
 
     def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray:
-        return self[:].astype(dtype or _TYPE, copy=False)
+        return self[:].astype(dtype or self.dtype, copy=False)

@@ -163,18 +163,19 @@ class Recorder:
         if self._wandb is not None:
             self._wandb.step(record)
 
-    def evaluation(self, step: int, eval_loss: float) -> None:
-        """Record the held-out loss (nats per token) after `step` steps."""
+    def evaluation(self, step: int, eval_loss: float, of_parts: Mapping[str, float] = {}) -> None:
+        """Record the held-out loss (nats per token) after `step` steps, and a blend's parts'."""
         self._evaluations.append(Evaluation(step, eval_loss))
-        self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens})
-        bits = report.bits_per_byte(eval_loss, self._config.data.tokenizer)
-        width = len(str(self._config.train.steps))
-        text = f"eval {step:{width}d}/{self._config.train.steps}  held-out loss {eval_loss:.4f}"
-        self._progress.note(
-            text + (f" · {bits:.3f} bits per byte" if bits is not None else ""), style="bold cyan"
-        )
+        parts = {"eval_losses": finite(of_parts)} if of_parts else {}
+        self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
+        words = report.evaluation_words(self._config, step, eval_loss, of_parts)
+        self._progress.note(words, style="bold cyan")
         if self._wandb is not None:
-            self._wandb.evaluation(step, eval_loss, self._tokens)
+            self._wandb.evaluation(step, eval_loss, self._tokens, of_parts)
+
+    def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
+        """Record the tokens and epochs that were read, after `step` steps, of each of its parts."""
+        self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
     def waiting(self) -> tuple[str, ...]:
         """Flushes metrics.jsonl to the disk; what that does not take a checkpoint must carry.
@@ -275,7 +276,7 @@ class Recorder:
             "loss": last.loss if last else None,
             "grad_norm": last.grad_norm if last else None,
             "skipped_steps": self._skipped,
-            **held_out(self._evaluations, config.data.tokenizer),
+            **held_out(self._evaluations, config.data.reads_bytes),
             "tokens_per_s": self._throughput.summary(),
             "mfu": mfu_with_terms(
                 self._throughput.mean, self._flops_per_token, self._peak, self._world_size

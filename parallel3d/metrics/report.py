@@ -19,6 +19,8 @@ from parallel3d.metrics.progress import MAX_WIDTH, say
 from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si, three_digits
 from parallel3d.sizes.flops import parameter_count
 
+MOST_PARTS = 4  # of a blend, in the line of an evaluation; metrics.jsonl has all
+
 CHART_HEIGHT = 5
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
@@ -181,6 +183,19 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
     console.print(Panel(content, title=heading, title_align="left", **look))
 
 
-def bits_per_byte(eval_loss: float | None, tokenizer: str) -> float | None:
+def evaluation_words(
+    config: Config, step: int, eval_loss: float, of_parts: Mapping[str, float]
+) -> str:
+    """The line of an evaluation, of a blend with some of its parts."""
+    bits = bits_per_byte(eval_loss, config.data.reads_bytes)
+    width = len(str(config.train.steps))
+    text = f"eval {step:{width}d}/{config.train.steps}  held-out loss {eval_loss:.4f}"
+    text += f" · {bits:.3f} bits per byte" if bits is not None else ""
+    shown = [f"{name} {loss:.4f}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
+    more = [f"{len(of_parts) - MOST_PARTS} more"] if len(of_parts) > MOST_PARTS else []
+    return " · ".join([text, *shown, *more])
+
+
+def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
     """A loss in nats per token as bits per byte: only where a token is a byte."""
-    return eval_loss / math.log(2) if tokenizer == "byte" and eval_loss is not None else None
+    return eval_loss / math.log(2) if reads_bytes and eval_loss is not None else None

@@ -35,7 +35,7 @@ def mfu_with_terms(
     }
 
 
-def held_out(evaluations: Sequence[Evaluation], tokenizer: str) -> dict[str, float | None]:
+def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, float | None]:
     """The last held-out loss and the best one, in nats per token, and their steps."""
     last = evaluations[-1] if evaluations else None
     best, loss = best_evaluation(evaluations), last.loss if last else None
@@ -44,7 +44,7 @@ def held_out(evaluations: Sequence[Evaluation], tokenizer: str) -> dict[str, flo
         "eval_step": last.step if last else None,
         "best_eval_loss": best.loss if best else None,
         "best_eval_step": best.step if best else None,
-        "bits_per_byte": bits_per_byte(loss, tokenizer),
+        "bits_per_byte": bits_per_byte(loss, reads_bytes),
     }
 
 

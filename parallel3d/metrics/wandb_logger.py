@@ -105,9 +105,12 @@ class WandbLogger:
         """Log a training step, unless W&B has it from an earlier session."""
         self._step(record.row())
 
-    def evaluation(self, step: int, eval_loss: float, tokens: int) -> None:
-        """Log a held-out loss, unless W&B has it from an earlier session."""
+    def evaluation(
+        self, step: int, eval_loss: float, tokens: int, of_parts: Mapping[str, float]
+    ) -> None:
+        """Log held-out losses, unless W&B has them from an earlier session."""
         row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
+        row |= {f"eval/loss of {name}": loss for name, loss in of_parts.items()}
         self._log(Row(step, evaluation=True), row)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
@@ -175,7 +178,9 @@ class WandbLogger:
             self._last = max(there, self._last or there)
         for line in chain((first,), rows):
             if "eval_loss" in line:
-                self.evaluation(line["step"], value(line, "eval_loss"), line["tokens"])
+                parts = line.get("eval_losses", {})
+                of_parts = {name: value(parts, name) for name in parts if name != "nonfinite"}
+                self.evaluation(line["step"], value(line, "eval_loss"), line["tokens"], of_parts)
             else:
                 restored = {key: value(line, key) for key in line.get("nonfinite", ())}
                 self._step({key: line[key] for key in line if key != "nonfinite"} | restored)

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ops import Rotary, split_heads_rotary
 
@@ -21,6 +23,7 @@ def causal_attention(
     rotary: Rotary | None,
     dropout: Dropout | None = None,
     samples: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -31,6 +34,7 @@ def causal_attention(
         rotary: cos and sin to rotate q and k with; None: they stay as they are.
         dropout: of the probabilities, where there are `samples`. They are then written out, s × s
             for each head, which PyTorch's kernel avoids: slower, and more memory.
+        documents: a token reads its own alone; None: a sample is one.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -44,10 +48,12 @@ def causal_attention(
         k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
-    if plain:
+    if not plain:
+        y = dropout(_probabilities(q, k, documents), samples).to(v.dtype) @ v
+    elif documents is None:
         y = attend(q, k, v, is_causal=True)
     else:
-        y = dropout(_probabilities(q, k), samples).to(v.dtype) @ v
+        y = attend_within(q, k, v, documents)
     return y.to(qkv.dtype).transpose(1, 2).flatten(2)
 
 
@@ -82,10 +88,13 @@ def _is_slow_below_fp32(q: Tensor) -> bool:
     return narrow and q.device.type == "cpu" and q.shape[-1] < 64 and q.shape[-2] < 1024
 
 
-def _probabilities(q: Tensor, k: Tensor) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:
     """Causal softmax(q·kᵀ / sqrt(head_dim)), (b, heads, s, s), in fp32 or better."""
     scores = q @ k.transpose(-2, -1)
     scores = scores.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
     length = q.shape[-2]
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1)
+    unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    if documents is not None:
+        place = torch.arange(length, dtype=torch.int32, device=q.device)
+        unseen = unseen | (place < documents.starts[:, None, :, None])
+    return scores.masked_fill(unseen, -torch.inf).softmax(-1)

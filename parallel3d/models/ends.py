@@ -9,7 +9,7 @@ from parallel3d.models.context import BuildContext
 from parallel3d.models.layers import Norm
 from parallel3d.parameters.pieces import WORD_TABLE, ParameterSpec, Piece
 from parallel3d.tensor_parallel.cross_entropy import Objective
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, word_table
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, look_up, word_table
 from parallel3d.tensor_parallel.head_loss import HeadLoss
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
@@ -31,11 +31,20 @@ class Embedding(nn.Module):
             self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
         self.dropout = ctx.dropout("embedding", model)
 
-    def forward(self, tokens: Tensor, samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, samples: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`positions` (b, s) of the tokens; None: they count from the sample's first."""
         x = self.word(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
-            x = x + self.position[first : first + x.shape[1]]
+            mine = slice(first, first + x.shape[1])
+            if positions is None:
+                x = x + self.position[mine]
+            else:
+                # Under sequence parallelism the gradients of the ranks are added over tp.
+                alike = self.tp.size > 1 and not self.sp
+                x = x + look_up(positions[:, mine], self.position, alike)
         return self.dropout(x, samples)
 
 

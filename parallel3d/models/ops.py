@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) each
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) each
 
 
 def _wide(x: Tensor) -> Tensor:

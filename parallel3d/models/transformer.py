@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
+from parallel3d.data.documents import Documents
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.compilation import keeping_inductor, shared_inductor
 from parallel3d.models.context import BuildContext
@@ -21,6 +22,7 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.models.ends import Embedding, Head
 from parallel3d.models.layers import Norm, output_std, rotary_tables
 from parallel3d.models.mlp import MLP
+from parallel3d.models.ops import Rotary
 from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.schedules.placement import Placement
@@ -72,21 +74,25 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
+        self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
     ) -> Tensor:
-        inner = (self.project(x), rotary, samples)
+        inner = (self.project(x), rotary, samples, documents)
         if self.recompute:
             return self.out(recomputed(self.attend, *inner))
         return self.out(self.attend(*inner))
 
     def attend(
-        self, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
+        self,
+        qkv: Tensor,
+        rotary: Rotary | None,
+        samples: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         """Between the projections: what selective recomputation makes again."""
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         shape = (self.heads, self.kv_heads, self.head_dim)
-        return causal_attention(qkv, *shape, rotary, self.dropout, samples)
+        return causal_attention(qkv, *shape, rotary, self.dropout, samples, documents)
 
     def project(self, x: Tensor) -> Tensor:
         """q, k and v of this rank's heads, side by side.
@@ -116,17 +122,21 @@ class Block(nn.Module):
         self.recompute = ctx.recompute == "full"
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        samples: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Dropout for `samples`, (b,) numbers in the run; None: without it."""
         if self.recompute:
-            return recomputed(self.layer, x, rotary, samples)
-        return self.layer(x, rotary, samples)
+            return recomputed(self.layer, x, rotary, samples, documents)
+        return self.layer(x, rotary, samples, documents)
 
     def layer(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, samples: Tensor | None
+        self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
     ) -> Tensor:
-        attended = self.attention(self.input_norm(x), rotary, samples)
+        attended = self.attention(self.input_norm(x), rotary, samples, documents)
         x = x + self.attention_dropout(attended, samples)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
 
@@ -134,11 +144,12 @@ class Block(nn.Module):
 def _run_blocks(
     blocks: list[Block],
     x: Tensor,
-    rotary: tuple[Tensor, Tensor] | None,
+    rotary: Rotary | None,
     samples: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     for block in blocks:
-        x = block(x, rotary, samples)
+        x = block(x, rotary, samples, documents)
     return x
 
 
@@ -194,6 +205,7 @@ class Stage(nn.Module):
         labels: Tensor,
         loss_mask: Tensor,
         samples: Tensor | None = None,
+        documents: Documents | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Hidden states for the next stage or, on the last, the sum of the unmasked losses.
@@ -202,20 +214,25 @@ class Stage(nn.Module):
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
             tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by the ends alone.
             samples: (b,) numbers of the samples in the run, for dropout.
+            documents: attention and positions are within each; None: a sample is one.
             loss_scale: scalar, the gradient that the sum of the losses will be given in the
                 backward; None: evaluation, without gradients or dropout.
         """
         if loss_scale is None or not self.drops:
             samples = None
-        x = hidden
+        x, rotary, positions = hidden, self.rotary, None
+        if documents is not None:
+            positions = documents.positions()
+            if rotary is not None:
+                rotary = tuple(table[positions] for table in rotary)
         if self.first:
             self.before_use("embedding")
-            x = self.embedding(tokens, samples)
+            x = self.embedding(tokens, samples, positions)
         blocks, names = list(self.layers.values()), list(self.layers)
         for i in range(0, len(blocks), GRAPH_BLOCKS):
             for name in names[i : i + GRAPH_BLOCKS]:
                 self.before_use(f"layers.{name}")
-            x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, self.rotary, samples)
+            x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, rotary, samples, documents)
         if not self.last:
             return x
         self.before_use("head")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +22,15 @@ def register() -> torch.library.Library:
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
     return library
+
+
+def packed() -> dict[Any, Callable[..., Any]]:
+    """What runs flash attention over sequences laid end to end; operators as in ATen."""
+    aten = torch.ops.aten
+    return {
+        aten._flash_attention_forward.default: _packed_forward,
+        aten._flash_attention_backward.default: _packed_backward,
+    }
 
 
 def _attention(
@@ -105,3 +116,71 @@ def _gradients(
         of_keys.unflatten(1, shared).sum(2),
         of_values.unflatten(1, shared).sum(2),
     )
+
+
+def _packed_forward(
+    _: Any, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, __: Tensor, longest: int, *how: Any
+) -> tuple[Tensor, ...]:
+    """(tokens, heads, d) → the same, and the logarithms of the sums (heads, tokens)."""
+    _check_packed(q, edges, longest)
+    out = torch.empty_like(q)
+    sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    for part in _sequences(q, edges):
+        whole = (_as_one(t.data_[part]) for t in (q, k, v))
+        scores, _, values = _scores(*whole, causal=how[-2], scale=1.0 / math.sqrt(q.shape[-1]))
+        out.data_[part] = _from_one(scores.softmax(-1) @ values).to(q.dtype)
+        sums.data_[:, part] = scores.logsumexp(-1)[0]
+    launch(FLASH, [q, k, v, edges], [out, sums], _packed_call(FLASH, q, k, edges, how[-2]))
+    unused = torch.empty(0, device=q.device)
+    return out, sums, unused, unused, unused
+
+
+def _packed_backward(
+    _: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
+    edges: Tensor, __: Tensor, longest: int, ___: int, dropout: float, causal: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_packed(q, edges, longest)
+    grads = [torch.empty_like(t) for t in (q, k, v)]
+    for part in _sequences(q, edges):
+        whole = (_as_one(t.data_[part]) for t in (grad, q, k, v))
+        found = _gradients(*whole, sums.data_[None, :, part], causal, 1.0 / math.sqrt(q.shape[-1]))
+        for to, value in zip(grads, found, strict=True):
+            to.data_[part] = _from_one(value).to(to.dtype)
+    call = _packed_call(FLASH_BACKWARD, q, k, edges, causal)
+    launch(FLASH_BACKWARD, [grad, q, k, v, out, sums, edges], grads, call)
+    return tuple(grads)
+
+
+def _check_packed(q: Tensor, edges: Tensor, longest: int) -> None:
+    """What the kernels demand, raised as they do."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if q.shape[-1] % 8:
+        raise RuntimeError("head_size should be a multiple of 8")
+    if edges.dtype != torch.int32:
+        raise RuntimeError("cu_seqlens_q must have dtype int32")
+    known = edges.data_
+    if not known.is_meta and (int(known[-1]) != len(q) or int(known.diff().max()) != longest):
+        raise RuntimeError("the edges are not those of the tokens")
+
+
+def _sequences(q: Tensor, edges: Tensor) -> Iterator[slice]:
+    if not edges.data_.is_meta:
+        yield from (slice(*ends) for ends in pairwise(edges.data_.tolist()))
+
+
+def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -> tuple:
+    """For whoever counts: queries and keys as sequences of equal length."""
+    count = len(edges) - 1
+    shapes = ((count, t.shape[1], len(t) // count, t.shape[2]) for t in (q, k))
+    alike = [torch.empty(shape, dtype=q.dtype, device="meta") for shape in shapes]
+    return name, alike, {"causal": causal}, None
+
+
+def _as_one(x: Tensor) -> Tensor:
+    """(tokens, heads, d) → (1, heads, tokens, d)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _from_one(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1)

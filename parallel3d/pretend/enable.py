@@ -30,7 +30,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> Machine:
     if hasattr(torch, TYPE):
         return this_machine()
     machine = Machine(data, checks_races)
-    machine.special |= SPECIAL | backend.functional()
+    machine.special |= SPECIAL | backend.functional() | attention.packed()
     _setup_privateuseone_for_python_backend(TYPE, backend_module=PretendedModule(machine))
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
     library = torch.library.Library("_", "IMPL")

@@ -6,7 +6,9 @@ Conventions (each changes the MFU that is printed, so they are written down):
   6 per weight and token. Norms, softmax, activations and the optimizer are not model FLOPs.
 * Attention scores and their product with the values count over the full s × s square, not the
   causal half, as in PaLM (Chowdhery et al. 2022, appendix B), Narayanan et al. 2021 (equation 3)
-  and torchtitan, so that figures can be compared. Causal kernels skip up to half of it.
+  and torchtitan, so that figures can be compared. Causal kernels skip up to half of it, and with
+  document masks whatever lies between documents. It counts all the same: an MFU with masks can
+  be compared between layouts on the same data, not with one without masks.
 * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
 * The output head counts the tokens that exist (`vocab_size`): padded logits are not useful work.
 * Looking up embeddings is no matrix product and counts nothing.

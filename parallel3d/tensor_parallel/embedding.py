@@ -44,6 +44,11 @@ class _Lookup(torch.autograd.Function):
         return None, None, None
 
 
+def look_up(ids: Tensor, weight: Tensor, alike: bool) -> Tensor:
+    """Rows `ids` (b, s) of a table (rows, hidden): (b, s, hidden); see `_Lookup`."""
+    return _Lookup.apply(ids, weight, alike)
+
+
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, in_order: bool) -> None:
     """Adds rows[i] to table[ids[i]].
 

@@ -67,6 +67,7 @@ class Problem:
     loss: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
     batch: int = GLOBAL_BATCH
+    documents: bool = False  # samples are packs of documents that do not see each other
 
     @property
     def tokens(self) -> int:
@@ -77,7 +78,8 @@ class Problem:
         changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
         tied = "tied" if self.tied else "untied"
         words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
-        return f"{words} {changes}".strip()
+        packs = "documents" if self.documents else ""
+        return " ".join(f"{words} {changes} {packs}".split())
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Case:
             config.schedule.layers_per_stage = list(self.layers_per_stage)
         config.ddp.bucket_cap_mb = self.bucket_cap_mb
         config.ddp.overlap = self.overlap
+        config.data.document_mask = problem.documents
         config.train.steps = problem.steps
         config.train.eval_batches = 1
         for name, value in {
@@ -152,14 +155,19 @@ class Case:
 
 
 class UnequalMasks:
-    """Random tokens; samples differ much in how many of theirs count, some have one or none."""
+    """Random tokens; samples differ much in how many of theirs count, some have one or none.
 
-    def __init__(self, vocab_size: int, seq_length: int) -> None:
+    With `documents` they are packs of them (see `_pack`).
+    """
+
+    def __init__(self, vocab_size: int, seq_length: int, documents: bool = False) -> None:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
+        self.documents = documents
 
     def sample(self, i: int) -> Sample:
-        return _sample(self.vocab_size, self.seq_length, i)
+        sample = _sample(self.vocab_size, self.seq_length, i)
+        return _pack(sample, i) if self.documents else sample
 
 
 @functools.cache
@@ -175,6 +183,31 @@ def _sample(vocab_size: int, seq_length: int, i: int) -> Sample:
     else:
         mask = rng.random(seq_length) < rng.choice([0.3, 0.7, 1.0])
     return Sample(tokens, mask)
+
+
+@functools.cache
+def _begins(length: int, i: int) -> tuple[int, ...]:
+    """Where the documents of sample i begin behind its first: by turns several of a single token,
+    one as long as the sample, halves, odd lengths at random, and one for each token."""
+    rng = np.random.default_rng([21, i])
+    some = sorted(rng.choice(np.arange(1, length), size=rng.integers(1, 5), replace=False).tolist())
+    turns = [(1, 2, 3, length - 1), (), (length // 2,), some, some, tuple(range(1, length))]
+    return tuple(turns[i % len(turns)])
+
+
+def _pack(sample: Sample, i: int) -> Sample:
+    """`sample` in documents; in every fifth what is behind the last whole one is padding, which
+    nobody learns from. Of every seventh nothing is said: it is one document."""
+    length = len(sample.loss_mask)
+    if i % 7 == 5:
+        return sample
+    starts = np.zeros(length, dtype=np.int32)
+    for begin in _begins(length, i):
+        starts[begin:] = begin
+    mask = sample.loss_mask.copy()
+    if i % 5 == 0:
+        mask[starts[-1] :] = False
+    return Sample(sample.tokens, mask, starts)
 
 
 def dead_weights(names: Iterable[str], position_embedding: str) -> frozenset[str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config
 from parallel3d.parameters.gather import gather_boxes
 from parallel3d.parameters.pieces import Piece
 from parallel3d.topology.layout import Layout
@@ -65,10 +66,16 @@ def array(weight: Tensor) -> np.ndarray:
     return weight.to(wide, copy=True).numpy()
 
 
+def source_of(problem: Problem, config: Config) -> UnequalMasks:
+    """The samples of a problem."""
+    model = config.model
+    return UnequalMasks(model.vocab_size, model.seq_length, problem.documents)
+
+
 def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
     """A trainer of `case` on this rank, fed by samples with unequal masks."""
     config = case.config(groups.layout)
-    source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+    source = source_of(case.problem, config)
     return Trainer(config, groups, here(), train_source=source, valid_source=source)
 
 
@@ -165,7 +172,7 @@ class References:
         weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
         initial = {name: torch.from_numpy(w) for name, w in weights.items()}
         config = Case(problem).config(Layout(1, 1, 1))
-        source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+        source = source_of(problem, config)
         dtype = DTYPES[problem.precision]
         run = train_reference(config, initial, source, problem.steps, dtype, lrs)
         dead = dead_weights(initial, config.model.position_embedding)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from tests.corpora import pair
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
 from tests.e2e.forked import run_forked
 
@@ -89,6 +90,36 @@ def test_run_goes_on(shell: Shell) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
     kept = {"config.yaml", "config-2.yaml", "config-3.yaml"}
     assert {path.name for path in (runs / "mine").glob("config*")} == kept
+
+
+def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
+    """The samples of a blend of packs do not hang on the layout; its past stays as it was."""
+    a, b, c = (str(pair(shell.cwd / name, seed)) for seed, name in enumerate("abc"))
+    blend = f"data.blend={{{a}:0.7,{b}:0.3}}"
+    data = ("data=blend", blend, "data.packing=best_fit", "data.cut_documents=true")
+    data += (f"data.cache_dir={shell.cwd / 'cache'}", "data.path=null", "train.eval_every=2")
+    whole = train(shell, "run=whole", *data, "dp=1", f"train.steps={STEPS}", ranks=1)
+    assert whole.code == 0, whole
+    assert train(shell, "run=mine", *data, "dp=2", "train.steps=3").code == 0
+    later = f"data.blend_stages={{100000:{{{c}:1}}}}"
+    rest = train(shell, "run=mine", *data, later, "dp=1", f"train.steps={STEPS}", ranks=1)
+    assert rest.code == 0, rest
+    assert f"data.blend_stages None → {{100000: {{'{c}': 1}}}}" in rest.err
+    mine, undisturbed = curve(shell.cwd / "runs" / "mine"), curve(shell.cwd / "runs" / "whole")
+    assert len(mine) == len(undisturbed) == STEPS
+    for ours, theirs in zip(mine, undisturbed, strict=True):
+        assert ours[0] == theirs[0] and ours[3] == theirs[3]
+        assert abs(ours[1] / theirs[1] - 1) < 1e-5 and abs(ours[2] / theirs[2] - 1) < 1e-5
+    lines = (shell.cwd / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert next(set(row["eval_losses"]) for row in rows if "eval_loss" in row) == {a, b}
+    read = [row["parts"] for row in rows if "parts" in row][-1]
+    assert sum(part["tokens"] for part in read.values()) == rows[-1]["tokens"]
+    assert read[c] == {"tokens": 0, "epochs": 0.0} and read[a]["epochs"] > 0
+
+    early = f"data.blend_stages={{16:{{{c}:1}}}}"
+    refused = train(shell, "run=mine", *data, early, "dp=1", "train.steps=7", ranks=1)
+    assert refused.code == 2 and "cannot go on with another blend" in refused.err
 
 
 def test_disk_that_takes_no_more_is_said_and_training_goes_on(shell: Shell) -> None:

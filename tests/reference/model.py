@@ -61,6 +61,37 @@ class Dropping:
 NO_DROPOUT = Dropping(0.0, 0, ())
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What the tokens of a batch see of each other, and where in their documents they stand.
+
+    `unseen[i, q, k]`, a plain square for each sample: query q does not read key k.
+    `positions[i, p]` counts the tokens of p's document before p.
+    """
+
+    unseen: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, starts: Sequence[Sequence[int] | None], length: int) -> Packing:
+        """From the position at which each token's document begins; None: one document."""
+        unseen, positions = [], []
+        for begins in starts:
+            of_token = [0] * length if begins is None else [int(begin) for begin in begins]
+            unseen.append(
+                [
+                    [k > q or of_token[k] != of_token[q] for k in range(length)]
+                    for q in range(length)
+                ]
+            )
+            place = []
+            for p in range(length):
+                same = p > 0 and of_token[p] == of_token[p - 1]
+                place.append(place[-1] + 1 if same else 0)
+            positions.append(place)
+        return cls(torch.tensor(unseen), torch.tensor(positions))
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich 2019)."""
 
@@ -104,11 +135,12 @@ def frequencies(shape: ModelShape, pairs: int) -> list[float]:
     return found
 
 
-def rotate(x: Tensor, shape: ModelShape) -> Tensor:
+def rotate(x: Tensor, shape: ModelShape, positions: Tensor | None = None) -> Tensor:
     """RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the position.
 
     `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where
-    rot is head_dim · rotary_percent rounded down to an even number; the others pass.
+    rot is head_dim · rotary_percent rounded down to an even number; the others pass. `positions`
+    are (batch, sequence); None: 0, 1, 2 …
     """
     head_dim = x.shape[-1]
     pairs = int(head_dim * shape.rotary_percent) // 2
@@ -116,6 +148,8 @@ def rotate(x: Tensor, shape: ModelShape) -> Tensor:
     frequency = torch.tensor(frequencies(shape, pairs), dtype=torch.float64)
     angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency)
     turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
+    if positions is not None:
+        turn = torch.stack([turn[places] for places in positions]).unsqueeze(1)
     turned = torch.complex(turning[..., :pairs], turning[..., pairs:]) * turn
     return torch.cat([turned.real, turned.imag, passing], dim=-1)
 
@@ -144,23 +178,28 @@ class Attention(nn.Module):
         """(batch, sequence, heads·head_dim) to (batch, heads, sequence, head_dim)."""
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: Tensor, drop: Dropping = NO_DROPOUT, name: str = "") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        drop: Dropping = NO_DROPOUT,
+        name: str = "",
+        packing: Packing | None = None,
+    ) -> Tensor:
+        packing = packing or Packing.of([None] * x.shape[0], x.shape[1])
         q = self.split_heads(self.q(x), self.heads)
         k = self.split_heads(self.k(x), self.kv_heads)
         v = self.split_heads(self.v(x), self.kv_heads)
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.shape.position_embedding == "rope":
-            q, k = rotate(q, self.shape), rotate(k, self.shape)
+            q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))
         group = self.heads // self.kv_heads
         # Head by head: query head h looks at key/value head h // group.
         every_head = []
-        length = x.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
         for h in range(self.heads):
             keys = k[:, h // group]
             scores = q[:, h] @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)
-            every_head.append(scores.masked_fill(future, -math.inf).softmax(dim=-1))
+            every_head.append(scores.masked_fill(packing.unseen, -math.inf).softmax(dim=-1))
         weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
         outputs = [weights[:, h] @ v[:, h // group] for h in range(self.heads)]
         return self.out(torch.cat(outputs, dim=-1))
@@ -202,8 +241,8 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(shape)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor, drop: Dropping, name: str) -> Tensor:
-        attended = self.attention(self.input_norm(x), drop, f"{name}.attention")
+    def forward(self, x: Tensor, drop: Dropping, name: str, packing: Packing) -> Tensor:
+        attended = self.attention(self.input_norm(x), drop, f"{name}.attention", packing)
         x = x + drop(attended, f"{name}.attention")
         return x + drop(self.mlp(self.mlp_norm(x)), f"{name}.mlp")
 
@@ -222,13 +261,17 @@ class ReferenceModel(nn.Module):
         if not shape.tie_embeddings:
             self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, drop: Dropping = NO_DROPOUT) -> Tensor:
+    def forward(
+        self, tokens: Tensor, drop: Dropping = NO_DROPOUT, packing: Packing | None = None
+    ) -> Tensor:
+        """`packing` None: a sample is one document."""
+        packing = packing or Packing.of([None] * tokens.shape[0], tokens.shape[1])
         x = self.embedding["word"](tokens)
         if "position" in self.embedding:
-            x = x + self.embedding["position"](torch.arange(tokens.shape[1]))
+            x = x + self.embedding["position"](packing.positions)
         x = drop(x, "embedding")
         for number, layer in enumerate(self.layers):
-            x = layer(x, drop, f"layers.{number}")
+            x = layer(x, drop, f"layers.{number}", packing)
         x = self.final_norm(x)
         if hasattr(self, "head"):
             return self.head(x)

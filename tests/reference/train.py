@@ -13,6 +13,7 @@ from tests.reference.model import (
     NO_DROPOUT,
     Dropping,
     ModelShape,
+    Packing,
     ReferenceModel,
     objective_losses,
     token_losses,
@@ -20,7 +21,10 @@ from tests.reference.model import (
 
 
 class SampleLike(Protocol):
-    """`tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is learned."""
+    """`tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is learned.
+
+    It may have `starts` too, int (seq,): the position at which the document of each begins.
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -86,7 +90,9 @@ def batch_loss(
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
     mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
-    logits, labels = model(tokens[:, :-1], drop), tokens[:, 1:]
+    starts = [getattr(s, "starts", None) for s in samples]
+    packing = Packing.of(starts, tokens.shape[1] - 1)
+    logits, labels = model(tokens[:, :-1], drop, packing), tokens[:, 1:]
     if objective is None:
         losses = token_losses(logits, labels)
     else:

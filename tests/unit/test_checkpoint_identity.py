@@ -52,6 +52,19 @@ def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
         assert said(found) == []
 
 
+def test_weights_of_a_blend_are_said_as_they_were_typed() -> None:
+    old = json.loads(json.dumps(there(Config(data=DataConfig(blend_stages={90: {"a": 1}})))))
+    new = DataConfig(blend={"a": 1}, blend_stages={90: {"a": 1}})
+    (change,) = changes(old, Config(data=new))
+    assert str(change) == "data.blend is None there, now {'a': 1}"
+    new.blend_stages = {90: {"b": 1}}
+    found = changes(old, Config(data=new))
+    assert not refused(found) and [c.key for c in said(found)] == [
+        "data.blend",
+        "data.blend_stages",
+    ]
+
+
 def test_momentum_may_change_but_not_come_or_go() -> None:
     found = changes(
         there(Config(optim=OptimConfig(momentum=0.8))), Config(optim=OptimConfig(momentum=0.9))

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from parallel3d.cli.hydra_words import without_alias
-from parallel3d.commands.checkpoint.command import checkpoint, parse
+from parallel3d.commands.checkpoint.command import VERBS, checkpoint
+from parallel3d.commands.verbs import parse
 from parallel3d.errors import UserError
 
 
@@ -43,11 +44,11 @@ def test_a_wrong_line_is_refused_with_the_nearest(line: str, parts: list[str]) -
 
 def test_words_go_where_they_belong() -> None:
     line = ["from=hf", "run=a", "model.seq_length=64", "optim=sgd", "+foo.bar=1"]
-    given, overrides = parse("import", line)
+    given, overrides = parse("checkpoint import", VERBS["import"], line)
     assert given == {"from": "hf", "run": "a"}
     assert overrides == ["model.seq_length=64", "optim=sgd", "+foo.bar=1"]
-    assert parse("diff", ["x@3", "b=y"])[0] == {"a": "x@3", "b": "y"}
-    assert parse("diff", ["b=y", "x"])[0] == {"a": "x", "b": "y"}
+    assert parse("checkpoint diff", VERBS["diff"], ["x@3", "b=y"])[0] == {"a": "x@3", "b": "y"}
+    assert parse("checkpoint diff", VERBS["diff"], ["b=y", "x"])[0] == {"a": "x", "b": "y"}
 
 
 def test_async_is_another_spelling_of_async_save() -> None:

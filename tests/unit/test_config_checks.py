@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 import subprocess
@@ -43,7 +44,16 @@ TP = "tp=3 must divide"
 GQA = {"model.num_query_groups": 2}
 ROPE = {"model.position_embedding": "rope"}
 
+
 # (changes, world size, what the sentence must hold: key and value, what is allowed, nearest)
+def blend(**weights: Any) -> dict[str, Any]:
+    return {"data.name": "blend", "data.blend": weights}
+
+
+def stages(given: dict[Any, Any]) -> dict[str, Any]:
+    return blend(a=1) | {"data.blend_stages": given}
+
+
 BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     # one key at a time
     ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
@@ -233,6 +243,24 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"model.vocab_size": 256}, None, ["model.vocab_size=256", "data.tokenizer=byte", "=257"]),
     ({"data.name": "text"}, None, ["data=text", "data.path", "null", "data.path=book.txt"]),
     ({"data.path": "a.txt"}, None, ["data.path=a.txt", "data=stdlib", "data=text"]),
+    ({"data.name": "corpus"}, None, ["data=corpus", "data.path", "null", "corpora/web"]),
+    ({"data.name": "blend"}, None, ["data=blend", "data.blend", "null", "corpora/web:0.7"]),
+    (blend(a=0), None, ["data.blend", "a the weight 0", "above 0 or tokens", "leave a out"]),
+    (blend(a=1, b=-2.5), None, ["b the weight -2.5", "above 0 or tokens", "leave b out"]),
+    (blend(a=math.nan), None, ["a the weight nan", "above 0 or tokens", "leave a out"]),
+    (blend(a=math.inf), None, ["a the weight inf", "above 0 or tokens", "leave a out"]),
+    (blend(a=True), None, ["a the weight true", "above 0 or tokens", "leave a out"]),
+    (blend(a="token"), None, ["a the weight token", "above 0 or tokens", "nearest is tokens"]),
+    (blend(a="tokens", b=0.5), None, ["b the weight 0.5", "number of tokens", "is tokens"]),
+    (blend(a=1) | {"data.path": "a"}, None, ["data.path=a", "data=blend", "data.blend={a:1}"]),
+    ({"data.blend": {"a": 1}}, None, ["data.blend={a:1}", "data=stdlib", "data=blend"]),
+    ({"data.blend": 3}, None, ["data.blend=3", "names and values in braces", "data.blend=null"]),
+    (stages({0: {"a": 1}}), None, ["data.blend_stages at 0", "above 0", "nearest is 1"]),
+    (stages({9: 1}), None, ["data.blend_stages at 9 is 1", "weights by prefix", "{9:"]),
+    (stages({9: {"a": 1}, 8: {"a": 1}}), None, ["at 8", "above 9", "nearest is 10"]),
+    (stages({"soon": {"a": 1}}), None, ["at soon", "number of tokens", "nearest is 1"]),
+    (stages({9: {}}), None, ["data.blend_stages at 9 is {}", "weights by prefix", "math:0.5"]),
+    (stages({9: {"a": 0}}), None, ["data.blend_stages at 9", "a the weight 0", "leave a out"]),
     # learning rate
     (
         {"optim.min_lr": 0.1},

@@ -129,7 +129,7 @@ def test_nearest_key(word: str, key: str | None) -> None:
 
 @pytest.mark.parametrize("preset", presets("model"))
 def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: str) -> None:
-    layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4)}
+    layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2)}
     tp, pp = layouts.get(preset, (4, 2))
     checked = check_config(composed(f"model={preset}", f"tp={tp}", f"pp={pp}"), 2 * tp * pp)
     assert (checked.model.name, checked.dp, checked.num_microbatches) == (preset, 2, 2)
@@ -145,7 +145,9 @@ def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
             continue
         if (group, preset) == ("schedule", "file"):
             continue  # without its table there is none
-        extra = ["data.path=a.txt"] if (group, preset) == ("data", "text") else []
+        needs = {name: "data.path=a" for name in ("text", "corpus", "chat")}
+        needs["blend"] = "data.blend={a:1}"
+        extra = [needs[preset]] if group == "data" and preset in needs else []
         checked = check_config(composed(f"{group}={preset}", *extra))
         if group != "experiment":
             assert getattr(checked, group).name == preset

@@ -14,7 +14,7 @@ EOT, SEQ, GLOBAL = 256, 8, 36
 
 def source(eod_mask_loss: bool) -> Sampler:
     tokens = np.random.default_rng(0).integers(240, 257, 4000).astype("<u2")
-    return Sampler(tokens, SEQ, 5, shuffle=True, eot=EOT, eod_mask_loss=eod_mask_loss)
+    return Sampler(tokens, SEQ, 5, True, EOT, eod_mask_loss, document_mask=True)
 
 
 def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
@@ -22,7 +22,7 @@ def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
     count = GLOBAL // (dp * micro)
     ranks = [Batches(source(True), micro, count, d, "cpu") for d in range(dp)]
     parts = [rank.micro_batch(step * GLOBAL, m) for rank in ranks for m in range(count)]
-    return tuple(torch.cat(field) for field in zip(*parts, strict=True))
+    return tuple(torch.cat(field) for field in zip(*(part[:4] for part in parts), strict=True))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 12])
@@ -72,7 +72,8 @@ def test_token_count_reads_a_source_that_says_nothing_about_masks() -> None:
 def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
     batch = Batches(source(True), 2, 3, 0, "cpu").micro_batch(0, 1)
     assert isinstance(batch, MicroBatch)
-    assert [t.dtype for t in batch] == [torch.int64, torch.int64, torch.bool, torch.int64]
+    assert [t.dtype for t in batch[:4]] == [torch.int64, torch.int64, torch.bool, torch.int64]
+    assert batch.starts is None
     assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch[:3])
 
 
@@ -86,6 +87,51 @@ def test_micro_batches_know_the_numbers_of_their_samples() -> None:
 
     inner = Batches(Untouchable(), 2, 3, 1, "cpu", reads=False).micro_batch(48, 2)
     assert inner[:3] == (None, None, None) and inner.samples.tolist() == [58, 59]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
+    """Also those between the ends, in tensors of one shape whatever the documents."""
+    samples = [source(True).sample(i) for i in range(36, 54)]
+    batches = Batches(source(True), 3, 3, 0, "cpu", reads=reads, document_mask=True)
+    found = [batches.micro_batch(36, m) for m in range(3)]
+    for m, batch in enumerate(found):
+        starts, bounds = batch.documents.starts, batch.documents.bounds
+        assert (batch.tokens is not None) == reads and batch.starts is starts
+        rows = [s.starts.tolist() for s in samples[3 * m : 3 * m + 3]]
+        assert starts.tolist() == rows and starts.dtype == torch.int32
+        begins = [SEQ * i + b for i, row in enumerate(rows) for b in sorted(set(row))]
+        lengths = np.diff([*begins, 3 * SEQ])
+        count = len(begins)
+        assert bounds[: count + 2].tolist() == [count, max(lengths), *begins]
+        assert bounds[count + 2 :].tolist() == [3 * SEQ] * (3 * SEQ + 1 - count)
+        assert torch.equal(batch.documents.edges, bounds[2:]) and bounds.device.type == "cpu"
+        assert batch.documents.positions().tolist() == [
+            [p - begin for p, begin in enumerate(row)] for row in rows
+        ]
+    assert len({int(batch.documents.bounds[0]) for batch in found}) > 1
+
+
+def test_a_sample_that_says_nothing_of_documents_is_one() -> None:
+    class Plain:
+        def sample(self, i: int) -> Sample:
+            return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.ones(SEQ, dtype=bool))
+
+    batch = Batches(Plain(), 2, 1, 0, "cpu", document_mask=True).micro_batch(0, 0)
+    assert batch.documents.bounds[:5].tolist() == [2, SEQ, 0, SEQ, 2 * SEQ]
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 0, 1, 1], [1, 1, 2, 3], [0, 0, 2, 0], [0, 0, 3, 3], [0, 0, 0]]
+)
+def test_starts_at_which_no_document_begins_are_refused(starts: list[int]) -> None:
+    class Wrong:
+        def sample(self, i: int) -> Sample:
+            tokens, mask = np.zeros(5, dtype=np.int64), np.ones(4, dtype=bool)
+            return Sample(tokens, mask, np.array(starts, dtype=np.int32))
+
+    with pytest.raises(ValueError, match="sample 6: starts"):
+        Batches(Wrong(), 1, 1, 0, "cpu", document_mask=True).micro_batch(6, 0)
 
 
 def test_a_micro_batch_that_does_not_exist_is_refused() -> None:

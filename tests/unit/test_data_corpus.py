@@ -363,7 +363,7 @@ def test_a4_cache_folder_of_another_user_is_refused_and_another_is_proposed(
     assert f"data.cache_dir={folder} cannot hold the token cache, it belongs to ano" in sentence
     own = Path(tempfile.gettempdir()) / f"parallel3d-cache-{os.geteuid()}"
     assert sentence.endswith(f"such as data.cache_dir={own}")
-    assert "such as" not in str(cache._unusable(own, "it belongs to another user"))
+    assert "such as" not in str(cache.unusable(own, "it belongs to another user"))
 
 
 def test_a4_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from parallel3d.data.sampler import Sampler, permuted
+from parallel3d.data.sampler import Sampler, document_starts, permuted
 
 EOT = 256
 
@@ -100,3 +100,29 @@ def test_mask_is_false_exactly_where_the_input_is_end_of_text() -> None:
     plain = Sampler(tokens, 6, 0, shuffle=False, eot=EOT, eod_mask_loss=False)
     assert plain.sample(0).loss_mask.tolist() == [True] * 6
     assert (masked.masks, plain.masks) == (True, False)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_document_begins_behind_each_end_of_text(masks: bool) -> None:
+    """Also where it ends at once, or begins with the sample's last input."""
+    rng = np.random.default_rng(3)
+    for tokens in (
+        np.array([1, EOT, 2, 3, EOT, EOT, 4], dtype="<u2"),
+        np.array([EOT, 1, 2, 3, EOT, 5, EOT], dtype="<u2"),
+        np.array([1, 2, 3, 4, 5, EOT, 6], dtype="<u2"),
+        *rng.choice([EOT, 7, 8], size=(20, 7)).astype("<u2"),
+    ):
+        source = Sampler(tokens, 6, 0, False, EOT, masks, document_mask=True)
+        sample = source.sample(0)
+        expected, begin = [], 0
+        for p in range(6):
+            begin = p if p and tokens[p - 1] == EOT else begin
+            expected.append(begin)
+        assert sample.starts.tolist() == expected and sample.starts.dtype == np.int32
+        assert sample.loss_mask.all() != (masks and EOT in tokens[:-1])
+    assert sampler().sample(0).starts is None
+
+
+def test_starts_come_from_beginnings_in_any_order() -> None:
+    assert document_starts(np.array([5, 2]), 7).tolist() == [0, 0, 2, 2, 2, 5, 5]
+    assert document_starts(np.array([], dtype=int), 3).tolist() == [0, 0, 0]

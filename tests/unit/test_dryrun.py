@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "many": ONE | {"global_batch_size": 64},
     "order": ONE | {"dp": 2, "ddp": {"bucket_order": "measured"}},
     "full": ONE | {"recompute": "full"},
+    "documents": ONE | {"data": {"document_mask": True}},
     "compiled": ONE | {"compile": True},
     "fp32": ONE | {"precision": "fp32"},
     "sgd": ONE | {"optim": "sgd"},
@@ -58,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
 SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
-from parallel3d.config.schema import ClusterConfig, Config, DataParallelConfig
+from parallel3d.config.schema import ClusterConfig, Config, DataConfig, DataParallelConfig
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.commands.dryrun.command import find_facts
 
@@ -70,6 +71,7 @@ for name, keys in given.items():
     config.schedule.name = keys.pop("schedule", "1f1b")
     config.optim.name = keys.pop("optim", "adamw")
     config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
+    config.data = DataConfig(**keys.pop("data", {}))
     for key, value in keys.items():
         setattr(config, key, value)
     print(json.dumps([name, find_facts(config)]), flush=True)
@@ -190,6 +192,15 @@ def test_flops_are_those_of_the_model_with_half_of_attention(facts, name) -> Non
     attention = 12.0 * model.num_layers * model.hidden_size * model.seq_length
     expected = tokens * (flops_per_token(model, model.seq_length) - attention * (1 - 7 / 12))
     assert found["flops"] == pytest.approx(expected, rel=0.01)
+
+
+def test_document_masks_are_one_kernel_and_no_wait(facts) -> None:
+    """Without data, documents are as long as samples: the most that attention can cost."""
+    plain, masked = facts["one"], facts["documents"]
+    assert masked["parts"]["attention"]["flops"] == plain["parts"]["attention"]["flops"]
+    assert masked["parts"]["attention"]["launches"] == plain["parts"]["attention"]["launches"]
+    assert masked["host_syncs"] == 1
+    assert near(masked["peak_bytes"], plain["peak_bytes"])
 
 
 def test_many_micro_batches_are_as_many_times_one(facts) -> None:

@@ -33,6 +33,7 @@ INNER = {
         "comm/job_store.py": "torch.distributed",
         "commands/checkpoint/command.py": "parallel3d.commands.checkpoint.listing "
         "parallel3d.commands.checkpoint.compare parallel3d.commands.checkpoint.huggingface",
+        "commands/data/command.py": "parallel3d.commands.data.making parallel3d.commands.data.show",
         "commands/dryrun/command.py": "parallel3d.commands.dryrun.facts "
         "parallel3d.commands.dryrun.report parallel3d.commands.dryrun.roofline "
         "parallel3d.commands.dryrun.world",
@@ -52,7 +53,15 @@ INNER = {
         "run/worker.py": "parallel3d.pretend.enable",
     },
     "a package that a run without it need not load": {
+        "data/chat/corpus.py": "parallel3d.data.making.inputs parallel3d.data.making.opening",
+        "data/chat/template.py": "jinja2 jinja2.ext jinja2.sandbox",
+        "data/text/file_tokenizer.py": "tokenizers",
+        "data/making/opening.py": "zstandard",
+        "data/making/pieces.py": "pyarrow.parquet",
+        "data/making/training.py": "tokenizers",
+        "data/text/hub.py": "huggingface_hub huggingface_hub.errors",
         "commands/train.py": "safetensors.torch",
+        "data/corpora/paired.py": "parallel3d.data.remote.opening",
         "config/schema.py": "hydra.core.config_store",
         "metrics/wandb_file.py": "wandb.proto.wandb_internal_pb2",
         "metrics/wandb_logger.py": "wandb",

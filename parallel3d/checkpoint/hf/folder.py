@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -54,6 +54,8 @@ def export_hf(
     *,
     dtype: str,
     end_of_text: int,
+    begin_of_text: int | None = None,
+    beside: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Write `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
@@ -62,22 +64,24 @@ def export_hf(
         read: logical names → full, unpadded tensors; asked for the parts of one file at a time.
         folder: made here; it must not exist, or be empty. It appears whole or not at all.
         dtype: of the weights in the files, a key of `DTYPES`.
-        end_of_text: the token that parts documents.
+        end_of_text: parts documents; begin_of_text: begins a prompt, None: the same token.
+        beside: more files, by name, such as a tokenizer's; they win over ours.
 
     Raises:
         UserError: a model that neither format can express, a folder that is not empty, a disk
             that is full.
     """
     tensors = hf_tensors(model, hf_kind(model))
-    config = to_hf(model, dtype, end_of_text)
+    begin = end_of_text if begin_of_text is None else begin_of_text
+    texts = _configs(model, dtype, end_of_text, begin) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(DTYPES[dtype]).bits // 8, shard_bytes)
-    beside = None
+    made = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
-        partial = beside / "partial"  # with the mode that the folder is to have
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
+        partial = made / "partial"  # with the mode that the folder is to have
         partial.mkdir()
         files = {}
         for name, members in shards.items():
@@ -87,9 +91,9 @@ def export_hf(
             files |= dict.fromkeys(content, name)
         if len(shards) > 1:
             size = sum(prod(t.shape) for t in tensors) * torch.finfo(DTYPES[dtype]).bits // 8
-            _write_json(partial / INDEX, {"metadata": {"total_size": size}, "weight_map": files})
-        _write_json(partial / CONFIG, config)
-        _write_json(partial / GENERATION, generation_config(end_of_text))
+            texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
+        for name, text in texts.items():
+            (partial / name).write_bytes(text)
         for path in partial.iterdir():
             flush_folder(path)
         flush_folder(partial)
@@ -99,8 +103,8 @@ def export_hf(
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
     finally:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
     return sorted(folder.iterdir())
 
 
@@ -264,5 +268,10 @@ def _match(
     return keys
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _configs(model: ModelConfig, dtype: str, end: int, begin: int) -> dict[str, bytes]:
+    contents = {CONFIG: to_hf(model, dtype, end), GENERATION: generation_config(end)}
+    return {name: _json(content | {"bos_token_id": begin}) for name, content in contents.items()}
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()

@@ -22,11 +22,18 @@ from parallel3d.checkpoint.manifest import Manifest, read_manifest
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
+from parallel3d.commands.checkpoint.tokenizers import (
+    BYTES,
+    kept_in_run,
+    tokenizer_to_export,
+    tokenizer_to_import,
+)
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema
-from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.text.file_tokenizer import FileTokenizer
+from parallel3d.data.text.run_tokenizer import FOLDER
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, say
 from parallel3d.files.reading import plain
@@ -34,7 +41,6 @@ from parallel3d.metrics.provenance import versions
 from parallel3d.run.directory import make_run_directory
 from parallel3d.sizes.flops import parameter_count
 
-NO_TOKENIZER = "a tokenizer is not part of it: parallel3d's tokens are bytes, and 256 ends a text"
 # Of an imported model these may be chosen; all else is as its config.json says.
 MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
 
@@ -54,15 +60,20 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
         manifest = read_manifest(folder)
         model, own = _model_of(manifest, where)
         check_layers(model, len(stored_shapes(folder)), where)
+        tokenizer = tokenizer_to_export(manifest, runs_dir / run)
+        is_file = isinstance(tokenizer, FileTokenizer)
         files = export_hf(
             model,
             _Reader(folder, model, own),
             to.absolute(),
             dtype=dtype or own,
-            end_of_text=ByteTokenizer().eot,
+            end_of_text=tokenizer.eot,
+            begin_of_text=tokenizer.begin[0],
+            beside=tokenizer.files() if is_file else None,
         )
+    words = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     size = sum(path.stat().st_size for path in files)
-    say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {NO_TOKENIZER}")
+    say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")
     return 0
 
 
@@ -109,10 +120,13 @@ def import_run(folder: Path, run: str, runs_dir: Path, overrides: list[str]) -> 
     """
     kind, keys = read_hf_config(folder)
     config = _configuration(folder, run, runs_dir, keys, overrides)
+    tokenizer = tokenizer_to_import(folder, config)
     tensors = tensors_of(folder, config.model, kind)
     first = next(tensors)  # every name, shape and type has been checked
     config, run_dir = make_run_directory(config)
     try:
+        if isinstance(tokenizer, FileTokenizer):
+            tokenizer.save(run_dir / FOLDER)
         state = _state(config, [first, *tensors])
         outcome = _save(config, run_dir, state)
     except BaseException:
@@ -122,7 +136,7 @@ def import_run(folder: Path, run: str, runs_dir: Path, overrides: list[str]) -> 
         shutil.rmtree(run_dir)
         raise UserError(f"{run_dir} cannot be written: {outcome}")
     say(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
-    say(f"its own tokenizer is not taken over: {NO_TOKENIZER}")
+    say(kept_in_run(tokenizer, folder))
     say("train it on with (data and optimizer as you like):")
     print(f"parallel3d train run={run} {' '.join(_words(config, overrides))}".rstrip())
     return 0

@@ -6,7 +6,6 @@ fp64, from a stream of random numbers that depends on the seed alone.
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.generate.start import PROMPT_FILE, checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
-from parallel3d.data.tokenizer import ByteTokenizer
+from parallel3d.data.text.decoding import decoding_of
+from parallel3d.data.tokenizer import BYTE, open_tokenizer
 from parallel3d.errors import UserError, say
 from parallel3d.models.decoder import Decoder, blank_stage
 from parallel3d.models.transformer import Stage
@@ -42,14 +42,14 @@ def generate(config: Config, worker: Worker) -> None:
     if worker.rank == 0:
         say(f"run={config.run}, step {manifest.step}, seed={config.seed}")
     worker.phase = "generating"
-    tokenizer = ByteTokenizer()
+    tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
+    decoding = decoding_of(tokenizer)
     prompt = (worker.run_dir / PROMPT_FILE).read_bytes()
     out = Stream() if worker.rank == 0 else None
     if out is not None:
-        out.write(prompt)
+        out.write(decoding.begin(prompt))
     decoder, sampler = Decoder(config, groups, stage), Sampler(config.generate, config.seed)
-    # A text begins behind the end of the one before it, as in training.
-    tokens = [tokenizer.eot, *tokenizer.encode(prompt).tolist()]
+    tokens = [*tokenizer.begin, *tokenizer.encode_prompt(prompt)]
     for _ in range(config.generate.max_tokens):
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
@@ -58,11 +58,12 @@ def generate(config: Config, worker: Worker) -> None:
         if groups.world.size > 1:
             dist.broadcast(token, src=groups.world.size - groups.tp.size)
         tokens.append(int(token))
-        if tokens[-1] == tokenizer.eot:
+        if tokens[-1] in tokenizer.ends:
             break
         if out is not None:
-            out.write(bytes(tokens[-1:]))
+            out.write(decoding.add(tokens[-1]))
     if out is not None:
+        out.write(decoding.end())
         out.close()
     groups.close()
 
@@ -131,16 +132,14 @@ class Sampler:
 
 
 class Stream:
-    """Text to stdout as its bytes come; broken UTF-8 becomes U+FFFD."""
+    """Text to stdout as it comes."""
 
     def __init__(self) -> None:
         sys.stdout.reconfigure(errors="replace")
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.last = "\n"
 
-    def write(self, piece: bytes, final: bool = False) -> None:
-        """Prints what is complete of the characters so far. A reader that has gone is no error."""
-        text = self.decoder.decode(piece, final)
+    def write(self, text: str) -> None:
+        """Prints it at once. A reader that has gone is no error."""
         if not text:
             return
         self.last = text[-1]
@@ -152,6 +151,5 @@ class Stream:
 
     def close(self) -> None:
         """Ends the last line."""
-        self.write(b"", final=True)
         if self.last != "\n":
-            self.write(b"\n")
+            self.write("\n")

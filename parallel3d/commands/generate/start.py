@@ -16,6 +16,8 @@ from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
+from parallel3d.data.corpus import check_vocabulary
+from parallel3d.data.text.run_tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError
 from parallel3d.host.devices import choose_device
 from parallel3d.run.configs import CONFIG_FILE, last_config, save_config
@@ -88,10 +90,18 @@ def config_of_run(config: Config) -> Config:
         config,
         dp=1,
         model=run.model,
-        data=dataclasses.replace(config.data, tokenizer=run.data.tokenizer),
+        data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
         precision=dataclasses.replace(config.precision, name=precision),
     )
     return check_config(config, own_samples=True)
+
+
+def _tokenizer(config: Config, run: Config) -> str:
+    """The tokenizer of a run, by a name that ranks elsewhere can open. Raises UserError."""
+    own = Path(config.runs_dir, str(config.run), FOLDER)
+    tokenizer = tokenizer_of(run.data, own.parent)
+    check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
+    return str(own.absolute()) if own.is_dir() else tokenizer.name
 
 
 def load_config_of(config: Config) -> Config:

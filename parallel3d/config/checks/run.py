@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 
+from parallel3d.config.checks.corpora import check_corpora
 from parallel3d.config.fields import show
 from parallel3d.config.identity import flat
 from parallel3d.config.schema import Config
@@ -18,15 +19,21 @@ LONGEST_RUN_NAME = 200  # bytes; file systems take 255, and a sweep adds the job
 def check_samples(config: Config) -> None:
     """The `data` section against the vocabulary; raises UserError."""
     data, vocabulary = config.data, config.model.vocab_size
-    if data.tokenizer == "byte" and vocabulary < BYTE_VOCABULARY:
+    if data.reads_bytes and vocabulary < BYTE_VOCABULARY:
         raise UserError(
             f"model.vocab_size={vocabulary} must be at least {BYTE_VOCABULARY} for "
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
         )
+    check_corpora(data)
     if data.name == "text" and not data.path:
         raise UserError(
             f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "
             f"glob, as in data.path=book.txt, or leave data=stdlib."
+        )
+    if data.name == "chat" and not data.path:
+        raise UserError(
+            f"data=chat needs data.path, which is {show(data.path)}; give jsonl, a "
+            "conversation a row, as in data.path=sft.jsonl."
         )
     if data.name == "stdlib" and data.path is not None:
         raise UserError(

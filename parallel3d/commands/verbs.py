@@ -1,0 +1,141 @@
+"""Subcommands of verbs, `parallel3d checkpoint VERB key=value …`: words in, keys and values out.
+
+No Hydra: a verb has a handful of keys. Nothing here imports torch, so that every refusal and help
+answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import dedent
+
+from parallel3d.config.fields import all_keys, nearest_key, show
+from parallel3d.errors import UserError, nearest
+
+HELP = frozenset(("-h", "--help"))
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: its keys with their help, which of them must be given, and what is said of it.
+
+    `names` of positional words may be typed without their key; `free`: other keys go on to the
+    configuration, if it has them.
+    """
+
+    about: str
+    keys: Mapping[str, str]
+    needs: tuple[str, ...]
+    examples: str
+    names: tuple[str, ...] = ()
+    free: bool = False
+
+
+def choose(word: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> str | None:
+    """The verb that was typed after `word`; None where only help was wanted, which is printed.
+
+    Raises UserError for a word that is none.
+    """
+    if not words or words[0] in ("help", *HELP):
+        print(_overview(word, verbs))
+        return None
+    name = words[0]
+    if name not in verbs:
+        close = nearest(name.lstrip("-"), verbs)
+        hint = f"; the nearest is {close}" if close else ""
+        raise UserError(
+            f"{word} {name}: {name} is not a verb; it must be one of {', '.join(verbs)}{hint}"
+        )
+    if HELP & set(words[1:]):
+        print(_help(f"{word} {name}", verbs[name]))
+        return None
+    return name
+
+
+def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The verb's own keys with their values, and the words for the configuration.
+
+    `command` is how both are typed, "checkpoint ls". Raises UserError, naming the nearest key, for
+    a word that the verb does not know, for a key that is given twice and for one that is missing.
+    """
+    given: dict[str, str] = {}
+    overrides = []
+    left = list(verb.names)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals and left and not word.startswith("-"):
+            key, value = left[0], word
+        elif not equals or not key:
+            example = f"{next(iter(verb.keys))}={word.lstrip('-=')}"
+            raise UserError(
+                f"{command}: {word} is not of the form KEY=VALUE; the nearest is {example}"
+            )
+        if key in given:
+            raise UserError(f"{command}: {key} is given twice")
+        if key in verb.keys:
+            if not value:
+                raise UserError(f"{command}: {key}= is empty; it is the {verb.keys[key]}")
+            given[key] = value
+            left = [k for k in left if k != key]
+        elif verb.free and _is_of_configuration(key):
+            overrides.append(word)
+        else:
+            raise UserError(f"{command}: {_unknown(verb, key)}")
+    missing = [key for key in verb.needs if key not in given]
+    if missing:
+        wanted = " and ".join(f"{key}=… ({verb.keys[key]})" for key in missing)
+        example = verb.examples.splitlines()[0]
+        raise UserError(f"{command} needs {wanted}, as in: {example}")
+    return given, overrides
+
+
+def whole_number(
+    key: str, given: Mapping[str, str], least: int = 0, most: int | None = None
+) -> int | None:
+    """The number that was typed for a key, or None. Raises UserError for what is none."""
+    text = given.get(key)
+    if text is None:
+        return None
+    limits = f"of at least {least}" + ("" if most is None else f" and at most {most}")
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise UserError(f"{key}={show(text)} must be a whole number {limits}")
+    if int(text) < least or (most is not None and int(text) > most):
+        near = least if int(text) < least else most
+        raise UserError(
+            f"{key}={text} must be a whole number {limits}; the nearest is {key}={near}"
+        )
+    return int(text)
+
+
+def _is_of_configuration(key: str) -> bool:
+    bare = key.lstrip("+~")
+    return bare in all_keys() or "." in bare or bare in {k.split(".")[0] for k in all_keys()}
+
+
+def _unknown(verb: Verb, key: str) -> str:
+    close = nearest(key.lstrip("-"), verb.keys)
+    if close is None and verb.free:
+        close = nearest_key(key)
+    hint = f"; the nearest is {close}" if close else ""
+    return f"{key} is not one of its keys ({', '.join(verb.keys)}){hint}"
+
+
+def _overview(word: str, verbs: Mapping[str, Verb]) -> str:
+    width = max(map(len, verbs)) + 1
+    rows = "\n".join(f"  {name:<{width}}{verb.about}" for name, verb in verbs.items())
+    return (
+        f"parallel3d {word} {'|'.join(verbs)} [key=value …]\n\n{rows}\n\n"
+        f"parallel3d {word} VERB --help lists its keys."
+    )
+
+
+def _help(command: str, verb: Verb) -> str:
+    width = max(map(len, verb.keys))
+    keys = "\n".join(f"  {key:<{width}}  {text}" for key, text in verb.keys.items())
+    examples = "\n".join(f"  {line}" for line in dedent(verb.examples).splitlines())
+    typed = " ".join(verb.names).upper() or "key=value …"
+    return (
+        f"parallel3d {command} {typed}: {verb.about}.\n\nExamples\n{examples}\n\n"
+        f"Keys, with what they are when left out\n{keys}"
+    )

@@ -1,0 +1,1 @@
+"""Conversations: rows of messages through a chat template, learned where the assistant speaks."""

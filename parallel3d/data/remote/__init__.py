@@ -1,0 +1,1 @@
+"""Files elsewhere, read through a bounded cache of their blocks."""

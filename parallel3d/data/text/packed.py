@@ -1,0 +1,134 @@
+"""The token cache of a text with a tokenizer.json: one of Megatron's pairs, a document a file.
+
+    <key>.bin, <key>.idx, and <key>.json, which comes last and says that they are whole
+
+Of bytes, which need no index, `cache` keeps a file of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from parallel3d.data import cache
+from parallel3d.data.build_lock import Report, build_lock
+from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
+from parallel3d.data.sources import Document
+from parallel3d.data.text.file_tokenizer import FileTokenizer
+from parallel3d.errors import UserError
+from parallel3d.files.durable import replace_durably
+from parallel3d.files.reading import parse_json, read_bounded
+
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over
+BATCH = 4 << 20  # bytes of text that are made tokens of at a time
+PROVED = 256 << 20  # bytes: a larger pair is proved by its size alone, each rank pays for it
+
+
+def cached_pair(
+    folder: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
+) -> cache.Cached:
+    """The packed tokens of `documents`, from the pair in `folder`, which is made if need be.
+
+    As `cache.cached_tokens` in all else.
+    """
+    key = cache.cache_key(documents, tokenizer)
+    pair, digest = kept_pair(
+        folder, key, lambda path: _build(path, documents, tokenizer, report), report
+    )
+    return cache.Cached(pair.tokens, digest)
+
+
+def kept_pair(
+    folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
+) -> tuple[IndexedCorpus, str]:
+    """The pair `key` in `folder` and its digest; `build`, given its path, writes it if need be.
+
+    Of several processes that come at the same time one builds, the others wait for it.
+    """
+    path = folder / f"{key}.json"
+    try:
+        cache.check_owner(folder)
+        found = _load(path, report)
+        if found is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with build_lock(path.with_suffix(".lock"), report) as locked:
+                found = _load(path, report)  # somebody else may have just made it
+                if found is None:
+                    if locked:  # else they may be another's, alive
+                        for leftover in folder.glob(f".{path.stem}.*.partial"):
+                            leftover.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
+                    writer = build(path)
+                    facts = {"digest": writer.digest, "tokens": writer.tokens}
+                    facts["documents"] = writer.documents
+                    replace_durably(path, json.dumps(facts).encode())
+                    found = _load(path, report)
+    except OSError as error:
+        raise cache.unusable(folder, error.strerror or str(error)) from error
+    if found is None:
+        raise cache.unusable(folder, "what was written there reads back damaged")
+    return found
+
+
+def _load(path: Path, report: Report) -> tuple[IndexedCorpus, str] | None:
+    """The pair beside `path`, or None if there is none of ours that is whole."""
+    files = [path.with_suffix(end) for end in (".bin", ".idx", ".json")]
+    if not path.exists():
+        return None
+    try:
+        if not all(cache.is_trusted(file.lstat(), path.parent) for file in files):
+            report(f"the token cache {path} is not taken: others than you may write it")
+            return None
+        facts = parse_json(read_bounded(path, 1 << 20))
+        pair = IndexedCorpus.open(path.with_suffix(""))
+        if len(pair) == facts["tokens"] and _is_proved(files[0], facts["digest"]):
+            return pair, facts["digest"]
+    except (FileNotFoundError, UserError, ValueError, KeyError, TypeError):
+        pass
+    report(f"the token cache {path} is damaged")
+    return None
+
+
+def _is_proved(path: Path, digest: str) -> bool:
+    if path.stat().st_size > PROVED:
+        return isinstance(digest, str)
+    with open(path, "rb") as file:
+        made = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return made.hexdigest() == digest
+
+
+def _build(
+    path: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
+) -> IndexedWriter:
+    size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
+    report(f"building the token cache: {size} of text through {tokenizer.name}")
+    dtype = token_type(tokenizer.vocab_size)
+    with IndexedWriter(path.with_suffix(""), dtype, replace=True) as writer:
+        for texts in _batches(documents):
+            for tokens in tokenizer.encode_all(texts):
+                writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
+    return writer
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[list[str]]:
+    """The documents' texts in order, a few at a time. Raises UserError."""
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        if document.size > LARGEST_DOCUMENT:
+            raise UserError(
+                f"data file {document.path} has {document.size:,} bytes, and a document has at "
+                f"most {LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
+            )
+        if held and held + document.size > BATCH:
+            yield texts
+            texts, held = [], 0
+        content = b"".join(piece for piece in cache.pieces(document) if piece)
+        texts.append(content.decode("utf-8", "replace"))
+        held += document.size
+    if texts:
+        yield texts

@@ -1,0 +1,274 @@
+"""Causal attention within documents: tokens of one sample that do not see each other.
+
+The scores of a document of L tokens are L × L, so a sample costs the sum of the squares of its
+documents' lengths. On a CPU each document is a call of PyTorch's kernel, on a GPU in half precision
+all are one call of the kernel for sequences of any length. To a compiler the whole is one operator
+that it does not look into; its shapes do not depend on the documents, so new ones need no new code.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.data.documents import Documents
+from parallel3d.device.accelerator import is_accelerator
+
+aten = torch.ops.aten
+# Rows of scores that are written out at once where a backward has no kernel.
+ROWS = 256
+
+
+def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Each query reads the keys of its own document up to its own position.
+
+    q (b, heads, s, head_dim), k and v with as many heads, or with fewer where the device's kernel
+    shares them; the result is stored as (b, s, heads, head_dim).
+    """
+    within = documents.bounds, documents.edges
+    if torch.compiler.is_compiling():
+        return torch.ops.parallel3d.document_attention(q, k, v, *within)[0]
+    return _Attention.apply(q, k, v, *within)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> Tensor:
+        out, sums = _forward(q, k, v, bounds, edges)
+        ctx.save_for_backward(q, k, v, out, sums, bounds, edges)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return *_backward(grad, *ctx.saved_tensors), None, None
+
+
+class _Run(NamedTuple):
+    """`count` documents of `length` tokens each, one behind the other from token `begin` of row
+    `row` of the batch."""
+
+    row: int
+    begin: int
+    count: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """A view of (b, heads, s, …): (count, heads, length, …). One call, as there are many."""
+        of_row, of_head, of_token, *rest = x.stride()
+        first = x.storage_offset() + self.row * of_row + self.begin * of_token
+        size = (self.count, x.shape[1], self.length, *x.shape[3:])
+        return x.as_strided(size, (self.length * of_token, of_head, of_token, *rest), first)
+
+
+def _runs(bounds: Tensor, length: int) -> Iterator[_Run]:
+    """The documents of rows of `length` tokens; neighbours of equal length together."""
+    count = int(bounds[0])
+    edges = bounds[2 : count + 3].tolist()
+    run = None
+    for begin, end in itertools.pairwise(edges):
+        row, place = divmod(begin, length)
+        if run is not None and (run.row, run.length) == (row, end - begin):
+            run = run._replace(count=run.count + 1)
+            continue
+        if run is not None:
+            yield run
+        run = _Run(row, place, 1, end - begin)
+    yield run
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result, and the logarithms of the sums of exp(scores), (b, heads, s), where the kernel
+    of the backward wants them."""
+    if _takes_all(q):
+        return _forward_of_all(q, k, v, bounds, edges)
+    out, sums = _empty(q)
+    kernel = _cpu_forward if q.device.type == "cpu" else _plain_forward
+    for run in _runs(bounds, q.shape[2]):
+        kernel(run.of(out), run.of(sums), *map(run.of, (q, k, v)))
+    return out, sums
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
+    edges: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, stored as the result is."""
+    if _takes_all(q):
+        return _backward_of_all(grad, q, k, v, out, sums, bounds, edges)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grads = tuple(_empty(x)[0] for x in (q, k, v))
+    kernel = _cpu_backward if q.device.type == "cpu" else _plain_backward
+    for run in _runs(bounds, q.shape[2]):
+        kernel(tuple(map(run.of, grads)), *map(run.of, (grad, q, k, v, out, sums)))
+    return grads
+
+
+def _empty(like: Tensor) -> tuple[Tensor, Tensor]:
+    """A result and its sums: (b, heads, s, head_dim) stored as (b, s, heads, head_dim), and
+    (b, heads, s)."""
+    b, heads, s, size = like.shape
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_empty(b, s, heads, size).transpose(1, 2), like.new_empty(
+        b, heads, s, dtype=wide
+    )
+
+
+# On a CPU: what PyTorch's attention calls there, forward and backward.
+
+
+def _cpu_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    attended, of_rows = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    out.copy_(attended)
+    sums.copy_(of_rows)
+
+
+def _cpu_backward(
+    grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    sums: Tensor,
+) -> None:  # fmt: skip
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, sums, 0.0, True
+    )
+    for to, value in zip(grads, found, strict=True):
+        to.copy_(value)
+
+
+# On a GPU in half precision: flash attention over sequences laid end to end (Dao 2023), which
+# `torch.nn.attention.varlen` calls too.
+
+
+@functools.cache
+def _has_kernel_of_all(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether there is one for heads of this size. It is tried once."""
+    try:
+        x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
+        _flash(x, x, x, torch.tensor((2, 1, 0, 1, 2)), torch.arange(3, device=device).int())
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _takes_all(q: Tensor) -> bool:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return (
+        is_accelerator(q.device) and narrow and _has_kernel_of_all(q.device, q.dtype, q.shape[-1])
+    )
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> tuple[Tensor, ...]:
+    """(tokens, heads, head_dim) each → the result, and the sums (heads, tokens)."""
+    count, longest = bounds[:2].tolist()
+    edges = edges[: count + 1]
+    found = aten._flash_attention_forward(q, k, v, edges, edges, longest, longest, 0.0, True, False)
+    return found[0], found[1]
+
+
+def _end_to_end(x: Tensor) -> Tensor:
+    """(b, heads, s, head_dim) → (b · s, heads, head_dim); a view where x is stored that way."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _as_batch(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _forward_of_all(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor
+) -> tuple[Tensor, Tensor]:
+    out, sums = _flash(*map(_end_to_end, (q, k, v)), bounds, edges)
+    sums = sums.view(sums.shape[0], q.shape[0], -1).transpose(0, 1)
+    return _as_batch(out, q.shape[0]), sums.contiguous()
+
+
+def _backward_of_all(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
+    edges: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    count, longest = bounds[:2].tolist()
+    edges = edges[: count + 1]
+    sums = sums.transpose(0, 1).flatten(1)
+    # Of the dropout that there is none of.
+    state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+    found = aten._flash_attention_backward(
+        *map(_end_to_end, (grad, q, k, v, out)), sums, edges, edges, longest, longest, 0.0, True,
+        state, unused,
+    )  # fmt: skip
+    dq, dk, dv = (_as_batch(x, q.shape[0]) for x in found)
+    return dq, dk, dv
+
+
+# Elsewhere: the device's kernel forward, and the formula backward, some rows of scores at a time.
+
+
+def _plain_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    shared = k.shape[1] != q.shape[1]
+    out.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared))
+
+
+def _plain_backward(
+    grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
+) -> None:
+    """Dao et al. 2022, §B.2: with P = softmax(scores), dV = Pᵀ·dO, dP = dO·Vᵀ and
+    dS = P ∘ (dP − rowsum(dP ∘ P))."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    times, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+    k, v = (x.to(wide).repeat_interleave(times, 1) for x in (k, v))
+    to_q, of_k, of_v = grads[0], torch.zeros_like(k), torch.zeros_like(v)
+    for begin in range(0, q.shape[2], ROWS):
+        rows = slice(begin, min(begin + ROWS, q.shape[2]))
+        queries, of_out = q[:, :, rows].to(wide), grad[:, :, rows].to(wide)
+        keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
+        scores = queries @ keys.transpose(-2, -1) * scale
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(begin + 1)
+        chances = scores.masked_fill(later, -torch.inf).softmax(-1)
+        of_chances = of_out @ values.transpose(-2, -1)
+        of_scores = chances * (of_chances - (of_chances * chances).sum(-1, keepdim=True)) * scale
+        to_q[:, :, rows] = of_scores @ keys
+        of_k[:, :, : rows.stop] += of_scores.transpose(-2, -1) @ queries
+        of_v[:, :, : rows.stop] += chances.transpose(-2, -1) @ of_out
+    for to, value in zip(grads[1:], (of_k, of_v), strict=True):
+        to.copy_(value.unflatten(1, (-1, times)).sum(2))
+
+
+def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bounds, edges = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, edges)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+    found = torch.ops.parallel3d.document_attention_backward(grad, *ctx.saved_tensors)
+    return *found, None, None
+
+
+def _define(name: str, signature: str, run: Callable, shape: Callable) -> None:
+    _library.define(f"{name}{signature}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
+
+
+_library = torch.library.Library("parallel3d", "FRAGMENT")
+_define(
+    "document_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor edges) -> (Tensor, Tensor)",
+    _forward,
+    lambda q, k, v, bounds, edges: _empty(q),
+)
+_define(
+    "document_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor bounds, "
+    "Tensor edges) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda grad, q, k, v, *_: tuple(_empty(x)[0] for x in (q, k, v)),
+)
+torch.library.register_autograd(
+    "parallel3d::document_attention", _differentiate, setup_context=_remember, lib=_library
+)

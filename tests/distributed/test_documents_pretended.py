@@ -1,0 +1,159 @@
+"""Documents on the pretended accelerator: one kernel for all of them in half precision, a call for
+each in wider types, and never a wait of the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.data.documents import Documents, documents_of
+from parallel3d.data.sampler import Sample, document_starts
+from parallel3d.models.document_attention import attend_within
+from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
+from parallel3d.pretend.device import this_machine
+from parallel3d.pretend.records import Kernel, Observer
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences
+from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.pretended_runs import run_on_own_device, waits
+
+LENGTH = 24
+BEGINS = ((), (1, 2, 3, 23), (11,), (5, 8))
+LENGTHS = [np.diff((0, *begins, LENGTH)).tolist() for begins in BEGINS]
+
+
+class Attention(Observer):
+    """The kernels of attention that were launched."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def kernel(self, kernel: Kernel) -> None:
+        if kernel.name in (FLASH, FLASH_BACKWARD):
+            self.found.append(kernel.name)
+
+
+def documents(device: torch.device) -> Documents:
+    samples = [
+        Sample(
+            np.zeros(LENGTH + 1, dtype=np.int64),
+            np.ones(LENGTH, dtype=bool),
+            document_starts(np.array(begins, dtype=int), LENGTH),
+        )
+        for begins in BEGINS
+    ]
+    return documents_of(samples, range(len(samples)), device)
+
+
+def attended(
+    device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int
+) -> tuple[list[torch.Tensor], list[str], list[str]]:
+    """The result and the gradients, the kernels of attention, and the waits of the host."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    leaves = [t.to(device).requires_grad_() for t in inputs]
+    of_device, grad, kernels = documents(device), grad.to(device), Attention()
+    this_machine().observers.append(kernels)
+    try:
+        with waits() as waited:
+            out = attend_within(*leaves, of_device)
+            found = [out, *torch.autograd.grad(out, leaves, grad)]
+    finally:
+        this_machine().observers.remove(kernels)
+    return [t.detach().cpu() for t in found], kernels.found, waited
+
+
+def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
+    """Its trial with the first heads of a size is one too."""
+    attended(here(), dtype, kv_heads, 8)
+    ours, kernels, waited = attended(here(), dtype, kv_heads, 8)
+    theirs = explicit(dtype, kv_heads, 8)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=0.02, atol=0.02)
+    assert kernels == [FLASH, FLASH_BACKWARD] and not waited
+
+
+def other_types_are_a_call_for_each_document(
+    dtype: torch.dtype, kv_heads: int, head_dim: int
+) -> None:
+    """And heads of a size that the kernel does not take."""
+    attended(here(), dtype, kv_heads, head_dim)
+    ours, kernels, waited = attended(here(), dtype, kv_heads, head_dim)
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    for a, b in zip(ours, explicit(dtype, kv_heads, head_dim), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
+    # Neighbours of equal length are one call; no kernel makes the gradients.
+    calls = sum(len(list(groupby(lengths))) for lengths in LENGTHS)
+    assert kernels == [FLASH] * calls and not waited
+
+
+def explicit(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+    """By a mask of the whole square, in fp64 on the host."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
+    *inputs, grad = (torch.randn(s, generator=generator).to(dtype).double() for s in shapes)
+    leaves = [t.requires_grad_() for t in inputs]
+    q, k, v = leaves
+    k, v = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
+    seen = torch.zeros(len(BEGINS), 1, LENGTH, LENGTH, dtype=torch.bool)
+    for i, lengths in enumerate(LENGTHS):
+        squares = [torch.ones(n, n, dtype=torch.bool).tril() for n in lengths]
+        seen[i, 0] = torch.block_diag(*squares)
+    scores = (q @ k.mT / head_dim**0.5).masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1) @ v
+    return [t.detach() for t in (out, *torch.autograd.grad(out, leaves, grad))]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_one_kernel(
+    dtype: torch.dtype, kv_heads: int, pretended: PretendedPool
+) -> None:
+    pretended.run(1, half_precision_is_one_kernel, dtype, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "head_dim"),
+    [(torch.float64, 4, 8), (torch.float32, 4, 4), (torch.bfloat16, 2, 4)],
+    ids=str,
+)
+def test_other_types_are_a_call_for_each_document(
+    dtype: torch.dtype, kv_heads: int, head_dim: int, pretended: PretendedPool
+) -> None:
+    pretended.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
+
+
+GPT = Problem("gpt_tiny", "adamw", True, layers=2, steps=2, batch=12, documents=True)
+# Heads of 8: half precision takes the kernel for all documents.
+LLAMA = replace(
+    GPT, preset="llama_tiny", precision="bf16",
+    model=(("num_attention_heads", 4), ("num_query_groups", 2)),
+)  # fmt: skip
+FULL, SELECTIVE = ((("recompute", how),) for how in ("full", "selective"))
+RUNS = [
+    ((2, 1, 1), [Case(LLAMA, sp=True, keys=FULL), Case(replace(GPT, precision="fp64"))]),
+    (
+        (1, 2, 1),
+        [Case(replace(GPT, layers=4), "zbv", microbatches=3, keys=(("vpp", 2), *SELECTIVE))],
+    ),
+    ((1, 1, 2), [Case(LLAMA, keys=(("zero", 3),))]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "cases"), RUNS, ids=["tp", "pp", "dp"])
+def test_trains_as_the_reference_does_without_a_wait(
+    sizes: tuple[int, int, int],
+    cases: list[Case],
+    pretended: PretendedPool,
+    references: References,
+) -> None:
+    world = sizes[0] * sizes[1] * sizes[2]
+    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=900)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert not differences(outcomes, references.of(case.problem), case.problem), case

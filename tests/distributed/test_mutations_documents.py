@@ -1,0 +1,181 @@
+"""Known bugs of packed documents, planted: each is caught, and by exactly the quantities named.
+
+As in test_mutations, of which this is another part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.data import batches
+from parallel3d.data.batches import Batches, MicroBatch
+from parallel3d.data.documents import Documents
+from parallel3d.data.sampler import Sample
+from parallel3d.models import attention, ends
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, check_caught
+from tests.distributed.pool import Pool
+from tests.distributed.test_mutations import ALL_NUMBERS, Mutation
+
+
+def with_documents(change: Callable[[Documents, int], Documents]) -> Iterator[None]:
+    """Every micro-batch has the documents that `change` makes of its own; samples are so long."""
+    sound = batches.documents_of
+
+    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
+        return change(sound(samples, *rest), len(samples[0].loss_mask))
+
+    with patch.object(batches, "documents_of", documents_of):
+        yield
+
+
+@contextmanager
+def a_neighbour_is_seen() -> Iterator[None]:
+    """The first two documents of each sample are one to attention; positions are right."""
+
+    def joined(found: Documents, length: int) -> Documents:
+        edges = found.bounds[2 : int(found.bounds[0]) + 3].tolist()
+        kept = [b for a, b in pairwise([0, *edges]) if b % length == 0 or a % length]
+        count, total = len(kept) - 1, len(found.bounds) - 3
+        longest = max(b - a for a, b in pairwise(kept))
+        whole = kept + [total] * (total - count)
+        of_host, of_device = ([count, longest, *whole], whole)
+        bounds, edges = (torch.tensor(t, dtype=torch.int32) for t in (of_host, of_device))
+        return replace(found, bounds=bounds, edges=edges)
+
+    yield from with_documents(joined)
+
+
+@contextmanager
+def positions_go_on() -> Iterator[None]:
+    """Positions count from the sample's first token, whatever the documents.
+
+    With RoPE nobody could tell: scores depend on the distance alone.
+    """
+
+    def positions(self: Documents) -> Tensor:
+        return torch.arange(self.starts.shape[1]).expand(self.starts.shape)
+
+    with patch.object(Documents, "positions", positions):
+        yield
+
+
+@contextmanager
+def positions_of_another_sample() -> Iterator[None]:
+    """Each sample is rotated by the positions of the next."""
+    sound = Documents.positions
+    with patch.object(Documents, "positions", lambda self: sound(self).roll(1, dims=0)):
+        yield
+
+
+@contextmanager
+def documents_begin_a_token_late() -> Iterator[None]:
+    """The first token of a document belongs to the one before it."""
+    sound = batches.documents_of
+
+    def late(sample: Sample) -> Sample:
+        if sample.starts is None:
+            return sample
+        begins = np.unique(sample.starts)[1:] + 1
+        starts = np.zeros_like(sample.starts)
+        for begin in begins:
+            starts[begin:] = begin
+        return sample._replace(starts=starts)
+
+    def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
+        return sound([late(sample) for sample in samples], *rest)
+
+    with patch.object(batches, "documents_of", documents_of):
+        yield
+
+
+@contextmanager
+def spans_end_a_token_late() -> Iterator[None]:
+    """The loss mask is moved by one token; as many are learned from as before."""
+    sound = Batches.micro_batch
+
+    def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
+        batch = sound(self, first, m)
+        return batch._replace(loss_mask=batch.loss_mask.roll(1, dims=1))
+
+    with patch.object(Batches, "micro_batch", micro_batch):
+        yield
+
+
+@contextmanager
+def the_middle_knows_no_documents() -> Iterator[None]:
+    """Stages between the ends, which read no tokens, take a sample for one document."""
+    sound = Batches.micro_batch
+
+    def micro_batch(self: Batches, first: int, m: int) -> MicroBatch:
+        batch = sound(self, first, m)
+        return batch if self._reads else batch._replace(documents=None)
+
+    with patch.object(Batches, "micro_batch", micro_batch):
+        yield
+
+
+@contextmanager
+def dropout_sees_everything() -> Iterator[None]:
+    """Attention that writes its probabilities out forgets the documents."""
+    sound = attention._probabilities
+    with patch.object(attention, "_probabilities", lambda q, k, documents: sound(q, k, None)):
+        yield
+
+
+@contextmanager
+def parts_have_the_positions_of_the_first() -> Iterator[None]:
+    """Each part of the sequence looks its tokens up as if it were the first."""
+    sound = ends.Embedding.forward
+
+    def forward(
+        self: ends.Embedding, tokens: Tensor, samples: Tensor | None, positions: Tensor
+    ) -> Tensor:
+        first_part = positions.chunk(self.tp.size, dim=1)[0]
+        return sound(self, tokens, samples, first_part.repeat(1, self.tp.size))
+
+    with patch.object(ends.Embedding, "forward", forward):
+        yield
+
+
+UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
+LLAMA = Problem(
+    "llama_tiny", "sgd", tied=True, optim=UNCLIPPED, layers=2, steps=2, batch=12, documents=True
+)
+GPT = replace(LLAMA, preset="gpt_tiny")
+DROPS = replace(GPT, model=(("dropout", 0.2),))
+PLANTED = [
+    pytest.param(a_neighbour_is_seen, (1, 1, 1), Case(LLAMA), id="neighbour-seen"),
+    pytest.param(positions_go_on, (1, 1, 1), Case(GPT), id="positions-go-on"),
+    pytest.param(positions_of_another_sample, (2, 1, 1), Case(LLAMA), id="others-positions"),
+    pytest.param(documents_begin_a_token_late, (1, 2, 1), Case(LLAMA), id="document-off-by-one"),
+    pytest.param(spans_end_a_token_late, (1, 1, 1), Case(GPT), id="span-off-by-one"),
+    pytest.param(
+        the_middle_knows_no_documents, (1, 3, 1), Case(replace(GPT, layers=3)), id="middle-blind"
+    ),
+    pytest.param(dropout_sees_everything, (1, 1, 1), Case(DROPS), id="dropout-blind"),
+    pytest.param(
+        parts_have_the_positions_of_the_first, (2, 1, 1), Case(GPT, sp=True), id="sp-positions"
+    ),
+]
+
+
+@pytest.mark.parametrize(("mutation", "sizes", "case"), PLANTED)
+def test_a_planted_bug_of_documents_is_caught(
+    mutation: Mutation,
+    sizes: tuple[int, int, int],
+    case: Case,
+    pool: Pool,
+    references: References,
+) -> None:
+    check_caught(mutation, sizes, case, ALL_NUMBERS, pool, references)

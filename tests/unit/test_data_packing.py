@@ -1,0 +1,208 @@
+"""Best-fit packs: whole documents, as full as can be, by a plan that is whole or not there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel3d.config.data import DataConfig
+from parallel3d.config.schema import Config
+from parallel3d.config.sections import ModelConfig
+from parallel3d.data.corpora.reading import sources_of
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.packing import plan as plans
+from parallel3d.data.packing.best_fit import best_fit
+from parallel3d.data.packing.plan import Pieces, kept_plan, pieces_of
+from parallel3d.data.sampler import Sample
+from parallel3d.errors import UserError
+from tests.corpora import pair
+
+SEQ = 31
+EOT = 256
+
+
+def fills(lengths: list[int], room: int) -> list[int]:
+    """Tokens in each pack, document after document: the longest first, into the least room."""
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [(free, pack) for pack, free in enumerate(left) if free >= length]
+        if fitting:
+            left[min(fitting)[1]] -= length
+        else:
+            left.append(room - length)
+    return sorted(room - free for free in left)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_packs_are_as_full_as_document_after_document_makes_them(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    room, count = int(random.integers(1, 60)), int(random.integers(0, 200))
+    lengths = random.integers(1, room + 1, count)
+    if seed % 3 == 0:
+        lengths = np.minimum(room, 1 + random.geometric(0.2, count))
+    packs = best_fit(lengths, room)
+    assert sorted(packs.items.tolist()) == list(range(count))
+    made = [packs.items[a:b] for a, b in zip(packs.first[:-1], packs.first[1:], strict=True)]
+    assert sorted(int(lengths[pack].sum()) for pack in made) == fills(lengths.tolist(), room)
+
+
+def test_documents_that_do_not_fit_are_no_work_for_the_packer() -> None:
+    with pytest.raises(ValueError, match="1 to 9 tokens for 8"):
+        best_fit(np.array([1, 9]), 8)
+
+
+def test_long_documents_are_cut_so_that_each_token_but_the_first_is_a_label_once() -> None:
+    begins = np.array([0, 1, 5, 14, 23, 40])
+    found = pieces_of(begins, 49, room=5)
+    assert found.cut == 4
+    labels = Counter(
+        token
+        for start, length in zip(found.starts.tolist(), found.lengths.tolist(), strict=True)
+        for token in range(start + 1, start + length)
+    )
+    assert labels == Counter(set(range(49)) - set(begins.tolist()))
+    assert 2 <= found.lengths.min() <= found.lengths.max() <= 5
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    prefix = pair(tmp_path / "pair", 5, documents=150, longest=30)
+    cache = str(tmp_path / "cache")
+    return DataConfig(name="corpus", path=str(prefix), packing="best_fit", cache_dir=cache)
+
+
+def train(data: DataConfig, seed: int = 1) -> Any:
+    config = Config(data=data, model=ModelConfig(seq_length=SEQ, vocab_size=257), seed=seed)
+    return sources_of(open_corpus(data, SEQ), config).train
+
+
+def documents_of(sample: Sample) -> list[tuple[int, ...]]:
+    """What lies in a sample by its starts, without the padding; its mask is as it must be."""
+    found = []
+    firsts = sorted(set(sample.starts.tolist()))
+    for begin, end in zip(firsts, [*firsts[1:], SEQ], strict=True):
+        assert (sample.starts[begin:end] == begin).all()
+        mask = sample.loss_mask[begin:end]
+        if not mask.any():
+            assert end == SEQ and (sample.tokens[begin:] == EOT).all()
+            continue
+        last = end if mask.all() else end - 1
+        assert mask[: last - begin].all() and (mask.all() or end != SEQ or not mask[-1])
+        found.append(tuple(sample.tokens[begin : last + 1].tolist()))
+    return found
+
+
+def test_an_epoch_has_each_document_once_and_whole(data: DataConfig) -> None:
+    corpus = open_corpus(data, SEQ)
+    assert isinstance(corpus, Corpus)
+    stream = corpus.train[:].tolist()
+    begins = [0, *(k + 1 for k, token in enumerate(stream[:-1]) if token == EOT)]
+    ends = [*begins[1:], len(stream)]
+    whole = Counter(tuple(stream[a:b]) for a, b in zip(begins, ends, strict=True) if b - a > 1)
+    source = train(data)
+    for epoch in (0, 1):
+        samples = [source.sample(epoch * source.windows + i) for i in range(source.windows)]
+        assert Counter(d for sample in samples for d in documents_of(sample)) == whole
+    assert source.windows <= 1.1 * sum(len(d) * n for d, n in whole.items()) / (SEQ + 1) + 1
+
+
+def test_text_that_no_index_describes_is_packed_at_its_ends(tmp_path: Path) -> None:
+    for name in range(40):
+        (tmp_path / f"{name}.txt").write_text("x" * (name % 25 + 1))
+    data = DataConfig(
+        *("text", str(tmp_path / "*.txt")), packing="best_fit", cache_dir=str(tmp_path / "cache")
+    )
+    source = train(data)
+    lengths = [len(d) for i in range(source.windows) for d in documents_of(source.sample(i))]
+    assert max(lengths) <= 26 and len(lengths) >= 35
+
+
+def test_a_document_longer_than_a_sample_is_refused_or_cut(data: DataConfig) -> None:
+    with pytest.raises(UserError) as raised:
+        check_data(data, 15)
+    assert "documents longer than the 16 tokens of a sample" in str(raised.value)
+    assert "give data.cut_documents=true" in str(raised.value)
+    data.cut_documents = True
+    assert check_data(data, 15) == []
+    assert open_corpus(data, 15).plans[0].cut > 0
+    data.cut_documents = False
+    with pytest.raises(UserError, match="does not cut"):
+        open_corpus(data, 15)
+
+
+def test_a_file_longer_than_a_sample_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("x" * 500)
+    data = DataConfig("text", str(tmp_path / "book.txt"), packing="best_fit")
+    with pytest.raises(UserError, match="a document longer than the 32 tokens"):
+        check_data(data, SEQ)
+
+
+@pytest.mark.parametrize("at", [3, 20, 60, 130, -3])
+def test_a_damaged_plan_is_made_again(data: DataConfig, at: int) -> None:
+    usual = [train(data).sample(i).tokens.tobytes() for i in range(20)]
+    for path in Path(data.cache_dir).glob("*.packs"):
+        content = bytearray(path.read_bytes())
+        content[at] ^= 16
+        path.write_bytes(content)
+    said: list[str] = []
+    open_corpus(data, SEQ, report=said.append)
+    assert sum("is damaged" in sentence for sentence in said) >= 2
+    assert [train(data).sample(i).tokens.tobytes() for i in range(20)] == usual
+
+
+def test_a_plan_that_others_may_write_is_not_taken(data: DataConfig) -> None:
+    train(data)
+    for path in Path(data.cache_dir).glob("*.packs"):
+        path.chmod(0o666)
+    said: list[str] = []
+    open_corpus(data, SEQ, report=said.append)
+    assert any("others than you may write it" in sentence for sentence in said)
+
+
+def killed_while_writing(data: DataConfig) -> None:
+    plans.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    open_corpus(data, SEQ)
+
+
+def test_a_kill_leaves_no_half_plan_and_the_next_makes_the_same(data: DataConfig) -> None:
+    cache = Path(data.cache_dir)
+    child = multiprocessing.get_context("fork").Process(target=killed_while_writing, args=(data,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not list(cache.glob("*.packs")) and list(cache.glob("*.tmp"))
+    train(data)
+    after = {path.name: path.read_bytes() for path in cache.glob("*.packs")}
+    assert len(after) == 2 and not list(cache.glob("*.tmp"))
+    for name in after:
+        (cache / name).unlink()
+    train(data)
+    assert {path.name: path.read_bytes() for path in cache.glob("*.packs")} == after
+
+
+def test_of_several_that_come_at_once_one_makes_the_plan(tmp_path: Path) -> None:
+    made = multiprocessing.get_context("fork").Value("i", 0)
+    begins = np.arange(0, 3000, 10)
+
+    def pieces() -> Pieces:
+        with made.get_lock():
+            made.value += 1
+        return pieces_of(begins, 3000, SEQ + 1)
+
+    def come() -> None:
+        kept_plan(tmp_path / "cache" / "one.packs", pieces, SEQ + 1, lambda _: None)
+
+    come_all = [multiprocessing.get_context("fork").Process(target=come) for _ in range(4)]
+    for process in come_all:
+        process.start()
+    for process in come_all:
+        process.join()
+    assert [process.exitcode for process in come_all] == [0] * 4 and made.value == 1

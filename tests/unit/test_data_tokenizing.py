@@ -1,0 +1,299 @@
+"""Corpora made of text: what is in them, the same bytes with any workers, after any kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.making import tokenizing
+from parallel3d.data.making.inputs import find_inputs
+from parallel3d.data.making.journal import Done
+from parallel3d.data.making.tokenizing import Job, tokenize
+from parallel3d.data.text.facts import facts_beside, tokenizer_beside
+from parallel3d.data.tokenizer import open_tokenizer
+from parallel3d.errors import UserError
+from tests.tokenizers import TEXT, folder, lines, trained
+
+TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
+
+
+def job(tmp_path: Path, to: str = "web", given: str = "in", **kwargs: object) -> Job:
+    tokenizer = str(folder(tmp_path / "tok"))
+    settings = {"workers": 0, "piece": 300, "flushed": 400} | kwargs
+    inputs = tuple(find_inputs(str(tmp_path / given)))
+    return Job(inputs, settings.pop("tokenizer", tokenizer), tmp_path / to, **settings)
+
+
+def made(asked: Job) -> list[Done]:
+    told: list[Done] = []
+    tokenize(asked, told.append)
+    return told
+
+
+def files(to: Path) -> dict[str, bytes]:
+    """Every file that belongs to a corpus, by its name behind the prefix."""
+    found = [p for p in to.parent.rglob("*") if p.is_file() and str(p).startswith(str(to))]
+    return {str(path)[len(str(to)) :]: path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    root = tmp_path / "in"
+    root.mkdir()
+    (root / "a.jsonl").write_bytes(lines(TEXTS))
+    for i in range(6):
+        (root / f"b{i}.txt").write_text(TEXTS[i])
+    return tmp_path
+
+
+@pytest.mark.parametrize("tokenizer", ["file", "byte"])
+def test_a_corpus_holds_every_document_with_its_end(text: Path, tokenizer: str) -> None:
+    asked = job(text, **({"tokenizer": "byte"} if tokenizer == "byte" else {}))
+    told = made(asked)
+    corpus, facts = IndexedCorpus.open(asked.to), facts_beside(asked.to)
+    cutter = open_tokenizer(tokenizer_beside(asked.to, facts))
+    assert cutter.digest == facts.tokenizer == open_tokenizer(asked.tokenizer).digest
+    parts = np.split(corpus.read(0, len(corpus)), np.cumsum(corpus.lengths))[:-1]
+    assert [cutter.decode(part) for part in parts] == TEXTS + TEXTS[:6]
+    assert all(part[-1] == cutter.eot for part in parts)
+    assert facts.documents == corpus.documents == 36 and facts.tokens == len(corpus)
+    assert told[-1].read == sum(each.size for each in asked.inputs)
+    assert set(files(asked.to)) == {".bin", ".idx", ".json"} | (
+        {".tokenizer/tokenizer.json", ".tokenizer/tokenizer_config.json"}
+        if tokenizer == "file"
+        else set()
+    )
+
+
+@pytest.mark.parametrize("piece", [1, 10**6])
+def test_pieces_of_another_size_make_the_same_bytes(text: Path, piece: int) -> None:
+    made(job(text))
+    made(job(text, "other", piece=piece))
+    one, other = files(text / "web"), files(text / "other")
+    assert one.pop(".json").replace(b"web", b"other") == other.pop(".json")
+    assert one == other
+
+
+def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
+    made(job(text))
+    made(job(text, "other", workers=3))
+    for end in (".bin", ".idx"):
+        assert files(text / "web")[end] == files(text / "other")[end]
+
+
+KILLED = """
+    import os, pathlib, signal, sys
+    from parallel3d.data.making import journal
+    from parallel3d.data.making.inputs import find_inputs
+    from parallel3d.data.making.tokenizing import Job, tokenize
+
+    class Files:  # what journal calls of os, so that nobody else's calls are counted
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+    def dies_at(module, name, count):
+        real, calls = getattr(module, name), []
+        def call(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        setattr(module, name, call)
+
+    def make(where, count):
+        journal.os = Files()
+        modules = {"add": journal.Journal, "fsync": journal.os, "replace": journal.os,
+                   "rmtree": journal.shutil}
+        dies_at(modules.get(where, journal), where, count)
+        inputs = tuple(find_inputs(str(root / "in")))
+        tokenize(Job(inputs, str(root / "tok"), root / "killed", workers=0, piece=300, flushed=400),
+                 lambda done: None)
+
+    root = pathlib.Path(sys.argv[1])
+    for line in sys.stdin:  # a process each, forked of this one, which has imported all
+        where, count = line.split()
+        child = os.fork()
+        if not child:
+            make(where, int(count))
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+PLACES = (
+    *("add 1", "add 4", "fsync 1", "fsync 2", "fsync 6", "replace_durably 1", "replace_durably 2"),
+    *("write_index 1", "replace_durably 3", "replace 1", "replace 2", "replace 3", "replace 4"),
+    "rmtree 2",
+)
+
+
+def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
+    """Killed again and again, at another moment each time, and done at last: bit-equal."""
+    made(job(text))
+    whole = files(text / "web")
+    killer = subprocess.Popen(
+        (sys.executable, "-c", textwrap.dedent(KILLED), str(text)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for place in PLACES:
+        killer.stdin.write(f"{place}\n")
+        killer.stdin.flush()
+        assert int(killer.stdout.readline()) == -signal.SIGKILL, place
+        if (text / "killed.idx").exists():
+            assert (text / "killed.bin").exists(), "an index must not stand without its tokens"
+        if place.split()[0] in ("replace", "rmtree"):  # the next moment lies before this one
+            made(job(text, "killed"))
+            result = files(text / "killed")
+            assert result.pop(".json").replace(b"killed", b"web") == whole[".json"]
+            assert result == {name: content for name, content in whole.items() if name in result}
+            assert len(result) == len(whole) - 1, "and nothing else was left behind"
+            for name in (*result, ".json"):
+                Path(f"{text / 'killed'}{name}").unlink()
+            (text / "killed.tokenizer").rmdir()
+    killer.stdin.close()
+    assert killer.wait() == 0
+
+
+def test_what_was_flushed_is_not_made_again(text: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(done: Done) -> None:
+        if done.documents > 20:
+            raise Enough
+
+    with pytest.raises(Enough):
+        tokenize(job(text), stop)
+    journal = json.loads((text / "web.partial" / "journal.json").read_text())
+    told = made(job(text))
+    assert told[0].documents == journal["done"]["documents"] > 0
+
+
+def test_workers_die_with_their_parent(text: Path) -> None:
+    script = """
+        import os, pathlib, sys
+        from parallel3d.data.making import pool
+        def make(*args):
+            return lambda piece: os.getppid()
+        if __name__ == "__main__":
+            with pool.Pool(2, make) as made:
+                print(*(process.pid for process in made.workers.values()), flush=True)
+                sys.stdin.readline()
+    """
+    path = text / "parent.py"
+    path.write_text(textwrap.dedent(script))
+    parent = subprocess.Popen(
+        (sys.executable, str(path)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        text=True,
+    )
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    parent.kill()
+    parent.wait()
+    for descriptor in descriptors:
+        _ended(descriptor)
+
+
+def _ended(descriptor: int) -> None:
+    ready, _, _ = select.select([descriptor], [], [], 60)
+    os.close(descriptor)
+    assert ready, "a worker outlived its parent"
+
+
+def test_a_worker_that_is_killed_is_one_sentence(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killing(tokenizing.Pool):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            for process in self.workers.values():
+                process.kill()
+
+    monkeypatch.setattr(tokenizing, "Pool", Killing)
+    with pytest.raises(UserError, match="ended from outside, perhaps as memory ran out"):
+        made(job(text, workers=1))
+
+
+# ---- what is refused
+
+
+def test_a_corpus_that_is_there_stays(text: Path) -> None:
+    made(job(text))
+    before = files(text / "web")
+    with pytest.raises(UserError, match=r"web.* is there and stays as it is"):
+        made(job(text))
+    (text / "web.idx").unlink()
+    with pytest.raises(UserError, match="is there and stays as it is"):
+        made(job(text))
+    assert files(text / "web") == {k: v for k, v in before.items() if k != ".idx"}
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "input", "text_key"])
+def test_another_job_does_not_go_on_with_a_begun_one(text: Path, what: str) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tokenize(job(text), lambda done: 1 // (done.documents < 20))
+    if what == "input":
+        (text / "in" / "b0.txt").write_text("another text")
+    other = {"tokenizer": {"tokenizer": "byte"}, "text_key": {"text_key": "t"}, "input": {}}[what]
+    with pytest.raises(UserError, match=f"was begun with another {what}"):
+        made(job(text, **other))
+
+
+def test_two_processes_do_not_make_one_corpus(text: Path) -> None:
+    def second(done: Done) -> None:
+        with pytest.raises(UserError, match="is being made by another process"):
+            made(job(text))
+
+    tokenize(job(text), second)
+
+
+@pytest.mark.parametrize(("bad", "refused"), [(0.01, True), (0.03, False)])
+def test_more_bad_rows_than_the_stated_share_are_refused(
+    tmp_path: Path, bad: float, refused: bool
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(["a"] * 98) + b"{\n[]\n")
+    asked = job(tmp_path, bad=bad)
+    if not refused:
+        assert made(asked)[-1].count.bad == 2
+        return
+    with pytest.raises(UserError) as caught:
+        made(asked)
+    for word in ("2 of the first 100 rows", "bad=0.01", "a.jsonl:99 is no JSON", "a.jsonl:100"):
+        assert word in str(caught.value)
+    assert not (tmp_path / "web.idx").exists()
+    made(job(tmp_path, bad=0.5))  # goes on: the share is no part of the corpus
+
+
+def test_rows_without_any_text_make_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(["", ""]))
+    with pytest.raises(UserError, match="none of its 2 rows has a text"):
+        made(job(tmp_path))
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("web")]
+
+
+def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path: Path) -> None:
+    content = json.loads(trained())
+    content["model"]["vocab"] |= {f"t{i}": i for i in range(400, 66_000)}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines(TEXTS))
+    asked = job(tmp_path, tokenizer=str(folder(tmp_path / "wide", json.dumps(content))))
+    made(asked)
+    corpus = IndexedCorpus.open(asked.to)
+    assert corpus.dtype == np.dtype("<i4")
+    cutter = open_tokenizer(asked.tokenizer)
+    assert cutter.decode(corpus.read(0, corpus.lengths[:1][0])) == TEXTS[0]
