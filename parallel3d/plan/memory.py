@@ -27,13 +27,37 @@ GUESSES: dict[str, tuple[float, float]] = {
     "stage.whole": (4.0, 0.8),  # a token and hidden element that a micro-batch under way holds
     "stage.cut": (8.0, 0.8),  # once a stage, beside its layers; the part that tp's ranks share
     "logits": (8.0, 0.5),  # a logit of the last stage
-    "scratch": (4.0, 0.7),  # a token and hidden element, once
+    "scratch": (2.0, 0.7),  # a token and element of a layer, once, while no logits are there
+    "logits_most_gib": (1e6, 0.01),  # where the loss is made in chunks: of one chunk
     "slack": (1.05, 0.1),  # of the allocator
     "base_gib": (1.5, 0.5),  # communicators, workspaces
     "outside_gib": (5.0, 0.5),  # what the driver counts beside the allocator: context, NCCL
     "tight": (0.85, 0.1),  # share from which on the allocator gives back and asks anew
     "stall_s": (0.5, 0.5),  # what that takes a micro-batch where a pipeline waits for it
     "full": (0.92, 0.1),  # share of a GPU's memory at which a run no longer fits
+}
+
+
+# parallel3d's own, not fitted but read off its code and `parallel3d dryrun`: weights in 2 bytes,
+# gradients, master and moments in 4; a layer's inputs of GEMMs and norms; chunks of 2 GiB of
+# logits; what its driver and NCCL keep (dryrun.reserve_gb).
+PARALLEL3D = {
+    "memory.state.gradients": 1.0,
+    "memory.state.sharded": 12.0,
+    "memory.state.gathered": 0.0,
+    "memory.layer.whole": 0.0,
+    "memory.layer.cut": 8.0,
+    "memory.layer.inner": 2.0,
+    "memory.layer.selective": 1.0,
+    "memory.stage.whole": 0.0,
+    "memory.stage.cut": 2.0,
+    "memory.logits": 2.0,
+    "memory.logits_most_gib": 2.0,
+    "memory.scratch": 5.4,
+    "memory.slack": 1.0,
+    "memory.base_gib": 3.7,
+    "memory.tight": 0.92,
+    "memory.full": 1.0,
 }
 
 
@@ -61,12 +85,17 @@ def memory(work: Work, values: Mapping[str, float]) -> Memory:
     batch = np.where(work.pp > 1, tokens(work) * work.hidden, 0.0)
     batch = batch * (v["stage.whole"] + v["stage.cut"] / work.tp)
     live = [
-        held * (work.first * kept * grow + batch) + extra,
-        between * (work.live_layers * kept * grow + batch) + extra,
-        np.where(work.pp == 1, work.first, work.last) * kept * grow + batch + extra,
+        held * (work.first * kept * grow + batch),
+        between * (work.live_layers * kept * grow + batch),
+        np.where(work.pp == 1, work.first, work.last) * kept * grow + batch,
     ]
     logits = v["logits"] * tokens(work) * work.vocab / work.tp
-    ends = [np.where(work.pp == 1, logits, 0.0), 0 * logits, logits]
+    logits = np.minimum(logits, v["logits_most_gib"] * GIB)
+    ends = [
+        np.where(work.pp == 1, np.maximum(logits, extra), extra),
+        extra,
+        np.maximum(logits, extra),
+    ]
     totals = np.stack([s + a + e for s, a, e in zip(state, live, ends, strict=True)])
     worst = np.argmax(totals, axis=0)
     peaks = totals * v["slack"] + v["base_gib"] * GIB
@@ -122,4 +151,6 @@ def _saved(work: Work, v: Mapping[str, float]) -> Any:
 def _working(work: Work, v: Mapping[str, float]) -> Any:
     """What exists once: a layer's own tensors while it is computed (again)."""
     once = np.where(work.full_recompute > 0, _saved(work, v), 0.0)
-    return tokens(work) * (once + v["scratch"] * work.hidden)
+    qkv, queries, up = sizes(work)
+    elements = work.hidden + qkv + queries + up + work.ffn / work.tp
+    return tokens(work) * (once + v["scratch"] * elements)

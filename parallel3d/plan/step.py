@@ -43,7 +43,7 @@ def step(work: Work, c: Constants) -> StepTime:
     middle = np.where(work.middle > 0, work.middle * each + batch, 0)
     last = np.where(single, first, work.last * each + ends[0] + batch)
     total = work.layers * each + ends[0] + ends[1] + batch * work.pp
-    span = pipeline_time(first, middle, last, total, work.microbatches, work.chunks)
+    span = pipeline_time(first, middle, last, total, work.microbatches, work.chunks, work.split)
     busy = work.microbatches * np.maximum(np.maximum(first, middle), last)
     backward = (first if np.ndim(first) else np.asarray(first)) * 2 / 3
     return StepTime(

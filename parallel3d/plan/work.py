@@ -36,6 +36,7 @@ class Work:
     dp: Number
     cp: Number
     chunks: Number  # model chunks a rank of the pipeline
+    split: Number  # backwards in two halves, weight gradients last (zero bubble)
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
@@ -60,7 +61,6 @@ class Work:
     graph: Number  # kernels launched as one graph
     compiled: Number  # element-wise operations in few kernels
     fp8: Number
-    fsdp_layers: Number
     experts: Number
     active_experts: Number
     ep: Number
