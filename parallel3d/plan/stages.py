@@ -53,6 +53,23 @@ def split_by_cost(layers: int, head: float, stages: int) -> Split:
     return _of(counts)
 
 
+def split_balanced(layers: int, head: float, stages: int) -> Split:
+    """Stages whose slowest is as fast as can be, the last with the head; every stage has a layer.
+
+    `head` is the head's cost in layers.
+    """
+    if stages == 1:
+        return split_evenly(layers, 1)
+    others = stages - 1
+
+    def slowest(mine: int) -> tuple[float, int]:
+        return max(-(-(layers - mine) // others), mine + head), -mine
+
+    last = min(range(1, layers - others + 1), key=slowest)
+    rest = layers - last
+    return _of([rest // others + (stage < rest % others) for stage in range(others)] + [last])
+
+
 def stages_by_cost(layers: int, head: float, stages: int) -> int:
     """Stages that `split_by_cost` gives something to do; one more block follows the head."""
     share, stage = (layers + head) / stages, 0
