@@ -83,7 +83,7 @@ def fit(
     weight: Array,
     guesses: Mapping[str, tuple[float, float]],
     start: Mapping[str, float] | None = None,
-    rounds: int = 30,
+    rounds: int = 50,
 ) -> dict[str, float]:
     """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
     names = list(guesses)
@@ -112,16 +112,16 @@ def fit(
         scaled = slopes * calm[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spread**2)
         push = scaled.T @ (now * calm) + (x - centre) / spread**2
-        for _ in range(6):
+        for _ in range(14):
             stride = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -push)
-            ahead = x + np.clip(np.where(used, stride, centre - x), -0.7, 0.7)
+            ahead = x + np.clip(np.where(used, stride, 0.0), -0.7, 0.7)
             then = miss(ahead)
             if cost(then, ahead) < worth:
                 x, now, damping = ahead, then, max(damping / 4, 1e-4)
                 break
-            damping *= 4
+            damping *= 3
         before, worth = worth, cost(now, x)
-        if before - worth < 1e-4 * before:
+        if before - worth < 2e-5 * before:
             break
     return dict(zip(names, np.exp(x).tolist(), strict=True))
 

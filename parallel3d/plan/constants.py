@@ -57,14 +57,14 @@ GUESSES: dict[str, tuple[float, float]] = {
     "link.rate": (0.7, 0.3),
     "link.latency_us": (15.0, 0.6),
     "pp.exposed": (1.0, 0.7),
-    "pp.hidden": (0.6, 0.5),
-    "dp.hidden": (0.8, 0.3),
+    "pp.hidden": (1.5, 1.0),  # odds of a message to be hidden, where that is asked for
+    "dp.hidden": (4.0, 0.7),  # odds of a gradient's bytes
     "fsdp.contention": (1.1, 0.2),
     "cp.exposed": (0.3, 0.7),
     "step.fixed_us": (8000.0, 0.8),
 }
 PER_SPEED = {"rate": (0.8, 0.25)}  # of the datasheet's peak, of a large GEMM
-PER_NETWORK = {"rate": (0.75, 0.35), "latency_us": (25.0, 0.8), "crowd_us": (5.0, 1.5)}
+PER_NETWORK = {"rate": (0.55, 0.35), "latency_us": (25.0, 0.8), "crowd_us": (5.0, 1.5)}
 PER_ENGINE = {
     "launch_us": (300.0, 0.8),  # host's time for a layer, forward and backward
     "launch_tp_us": (300.0, 1.0),  # more with tp
@@ -72,7 +72,7 @@ PER_ENGINE = {
     "hop_us": (200.0, 1.0),  # for a message to the next stage
     "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where sums wait for the slowest host
     "flash": (0.45, 0.4),  # of a GEMM's rate that its attention reaches over the causal half
-    "tp_hidden": (0.4, 0.7),  # share of tp's messages behind GEMMs, where asked for
+    "tp_hidden": (0.7, 1.0),  # odds of tp's messages to lie behind GEMMs, where asked for
 }
 _FAMILIES = (
     ("speed", SPEEDS, PER_SPEED),
@@ -90,6 +90,11 @@ def guesses() -> dict[str, tuple[float, float]]:
                 found[f"{family}.{name}.{key}"] = guess
     found["network.efa.crowd_us"] = (25.0, 1.0)
     return found
+
+
+def from_odds(odds: Number | float) -> Number:
+    """A share from its odds: 0.5 from 1, never quite all."""
+    return np.asarray(odds / (1 + odds))
 
 
 class Constants:

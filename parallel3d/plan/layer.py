@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.plan import kernels, network
-from parallel3d.plan.constants import Constants
+from parallel3d.plan.constants import Constants, from_odds
 from parallel3d.plan.work import Number, Work
 
 
@@ -100,7 +100,7 @@ def _tensor_parallel(work: Work, c: Constants) -> Any:
     forward = pairs * both
     again = np.where(work.full_recompute > 0, forward, 0.0)
     gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
-    shown = 1 - work.overlap_tp * np.minimum(c.of("engine", "tp_hidden", work.engine), 0.95)
+    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     return shown * (2 * forward + again + gathered)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.plan import kernels, network
-from parallel3d.plan.constants import Constants
+from parallel3d.plan.constants import Constants, from_odds
 from parallel3d.plan.layer import embedding, head, layer, layer_parameters
 from parallel3d.plan.stages import pipeline_time
 from parallel3d.plan.work import Number, Work
@@ -82,7 +82,7 @@ def _gathered(work: Work, c: Constants, each: Number) -> Any:
 
 def _messages(work: Work, c: Constants) -> Any:
     """The pipeline's messages that nothing hides: two a micro-batch and chunk, and the fill."""
-    shown = c["pp.exposed"] * (1 - work.overlap_pp * np.minimum(c["pp.hidden"], 0.95))
+    shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
     return trips * network.hop(work, c) * shown
 
@@ -95,7 +95,7 @@ def _gradients(work: Work, c: Constants, backward: Number) -> Any:
     cut = network.gather(work, c, work.grad_bytes * elements, ranks, stride)
     back = network.gather(work, c, 2 * elements, ranks, stride)
     both = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut + back, summed))
-    hidden = work.overlap_dp * np.minimum(c["dp.hidden"], 0.95) * both
+    hidden = work.overlap_dp * from_odds(c["dp.hidden"]) * both
     return both - np.minimum(hidden, backward)
 
 
