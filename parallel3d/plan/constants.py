@@ -64,7 +64,12 @@ GUESSES: dict[str, tuple[float, float]] = {
     "step.fixed_us": (8000.0, 0.8),
 }
 PER_SPEED = {"rate": (0.8, 0.25)}  # of the datasheet's peak, of a large GEMM
-PER_NETWORK = {"rate": (0.55, 0.35), "latency_us": (25.0, 0.8), "crowd_us": (5.0, 1.5)}
+PER_NETWORK = {
+    "rate": (0.55, 0.35),
+    "latency_us": (25.0, 0.8),
+    "crowd_us": (5.0, 1.5),
+    "begin_us": (200.0, 1.5),  # until a message of the pipeline flows to another node
+}
 PER_ENGINE = {
     "launch_us": (300.0, 0.8),  # host's time for a layer, forward and backward
     "launch_tp_us": (300.0, 1.0),  # more with tp

@@ -56,5 +56,5 @@ def hop(work: Work, c: Constants) -> Any:
         work.fabric_rate * c.of("network", "rate", work.fabric),
     )
     software = c.of("engine", "hop_us", work.engine)
-    wire = np.where(inside, c["link.latency_us"], c.of("network", "latency_us", work.fabric))
+    wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
