@@ -83,7 +83,7 @@ def fit(
     weight: Array,
     guesses: Mapping[str, tuple[float, float]],
     start: Mapping[str, float] | None = None,
-    rounds: int = 50,
+    rounds: int = 25,
 ) -> dict[str, float]:
     """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
     names = list(guesses)

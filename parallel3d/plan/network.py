@@ -10,6 +10,9 @@ from parallel3d.plan.constants import Constants
 from parallel3d.plan.work import Number, Work
 
 
+_RING = 32  # ranks up to which steps are counted as a ring's; more are joined by a tree
+
+
 def ring_rate(work: Work, c: Constants, ranks: Number, stride: Number) -> Any:
     """Bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
@@ -32,7 +35,8 @@ def latency(work: Work, c: Constants, ranks: Number, stride: Number, steps: Numb
 def gather(work: Work, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
     """An all-gather or reduce-scatter of `bytes` in all; an all-reduce is two. 0 for one rank."""
     wire = (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
-    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, ranks - 1), 0.0)
+    steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
 def reduce(work: Work, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
