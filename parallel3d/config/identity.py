@@ -18,8 +18,16 @@ from parallel3d.config.schema import Config
 REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
-    *("preflight", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "recompute", "micro_batch_size"),
-    *("trace", "train.progress", "train.log_every", "train.save_weights", "loss.chunk_tokens"),
+    *("preflight", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
+    *(
+        "recompute",
+        "recompute_layers",
+        "trace",
+        "train.progress",
+        "train.log_every",
+        "train.save_weights",
+        "loss.chunk_tokens",
+    ),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "checkpoint."),
     *("recovery.", "generate.", "topology.", "bench.", "verify.", "plan."),
     # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the

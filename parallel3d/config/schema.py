@@ -96,6 +96,13 @@ class Config:
         choices=("none", "full", "selective"),
         megatron="--recompute-granularity",
     )
+    recompute_layers: list[int] | None = key(  # noqa: RUF009
+        None,
+        "how many layers of a stage do so, its first ones: [2] on every stage, or a number for "
+        "each, as the first stages hold most activations: [3,1,0,0]; null: all",
+        megatron="--recompute-num-layers",
+        differs="one number there, with --recompute-method=block",
+    )
     micro_batch_size: int = key(
         4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size"
     )

@@ -20,6 +20,7 @@ class BuildContext:
     tp: Group
     sp: bool
     recompute: str = "none"  # see `recompute.py`
+    recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
     loss: LossConfig = field(default_factory=LossConfig)
     overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
     gather_qk: bool = False  # see `Attention.project`
@@ -32,6 +33,7 @@ class BuildContext:
             tp,
             config.sp,
             config.recompute,
+            tuple(config.recompute_layers or ()),
             config.loss,
             overlap_of(config, tp, init.device),
             gather_qk=config.tensor_parallel.attention == "gather_qk",

@@ -6,6 +6,9 @@
 | selective | all but the inside of attention | attention, from the fused projection on; no GEMM |
 | full | its input alone | the layer, up to the input of its last GEMM |
 
+`recompute_layers` has only the first layers of a stage do so: early stages hold the activations of
+most micro-batches.
+
 The forward that is run again only computes and communicates. Gradients are added and buckets told
 by the backward, which runs once. Communication is repeated in the same order on every rank of a
 tensor group: without sequence parallelism one all-reduce a layer (`full`), with it two all-gathers

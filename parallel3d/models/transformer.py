@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from parallel3d.models.ops import Rotary
 from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.schedules.placement import Placement
+from parallel3d.sizes.stages import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
 
@@ -162,6 +164,7 @@ class Stage(nn.Module):
         beside: on the rank that holds both ends in two stages (a V), the first of them for the
             last: the last reads its word table where they are tied.
         ends_meet: both ends are on this rank.
+        recomputed: how many of its layers recompute, the first ones; None: all.
 
     `before_use(part)` is called before the forward reads the parameters of "embedding", "layers.3"
     or "head": whoever shards parameters makes them whole there.
@@ -176,6 +179,7 @@ class Stage(nn.Module):
         ctx: BuildContext,
         beside: Stage | None = None,
         ends_meet: bool = False,
+        recomputed: int | None = None,
     ) -> None:
         super().__init__()
         ends_meet |= first and last
@@ -188,7 +192,11 @@ class Stage(nn.Module):
             self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if ends_meet and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
-        self.layers = nn.ModuleDict({str(i): Block(i, model, ctx) for i in layers})
+        count = len(layers) if recomputed is None else recomputed
+        keeping = replace(ctx, recompute="none")
+        self.layers = nn.ModuleDict(
+            {str(i): Block(i, model, ctx if i in layers[:count] else keeping) for i in layers}
+        )
         self.head = None
         if last:
             owner = (beside or self).embedding
@@ -259,9 +267,9 @@ def stages_of_rank(
     stages: list[Stage] = []
     for stage in held:
         beside = stages[0] if stage == last and ends_meet and stages else None
-        stages.append(
-            Stage(model, layers[stage], stage == 0, stage == last, ctx, beside, ends_meet)
-        )
+        recomputed = recomputing(ctx.recompute_layers, stage, len(layers[stage]))
+        ends = stage == 0, stage == last
+        stages.append(Stage(model, layers[stage], *ends, ctx, beside, ends_meet, recomputed))
     return stages
 
 

@@ -9,7 +9,6 @@ import numpy as np
 from parallel3d.plan.constants import Constants
 from parallel3d.plan.work import Number, Work
 
-
 _RING = 32  # ranks up to which steps are counted as a ring's; more are joined by a tree
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -45,3 +46,10 @@ def layers_of_stages(config: Config) -> list[range]:
         counts = balance_chunks(cost, model.num_layers, placement, last_extra=head)
     ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
+    """How many of a stage's `layers` layers recompute, by `recompute_layers`."""
+    if not given:
+        return layers
+    return min(layers, given[0] if len(given) == 1 else given[stage])

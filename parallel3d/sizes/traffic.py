@@ -90,17 +90,18 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 def _layers(rank: PipelineRank) -> Iterator[Transfer]:
     """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
     whole, what = rank.hidden, "activations of the layers"
-    layers = rank.layer_count * rank.config.num_microbatches
+    microbatches = rank.config.num_microbatches
+    layers = rank.layer_count * microbatches
     # Recomputation repeats the forward up to the second row-parallel GEMM.
-    again = 1 if rank.config.recompute == "full" else 0
+    again = rank.recomputed_layers * microbatches
     if rank.config.tensor_parallel.attention == "gather_qk":
         model, tp = rank.config.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
         every = rank.tokens * heads * model.head_size * rank.item
-        yield Transfer("tp", "all_gather", every, (1 + again) * layers, "q and k of all heads")
+        yield Transfer("tp", "all_gather", every, layers + again, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if not rank.sp:
-        yield Transfer("tp", "all_reduce", whole, (4 + again) * layers, what)
+        yield Transfer("tp", "all_reduce", whole, 4 * layers + again, what)
         return
     # The backward of a column-parallel GEMM gathers the shard that was kept and scatters its
     # gradient, both in one.
@@ -109,9 +110,9 @@ def _layers(rank: PipelineRank) -> Iterator[Transfer]:
     # In pieces: the forward gathers for column- and scatters for row-parallel ones, and the
     # backward of the row-parallel ones gathers.
     chunks = rank.config.tensor_parallel.chunks
-    piece, pieces = whole // chunks, chunks * layers
-    yield Transfer("tp", "all_gather", piece, (4 + 2 * again) * pieces, what)
-    yield Transfer("tp", "reduce_scatter", piece, (2 + again) * pieces, what)
+    piece = whole // chunks
+    yield Transfer("tp", "all_gather", piece, chunks * (4 * layers + 2 * again), what)
+    yield Transfer("tp", "reduce_scatter", piece, chunks * (2 * layers + again), what)
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:

@@ -11,6 +11,7 @@ from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
 from parallel3d.sizes.run_schedule import sends_slices
+from parallel3d.sizes.stages import recomputing
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -79,6 +80,14 @@ class PipelineRank:
     @property
     def layer_count(self) -> int:
         return sum(map(len, self.layers))
+
+    @property
+    def recomputed_layers(self) -> int:
+        """Layers that run their forward twice."""
+        if self.config.recompute != "full":
+            return 0
+        given = self.config.recompute_layers
+        return sum(recomputing(given, stage, len(self.split[stage])) for stage in self.stages)
 
     @property
     def first(self) -> bool:

@@ -96,7 +96,7 @@ CASES = [
         [
             Case(replace(GPT, loss=SMOOTHED), sp=True, keys=CHUNKS),
             Case(replace(LLAMA, loss=SMOOTHED[1:]), schedule="gpipe", parallel_output=False),
-            Case(ONE_HEAD),
+            Case(ONE_HEAD, keys=(("recompute", "full"), ("recompute_layers", [1, 0]))),
             Case(replace(QWEN3, optimizer="sgd"), sp=True, schedule="zb_h1"),
             Case(QWEN2, schedule="gpipe"),
         ],

@@ -119,6 +119,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     )  # fmt: skip
     config.sp, config.zero = changes.get("sp", False), changes.get("zero", 0)
     config.recompute, config.compile = changes.get("recompute", "none"), "compile" in changes
+    config.recompute_layers = changes.get("recompute_layers")
     config.tensor_parallel.chunks = changes.get("chunks", 1)
     config.precision.name = changes.get("precision", "fp32")
     config.ddp.reduce_every_microbatch = changes.get("every")
@@ -177,6 +178,11 @@ CASES = [
     pytest.param(Layout(tp=2), {"sp": True, **LLAMA, **UNTIED}, id="tp2 sp llama"),
     pytest.param(Layout(tp=2), {"recompute": "full"}, id="tp2 recompute"),
     pytest.param(Layout(tp=2), {"recompute": "selective"}, id="tp2 attention recomputed"),
+    pytest.param(
+        Layout(tp=2, pp=2),
+        {"recompute": "full", "recompute_layers": [1, 0], "sp": True},
+        id="tp2 pp2 sp, a layer recomputed",
+    ),
     pytest.param(Layout(tp=2), {"sp": True, "recompute": "full"}, id="tp2 sp recompute"),
     pytest.param(Layout(tp=2), {"sp": True, "chunks": 2}, id="tp2 sp in two pieces"),
     pytest.param(

@@ -180,6 +180,32 @@ def test_an_imported_run_trains_on_under_another_layout(
     assert on[1] == pytest.approx(mine[20], abs=0.5)
 
 
+def test_bytes_are_a_tokenizer_for_everybody_else(
+    trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers reads bytes as we do and goes on alike; imported again, they are bytes."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.chdir(trained.cwd)
+    assert checkpoint(["export", "run=mine", "to=bytes"]) == 0
+    tokenizer = AutoTokenizer.from_pretrained("bytes")
+    every = bytes(range(256)).decode("latin-1")
+    for text in ("12 böt\n\n  tles 漢 😀\r\n", every, f"{every} {every}"):
+        assert tokenizer(text)["input_ids"] == [256, *text.encode()]
+        assert tokenizer.decode(list(text.encode()), skip_special_tokens=True) == text
+    words = ("run=mine", "prompt=12 bot", "generate.max_tokens=20", "generate.temperature=0")
+    ours = run_forked(trained, "generate", *words, "device=cpu")
+    model = AutoModelForCausalLM.from_pretrained("bytes")
+    prompt = tokenizer("12 bot", return_tensors="pt")
+    made = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+    assert tokenizer.decode(made[0], skip_special_tokens=True) == ours.out.removesuffix("\n")
+    assert checkpoint(["import", "from=bytes", "run=bytes"]) == 0
+    assert "its tokens are bytes" in capsys.readouterr().err
+    assert not (trained.cwd / "runs" / "bytes" / "tokenizer").exists()
+    shutil.rmtree(trained.cwd / "runs" / "bytes")
+    shutil.rmtree("bytes")
+
+
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=30", "device=cpu")
     before = trained.snapshot()

@@ -71,9 +71,10 @@ def test_info_flag_works(shell: Shell) -> None:
             "parallel3d ",
             {
                 *("train", "verify", "bench", "topology", "schedule", "dryrun", "generate"),
-                "checkpoint",
+                *("checkpoint", "data"),
             },
         ),
+        ("parallel3d data ", {"tokenize", "train-tokenizer", "show"}),
         ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
         ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
         ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),

@@ -82,6 +82,31 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"tpp": 2}, None, ["tpp=2", "not a key", "nearest is tp"]),
     ({"model.num_layer": 2}, None, ["model.num_layer=2", "not a key", "model.num_layers"]),
     ({"model": None}, None, ["model=null", "ModelConfig"]),
+    (
+        {"recompute_layers": [2]},
+        None,
+        ["recompute_layers=[2]", "recompute=none", "nearest is recompute_layers=null"],
+    ),
+    (
+        {"recompute": "full", "recompute_layers": [5], "pp": 2},
+        None,
+        ["recompute_layers=[5]", "from 0 to model.num_layers=4", "recompute_layers=[4]"],
+    ),
+    (
+        {"recompute": "full", "recompute_layers": []},
+        None,
+        ["recompute_layers=[]", "must be numbers of layers", "recompute_layers=[4]"],
+    ),
+    (
+        {"recompute": "full", "recompute_layers": [2, 1, 0], "pp": 2},
+        None,
+        ["recompute_layers=[2,1,0]", "1 entry for all stages or 2", "recompute_layers=[2]"],
+    ),
+    (
+        {"recompute": "full", "recompute_layers": [2, 1], "pp": 2, "schedule.name": "auto"},
+        None,
+        ["recompute_layers=[2,1]", "must have 1 entry;", "recompute_layers=[2]"],
+    ),
     # schedules
     ({"vpp": 2}, None, ["schedule=1f1b", "vpp=2", "nearest is vpp=1, or schedule=interleaved"]),
     ({"schedule.name": "zbv"}, None, ["schedule=zbv", "vpp=1 must be 2", "nearest is vpp=2"]),
@@ -422,6 +447,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
             if key.name == "data.name" or "schedule.file" in changes:
                 continue  # already given beside it, or another file as well
             typed = value == "true" if key.type is bool else key.type(value)
+            typed = None if value == "null" else typed
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)
             followed += 1

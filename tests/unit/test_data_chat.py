@@ -202,7 +202,7 @@ def test_every_conversation_is_learned_once_an_epoch_where_the_assistant_speaks(
     expected = sorted(tuple(one.tokens[one.spoken].tolist()) for one in read)
     learned = []
     for source in (train, valid):
-        count = source._marked.windows
+        count = source.windows
         assert count < len(ROWS) or packing == "padded"
         for number in range(count):
             sample = source.sample(number)
@@ -217,10 +217,10 @@ def test_every_conversation_is_learned_once_an_epoch_where_the_assistant_speaks(
 
 def test_the_epochs_of_padded_conversations_are_one_a_sample(tmp_path: Path) -> None:
     train, valid = samples(data(tmp_path, ROWS), 200)
-    assert train._marked.windows + valid._marked.windows == len(ROWS)
-    first = {tuple(train.sample(i).tokens) for i in range(train._marked.windows)}
+    assert train.windows + valid.windows == len(ROWS)
+    first = {tuple(train.sample(i).tokens) for i in range(train.windows)}
     second = {tuple(train.sample(i).tokens) for i in range(len(first), 2 * len(first))}
-    assert first == second and len(first) == train._marked.windows
+    assert first == second and len(first) == train.windows
 
 
 def test_another_template_or_row_has_another_fingerprint(tmp_path: Path) -> None:

@@ -15,20 +15,33 @@ from parallel3d.data.batches import Batches, SampleSource
 from parallel3d.data.corpora.reading import sources_of
 from parallel3d.data.corpus import open_corpus
 from tests.corpora import pair
+from tests.unit.test_data_chat import ROWS, samples
+from tests.unit.test_data_chat import data as chat
 
 SEQ, BATCH, STEPS = 16, 12, 9
+LONGEST = 200  # tokens of a sample of chat
 LAYOUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 3), (3, 4), (2, 6), (4, 1)]  # dp, micro-batch size
 
 
-@pytest.fixture(params=["concat", "best_fit"])
+@pytest.fixture(params=["concat", "best_fit", "chat padded", "chat best_fit"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
+    """A blend, or conversations, that are read over several times."""
+    if request.param.startswith("chat"):
+        given = chat(tmp_path, ROWS, packing=request.param.split()[1], document_mask=True)
+        train, _ = samples(given, LONGEST)
+        assert 3 * train.windows < BATCH * STEPS
+        return train
+    return blend(tmp_path, request.param)
+
+
+def blend(tmp_path: Path, packing: str) -> SampleSource:
     """A blend whose weights change in the middle of a step, and whose parts are read over."""
     names = [str(pair(tmp_path / name, seed)) for seed, name in enumerate(("a", "b", "c"))]
     data = DataConfig(
         name="blend",
         blend=dict(zip(names, (5, 3, 1), strict=True)),
         blend_stages={40 * SEQ: dict(zip(names[1:], (1, 4), strict=True))},
-        packing=request.param,
+        packing=packing,
         document_mask=True,
         cut_documents=True,
         cache_dir=str(tmp_path / "cache"),

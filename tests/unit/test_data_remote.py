@@ -98,6 +98,14 @@ def test_a_block_that_is_damaged_here_is_fetched_again(served: Served, tmp_path:
     assert len(served.asked) > before
 
 
+def test_a_block_that_others_may_write_is_not_taken(served: Served, tmp_path: Path) -> None:
+    usual = samples(data_of(tmp_path))
+    for path in (tmp_path / "cache" / "blocks").glob("*/*.block"):
+        path.chmod(0o666)
+    before = len(served.asked)
+    assert samples(data_of(tmp_path)) == usual and len(served.asked) > before
+
+
 def test_a_fetch_that_fails_is_tried_again_and_said_in_the_end(
     served: Served, tmp_path: Path
 ) -> None:

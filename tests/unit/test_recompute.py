@@ -15,6 +15,7 @@ from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.models import transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.pieces import Initializer
+from parallel3d.sizes.stages import recomputing
 from parallel3d.tensor_parallel import linear_nodes
 from tests.kernels import no_kernels
 
@@ -27,11 +28,12 @@ MODEL = ModelConfig(
 NOTHING = (None, None, None)
 
 
-def middle_stage(recompute: str, layers: int = LAYERS) -> Stage:
-    """Layers without embedding and head; parameters keep their gradients in main_grad."""
+def middle_stage(recompute: str, layers: int = LAYERS, first: int | None = None) -> Stage:
+    """Layers without embedding and head; parameters keep their gradients in main_grad. `first`:
+    how many of them recompute."""
     init = Initializer(5, torch.float32, torch.device("cpu"))
     context = BuildContext(init, SINGLE, sp=False, recompute=recompute)
-    stage = Stage(MODEL, range(layers), False, False, context)
+    stage = Stage(MODEL, range(layers), False, False, context, recomputed=first)
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
         parameter.gradient_added = lambda: None
@@ -71,6 +73,22 @@ def test_full_keeps_the_layers_inputs_and_selective_no_heads() -> None:
     assert kept["full"] == INPUTS < 0.1 * kept["none"]
     # Heads of q, and of k and v repeated for q's, against the fused projection of 8 + 2 + 2 heads.
     assert kept["none"] - kept["selective"] >= 3 * INPUTS - 1.5 * INPUTS
+
+
+@pytest.mark.parametrize("way", ["selective", "full"])
+def test_some_layers_recompute_and_the_others_keep_what_they_kept(way: str) -> None:
+    none, full = (kept_bytes(middle_stage(how)) for how in ("none", way))
+    for first in range(LAYERS + 1):
+        kept = kept_bytes(middle_stage(way, first=first))
+        assert kept == none - (none - full) * first // LAYERS
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [((), [3, 2, 2]), ((1,), [1, 1, 1]), ((3, 1, 0), [3, 1, 0]), ((9,), [3, 2, 2])],
+)
+def test_how_many_layers_of_a_stage_recompute(given: tuple[int, ...], counts: list[int]) -> None:
+    assert [recomputing(given, s, n) for s, n in enumerate((3, 2, 2))] == counts
 
 
 def test_compiled_full_keeps_the_layers_inputs() -> None:

@@ -24,6 +24,7 @@ from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
 from parallel3d.commands.checkpoint.tokenizers import (
     BYTES,
+    files_beside,
     kept_in_run,
     tokenizer_to_export,
     tokenizer_to_import,
@@ -61,7 +62,6 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
         model, own = _model_of(manifest, where)
         check_layers(model, len(stored_shapes(folder)), where)
         tokenizer = tokenizer_to_export(manifest, runs_dir / run)
-        is_file = isinstance(tokenizer, FileTokenizer)
         files = export_hf(
             model,
             _Reader(folder, model, own),
@@ -69,8 +69,9 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
             dtype=dtype or own,
             end_of_text=tokenizer.eot,
             begin_of_text=tokenizer.begin[0],
-            beside=tokenizer.files() if is_file else None,
+            beside=files_beside(tokenizer),
         )
+    is_file = isinstance(tokenizer, FileTokenizer)
     words = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
     size = sum(path.stat().st_size for path in files)
     say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")

@@ -8,11 +8,12 @@ from typing import Any
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_vocabulary
+from parallel3d.data.text.byte_files import are_bytes, byte_files
 from parallel3d.data.text.file_tokenizer import TOKENIZER, FileTokenizer
 from parallel3d.data.text.run_tokenizer import tokenizer_of
-from parallel3d.data.tokenizer import Tokenizer, open_tokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
-BYTES = "a tokenizer is not part of it: this run's tokens are bytes, and 256 ends a text"
+BYTES = "its tokenizer is bytes, of which 256 ends a text"
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer:
@@ -21,15 +22,22 @@ def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer:
     return tokenizer_of(DataConfig(tokenizer=said if isinstance(said, str) else None), run_dir)
 
 
+def files_beside(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What makes this tokenizer again, for transformers too: file name → content."""
+    return tokenizer.files() if isinstance(tokenizer, FileTokenizer) else byte_files()
+
+
 def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
     """The one that the folder has, or that `config` names in its place; None if there is none.
 
     Raises UserError for one that cannot be used, or that has more tokens than the model.
     """
+    found: Tokenizer
     if config.data.tokenizer is not None:
-        found: Tokenizer = open_tokenizer(config.data.tokenizer)
+        found = open_tokenizer(config.data.tokenizer)
     elif (folder / TOKENIZER).is_file():
-        found = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
+        read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
+        found = ByteTokenizer() if are_bytes(read.files()[TOKENIZER]) else read
     else:
         return None
     check_vocabulary(found.vocab_size, config.model.vocab_size, found.name)
@@ -41,7 +49,7 @@ def kept_in_run(tokenizer: Tokenizer | None, folder: Path) -> str:
     if isinstance(tokenizer, FileTokenizer):
         return f"its tokenizer ({tokenizer.vocab_size:,} tokens) is the run's own"
     if tokenizer is not None:
-        return "its tokens are bytes, as you said"
+        return "its tokens are bytes"
     return (
         f"{folder} has no {TOKENIZER}: the run's tokens are bytes, unless data.tokenizer=… names "
         "the tokenizer of the model"

@@ -143,6 +143,7 @@ def _check_schedule(config: Config) -> None:
     sizes = config.pp, config.num_microbatches, config.vpp
     if keys.name == "auto":  # which finds what fits the model (`sizes.run_schedule`)
         check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
+        _check_recomputed(config, 1)  # how many stages there will be is not known yet
         given = len(keys.layers_per_stage or ()) // config.pp
         _check_stages(config, Placement(config.pp, given if given in (1, 2, config.vpp) else 1))
     elif keys.name not in FORMS or keys.file is not None:
@@ -159,9 +160,34 @@ def check_work(config: Config) -> None:
         )
 
 
+def _check_recomputed(config: Config, stages: int) -> None:
+    """`recompute_layers` are layers of a stage, of each or of all."""
+    given, layers = config.recompute_layers, config.model.num_layers
+    if given is None:
+        return
+    name = f"recompute_layers={show(given)}"
+    if config.recompute == "none":
+        raise UserError(
+            f"{name} says how many layers recompute, but recompute=none; the nearest is "
+            "recompute_layers=null, or recompute=full."
+        )
+    if not given or min(given) < 0 or max(given) > layers:
+        near = [min(max(0, count), layers) for count in given] or [layers]
+        raise UserError(
+            f"{name} must be numbers of layers, from 0 to model.num_layers={layers}; the nearest "
+            f"is recompute_layers={show(near)}."
+        )
+    if len(given) not in (1, stages):
+        each = f" for all stages or {stages}, one a stage" if stages > 1 else ""
+        raise UserError(
+            f"{name} must have 1 entry{each}; the nearest is recompute_layers={show(given[:1])}."
+        )
+
+
 def _check_stages(config: Config, placement: Placement) -> None:
     pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
     stages, chunks = placement.stages, placement.chunks
+    _check_recomputed(config, stages)
     times = f"pp={pp}" if chunks == 1 else f"pp={pp} times {chunks} chunks of a rank (vpp)"
     if stages > layers:
         near = f"pp={max(1, layers // chunks)}"

@@ -30,7 +30,7 @@ from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
     from parallel3d.config.schema import DataConfig
-    from parallel3d.data.batches import SampleSource
+    from parallel3d.data.corpora.blended import Part
 
 VERSION = 1
 SPOKEN = 1 << 30
@@ -93,8 +93,13 @@ class ChatSamples:
 
     masks = True
 
-    def __init__(self, marked: SampleSource) -> None:
-        self._marked, self.seq_length = marked, marked.seq_length
+    def __init__(self, marked: Part) -> None:
+        self._marked = marked
+        self.seq_length, self.windows = marked.seq_length, marked.windows
+
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of."""
+        self._marked.will_read(i)
 
     def sample(self, i: int) -> Sample:
         """Sample `i` >= 0. A position is learned where the next token is the assistant's."""

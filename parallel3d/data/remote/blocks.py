@@ -19,6 +19,7 @@ from pathlib import Path
 
 import fsspec
 
+from parallel3d.data import cache
 from parallel3d.errors import UserError
 from parallel3d.files.durable import no_link
 
@@ -34,7 +35,9 @@ class BlockCache:
     """The folder of blocks; those of one file lie in a folder of their own in it."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """`most` bytes are kept, by each process as it sees the folder. Raises OSError."""
+        """`most` bytes are kept, by each process as it sees the folder. Raises OSError, and
+        UserError for a folder of another user, who could put any text in it."""
+        cache.check_owner(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder, self._most = folder, most
         self._lock = threading.Lock()
@@ -45,8 +48,11 @@ class BlockCache:
         """The block of `size` bytes at `path`, or None if there is none that is whole."""
         try:
             with open(path, "rb", buffering=0, opener=no_link) as file:
+                status = os.fstat(file.fileno())
+                if not cache.is_trusted(status, path.parent):
+                    return None
                 content = file.read(size + _DIGEST + 1)
-                if time.time() - os.fstat(file.fileno()).st_mtime > _TOUCHED_S:
+                if time.time() - status.st_mtime > _TOUCHED_S:
                     os.utime(file.fileno())
         except FileNotFoundError:
             return None
