@@ -100,15 +100,16 @@ def fit(
         return float(np.sum(2 * (np.sqrt(1 + r * r) - 1)) + np.sum(((at - centre) / spread) ** 2))
 
     damping, now = 1.0, miss(x)
-    worth = cost(now, x)
+    worth, live = cost(now, x), np.arange(len(x))
     for _ in range(rounds):
         calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1 by weights
-        slopes = np.empty((len(goal), len(x)))
-        for i in range(len(x)):
+        slopes = np.zeros((len(goal), len(x)))
+        for i in live:
             moved = x.copy()
             moved[i] += 1e-3
             slopes[:, i] = (miss(moved) - now) / 1e-3
         used = np.abs(slopes).sum(0) > 1e-9
+        live = np.flatnonzero(used)  # a constant of a device without a row never gets one
         scaled = slopes * calm[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spread**2)
         push = scaled.T @ (now * calm) + (x - centre) / spread**2
