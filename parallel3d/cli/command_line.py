@@ -53,14 +53,15 @@ from parallel3d.run.worker import APPS, run_here, run_joined
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Answered by this process alone: topology and schedule without torch, dryrun on a device that is
-# not there.
+# Answered by this process alone: topology, schedule and plan without torch, dryrun on a device
+# that is not there.
 TOPOLOGY = "topology"
 SCHEDULE = "schedule"
+PLAN = "plan"
 DRYRUN = "dryrun"
 FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS}
 SUBCOMMANDS = (
-    *(*APPS, TOPOLOGY, SCHEDULE, DRYRUN),
+    *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
 )
 NEED_DATA = ("train", "verify")
@@ -174,6 +175,11 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             from parallel3d.commands.schedule import schedule
 
             return schedule(config) if place is None or place.rank == 0 else 0
+        if app == PLAN:
+            from parallel3d.commands.plan import plan
+
+            first = place is None or place.rank == 0
+            return plan(config, HydraConfig.get().overrides.task) if first else 0
         if app == DRYRUN:
             from parallel3d.commands.dryrun.command import dryrun
 

@@ -17,6 +17,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d verify [key=value …]   prove that the layout gives what one process gives
   parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
   parallel3d schedule [key=value …] draw a pipeline schedule and compare all of them
+  parallel3d plan [key=value …]     the ten best layouts of a model on a cluster, and why
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d generate run=… prompt=…   write text with what a run has learned
@@ -37,6 +38,8 @@ ABOUT = {
     "verify": "run this configuration as given and as one process, and compare",
     "topology": "map the layout onto a cluster, price its traffic and draw it",
     "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
+    "plan": "price every layout of a model on a cluster and list the ten best, with time, MFU and "
+    "memory; keys that are typed hold, the others are searched",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, beside the model's price, "
@@ -54,6 +57,10 @@ DRYRUN_KEYS = (
     *("dryrun.rank", "dryrun.reserve_gb", "dryrun.json"),
     *("cluster.gpu", "cluster.gpu_memory_gb", "cluster.gpu_memory_gb_per_s"),
 )
+PLAN_KEYS = (
+    *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
+    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu"),
+)
 SCHEDULE_KEYS = (
     *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs", "schedule.hop"),
     *("schedule.of_model", "schedule.memory", "schedule.file"),
@@ -66,7 +73,12 @@ MOST_USED = (
     *("data.path", "device", "seed", "run", "runs_dir"),
 )
 
-_KEYS = {"generate": GENERATE_KEYS, "dryrun": DRYRUN_KEYS, "schedule": SCHEDULE_KEYS}
+_KEYS = {
+    "generate": GENERATE_KEYS,
+    "dryrun": DRYRUN_KEYS,
+    "schedule": SCHEDULE_KEYS,
+    "plan": PLAN_KEYS,
+}
 
 EXAMPLES = {
     "train": """\
@@ -83,6 +95,10 @@ EXAMPLES = {
         parallel3d topology cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4
         parallel3d topology cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 topology.svg=map.svg
         parallel3d topology cluster=slurm""",
+    "plan": """\
+        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
+        parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
+        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1""",
     "schedule": """\
         parallel3d schedule pp=4 num_microbatches=8 schedule=zb_h1
         parallel3d schedule pp=8 vpp=2 num_microbatches=32 schedule=zbv schedule.svg=zbv.svg

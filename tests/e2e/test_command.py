@@ -70,7 +70,7 @@ def test_info_flag_works(shell: Shell) -> None:
         (
             "parallel3d ",
             {
-                *("train", "verify", "bench", "topology", "schedule", "dryrun", "generate"),
+                *("train", "verify", "bench", "topology", "schedule", "plan", "dryrun", "generate"),
                 *("checkpoint", "data"),
             },
         ),

@@ -1,0 +1,171 @@
+"""Fits the planner's constants: damped Gauss-Newton on logarithms, guesses as priors, outliers
+weighed down. One set of constants for all rows; nothing knows which table a row stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.published_rows import Run
+from benchmarks.published_scores import balanced
+from parallel3d.plan import constants, memory
+from parallel3d.plan.constants import Constants
+from parallel3d.plan.step import step
+from parallel3d.plan.work import Work, table
+
+Array = NDArray[np.float64]
+# Relative error at which a row of a set counts as off: what its source says of its noise.
+NOISE = {
+    "nanotron_playbook": 0.12,
+    "narayanan_sc21": 0.04,
+    "llm_foundry_mpt": 0.05,
+    "mlperf_gpt3": 0.015,
+    "mlperf_llama405b": 0.01,
+}
+_NOISE = 0.04
+_MOST = 60.0  # rows that a set's weight grows with, so that no set outvotes all others
+
+
+@dataclass
+class Table:
+    """Runs as one Work; `starts` is where each run's candidates begin."""
+
+    runs: list[Run]
+    work: Work
+    starts: NDArray[np.int64]
+    stalls: Array | float = 0.0
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Table:
+        rows = [c for run in runs for c in run.candidates]
+        counts = [len(run.candidates) for run in runs]
+        starts = np.cumsum([0, *counts[:-1]])
+        return cls(list(runs), table(rows), starts)
+
+    def seconds(self, c: Constants) -> Array:
+        """The planner's step time of each run: its fastest candidate's."""
+        return np.minimum.reduceat(step(self.work, c).total + self.stalls, self.starts)
+
+    def with_stalls(self, values: Mapping[str, float]) -> Table:
+        """The same, with what nearly full GPUs lose by the memory's constants."""
+        peak = memory.memory(self.work, values).total
+        self.stalls = memory.stall(self.work, values, peak)
+        return self
+
+    def memory(self, values: Mapping[str, float]) -> Array:
+        """Its fullest GPU's peak in GiB, of the first candidate."""
+        return memory.memory(self.work, values).total[self.starts] / memory.GIB
+
+    def reported(self, values: Mapping[str, float]) -> Array:
+        """The peak in GiB of the GPU that the run's source looks at."""
+        found = memory.memory(self.work, values)
+        first = np.array([run.reports_first for run in self.runs])
+        peak = np.where(first, found.first[self.starts], found.total[self.starts]) / memory.GIB
+        outside = values.get("memory.outside_gib", memory.GUESSES["outside_gib"][0])
+        return peak + np.array([outside * run.by_driver for run in self.runs])
+
+
+def weights(runs: Sequence[Run], noise_of: Mapping[str, float] = NOISE) -> Array:
+    """One over the noise, and less for each row of a large set."""
+    sets = [run.set for run in runs]
+    size = {name: sets.count(name) for name in set(sets)}
+    noise = np.array([noise_of.get(name, _NOISE) for name in sets])
+    share = np.array([min(1.0, _MOST / size[name]) for name in sets])
+    return np.sqrt(share) / noise
+
+
+def fit(
+    predict: Callable[[dict[str, float]], Array],
+    target: Array,
+    weight: Array,
+    guesses: Mapping[str, tuple[float, float]],
+    start: Mapping[str, float] | None = None,
+    rounds: int = 25,
+) -> dict[str, float]:
+    """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
+    names = list(guesses)
+    centre = np.log([guesses[name][0] for name in names])
+    spread = np.array([guesses[name][1] for name in names])
+    x = np.log([(start or {}).get(name, guesses[name][0]) for name in names])
+    goal = np.log(target)
+
+    def miss(at: Array) -> Array:
+        values = dict(zip(names, np.exp(at).tolist(), strict=True))
+        return (np.log(predict(values)) - goal) * weight
+
+    def cost(r: Array, at: Array) -> float:
+        return float(np.sum(2 * (np.sqrt(1 + r * r) - 1)) + np.sum(((at - centre) / spread) ** 2))
+
+    damping, now = 1.0, miss(x)
+    worth, live = cost(now, x), np.arange(len(x))
+    for _ in range(rounds):
+        calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1 by weights
+        slopes = np.zeros((len(goal), len(x)))
+        for i in live:
+            moved = x.copy()
+            moved[i] += 1e-3
+            slopes[:, i] = (miss(moved) - now) / 1e-3
+        used = np.abs(slopes).sum(0) > 1e-9
+        live = np.flatnonzero(used)  # a constant of a device without a row never gets one
+        scaled = slopes * calm[:, None]
+        hessian = scaled.T @ scaled + np.diag(1 / spread**2)
+        push = scaled.T @ (now * calm) + (x - centre) / spread**2
+        for _ in range(14):
+            stride = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), -push)
+            ahead = x + np.clip(np.where(used, stride, 0.0), -0.7, 0.7)
+            then = miss(ahead)
+            if cost(then, ahead) < worth:
+                x, now, damping = ahead, then, max(damping / 4, 1e-4)
+                break
+            damping *= 3
+        before, worth = worth, cost(now, x)
+        if before - worth < 2e-5 * before:
+            break
+    return dict(zip(names, np.exp(x).tolist(), strict=True))
+
+
+def fit_times(
+    runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """The constants of `parallel3d/plan/constants.py` from runs with a measured time.
+
+    `peaks` are the memory's constants.
+    """
+    used = [run for run in runs if run.seconds and run.trusted]
+    rows = Table.of(used).with_stalls(peaks)
+    target = np.array([run.seconds for run in used], dtype=float)
+
+    def predict(values: dict[str, float]) -> Array:
+        return rows.seconds(Constants(values))
+
+    return fit(predict, target, weights(used), constants.guesses(), start)
+
+
+def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Those of `parallel3d/plan/memory.py` from measured peaks, by their names there."""
+    used = [run for run in runs if run.memory_gib]
+    rows = Table.of(used)
+    target = np.array([run.memory_gib for run in used], dtype=float)
+    guesses = {f"memory.{k}": v for k, v in memory.GUESSES.items()}
+    values = fit(rows.reported, target, weights(used, {}), guesses, start)
+    return values | {"memory.full": fit_room(runs, values)}
+
+
+def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
+    """The share of a GPU's memory that tells runs which ended well from others best."""
+    asked = [run for run in runs if run.fits is not None and run.runs]
+    guess = memory.GUESSES["full"][0]
+    if len({run.fits for run in asked}) < 2:
+        return guess
+    rows = Table.of(asked)
+    used = rows.memory(values) * memory.GIB / rows.work.memory_bytes[rows.starts]
+    truth = [bool(run.fits) for run in asked]
+    shares = np.arange(0.8, 1.1, 0.01)
+    scores = [balanced([bool(u < s) for u in used], truth) for s in shares]
+    best = max(scores)
+    return float(
+        np.mean([s for s, score in zip(shares, scores, strict=True) if score > best - 0.004])
+    )

@@ -1,0 +1,85 @@
+"""Shapes of models that published rows only name."""
+
+from __future__ import annotations
+
+Shape = dict[str, float]
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:
+    """GPT-2's block: two MLP matrices of 4 × hidden, the table tied to the head."""
+    return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "ffn": 4 * hidden}
+
+
+def llama(
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, head_size: int = 0
+) -> Shape:
+    """Llama's block: three MLP matrices, grouped keys, the head on its own."""
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv,
+        "head_size": head_size or hidden // heads,
+        "ffn": ffn,
+        "vocab": vocab,
+        "gated": 1,
+        "tied": 0,
+    }
+
+
+def moe(shape: Shape, experts: int, active: float) -> Shape:
+    """The same with experts of the shape's `ffn`, `active` of them for each token."""
+    return {**shape, "experts": experts, "active_experts": active}
+
+
+# As the models' own published configurations say; hybrids (Nemotron 3) as a plain decoder with
+# the printed active parameters.
+MODELS: dict[str, Shape] = {
+    "LLAMA2-7B": llama(32, 4096, 32, 32, 11008, 32000),
+    "LLAMA2-13B": llama(40, 5120, 40, 40, 13824, 32000),
+    "LLAMA2-70B": llama(80, 8192, 64, 8, 28672, 32000),
+    "LLAMA3-8B": llama(32, 4096, 32, 8, 14336, 128256),
+    "LLAMA3-70B": llama(80, 8192, 64, 8, 28672, 128256),
+    "LLAMA3-405B": llama(126, 16384, 128, 8, 53248, 128256),
+    "GPT3-5B": gpt(24, 4096, 32),
+    "GPT3-20B": gpt(44, 6144, 48),
+    "GPT3-175B": gpt(96, 12288, 96),
+    "Nemotron-8B": gpt(32, 4096, 32, 256000),
+    "Nemotron-22B": gpt(40, 6144, 48, 256000),
+    "SmolLM-1.7B": llama(24, 2048, 32, 32, 8192, 49152),
+    "DeepSeekV3": moe(llama(61, 7168, 128, 128, 2048, 129280, 160), 256, 9),
+    "Kimi_K2": moe(llama(61, 7168, 64, 64, 2048, 163840, 160), 384, 9),
+    "Qwen3_30B_a3B": moe(llama(48, 2048, 32, 4, 768, 151936, 128), 128, 8),
+    "Qwen3_235B_a22B": moe(llama(94, 4096, 64, 4, 1536, 151936, 128), 128, 8),
+    "GPT OSS 120B": moe(llama(36, 2880, 64, 8, 2880, 201088, 64), 128, 4),
+    "Nemotron_3_Nano": moe(llama(52, 2688, 32, 2, 1856, 131072, 128), 128, 4),
+    "Nemotron_3_Super": moe(llama(88, 4096, 32, 2, 2688, 131072, 128), 256, 4),
+    "Nemotron_3_Ultra": moe(llama(108, 8192, 64, 8, 4096, 131072, 128), 512, 5),
+    "Nemotron_3_5_Lightning": moe(llama(52, 2688, 32, 2, 1856, 131072, 128), 128, 4),
+    "DeepSeekV4 Flash": moe(llama(43, 4096, 64, 1, 2048, 129280, 512), 256, 7),
+}
+_ALIASES = {
+    "Llama 3.1 8B": "LLAMA3-8B",
+    "Llama 3.1 70B": "LLAMA3-70B",
+    "Llama 3.1 405B": "LLAMA3-405B",
+    "LLAMA3_70B": "LLAMA3-70B",
+    "LLAMA3.1_405B": "LLAMA3-405B",
+    "Llama 3 405B": "LLAMA3-405B",
+    "LLaMA-2-7B": "LLAMA2-7B",
+}
+
+
+def named(name: str) -> Shape:
+    """The shape of a model by its name; KeyError for one that is not known."""
+    return MODELS[_ALIASES.get(name, name)]
+
+
+def unnamed(row: dict[str, object]) -> Shape:
+    """A row without its model's name: experts by how many groups they are in and the batch."""
+    expert = int(str(row.get("ep") or 1).split()[0]) if str(row.get("ep")) != "n/a" else 1
+    gpus, batch = int(str(row["gpus"])), int(str(row["global_batch"]))
+    if expert == 1:
+        return MODELS["LLAMA3-405B" if gpus >= 128 and batch != 128 else "LLAMA3-70B"]
+    if gpus <= 16:
+        return MODELS["Qwen3_30B_a3B"]
+    return MODELS["Qwen3_235B_a22B" if gpus <= 256 and expert == 32 else "DeepSeekV3"]

@@ -1,0 +1,85 @@
+"""What the published rows are scored by, and what stands beside the planner: a null model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.published_rows import Run
+from parallel3d.plan.work import table
+
+Array = NDArray[np.float64]
+
+# What issue and papers say of others on the same rows: blind, each with its own constants.
+PEERS = {
+    "narayanan_sc21": "Calculon 10.7 / 10.3 (tables), 19 / 23 / 34 (figures 11, 14, 15)",
+    "vtrain_single": "vTrain 8.4 with a GPU profile, Calculon 39; regression 6",
+    "vtrain_multi": "vTrain 14.7, Calculon 15.3",
+    "megascale": "Calculon 4.7 (Megatron-LM rows)",
+    "bigscience_bloom_3d": "Calculon 31.6, rho 0.62",
+    "mlperf_gpt3": "Calculon 28.8",
+    "mlperf_llama405b": "Calculon 28.8 (with GPT-3)",
+    "nanotron_playbook": "Calculon 59 median, rho 0.62, regret 12.8",
+}
+
+
+def errors(predicted: Array, measured: Array) -> Array:
+    """Relative errors, in per cent."""
+    return np.abs(predicted / measured - 1) * 100
+
+
+def null(runs: Sequence[Run]) -> Array:
+    """The null model without its constant: FLOPs of a GPU times the pipeline's bubble."""
+    work = table([run.candidates[0] for run in runs])
+    matrices = (2 + work.gated) * work.ffn * work.active_experts
+    matrices = work.layers * work.hidden * (matrices + 4 * work.hidden)
+    each = 6 * (matrices + work.vocab * work.hidden) + 12 * work.layers * work.hidden * work.seq
+    batch = work.micro_batch * work.microbatches * work.dp
+    ideal = batch * work.seq * each * (1 + work.full_recompute / 3)
+    ideal = ideal / (work.tp * work.pp * work.dp * work.cp * work.peak)
+    return ideal * (1 + (work.pp - 1) / (work.chunks * work.microbatches))
+
+
+def scaled(plain: Array, known: Iterable[int], measured: Array) -> Array:
+    """A null model with its constant from the rows of `known`."""
+    rows = list(known)
+    if not rows:
+        return plain * 2.0
+    return plain * np.exp(np.median(np.log(measured[rows] / plain[rows])))
+
+
+def rank_correlation(a: Array, b: Array) -> float:
+    """Spearman's, without ties' care."""
+    if len(a) < 3:
+        return float("nan")
+    x, y = (np.argsort(np.argsort(v)).astype(float) for v in (a, b))
+    if x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def regret(predicted: Array, measured: Array) -> float:
+    """How much slower the predicted best is than the measured best, in per cent."""
+    return float(measured[np.argmin(predicted)] / measured.min() - 1) * 100
+
+
+def by_group(
+    runs: Sequence[Run], predicted: Array, measured: Array, score: Callable[[Array, Array], float]
+) -> float:
+    """The median over groups of at least four runs."""
+    groups = sorted({run.group for run in runs})
+    found = []
+    for group in groups:
+        mine = np.array([run.group == group for run in runs])
+        if mine.sum() >= 4:
+            found.append(score(predicted[mine], measured[mine]))
+    return float(np.nanmedian(found)) if found else float("nan")
+
+
+def balanced(says: Sequence[bool], is_so: Sequence[bool]) -> float:
+    """Balanced accuracy: the mean of how often each of two answers is right."""
+    pairs = list(zip(says, is_so, strict=True))
+    rates = [np.mean([s == t for s, t in pairs if t is kind]) for kind in (True, False)]
+    return float(np.mean(rates))

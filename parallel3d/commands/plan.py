@@ -1,0 +1,237 @@
+"""`parallel3d plan`: the ten best layouts of a model on a cluster, before anything is launched.
+
+Nothing here imports torch. Keys that are typed hold (tp, pp, vpp, dp, micro_batch_size, schedule,
+recompute, zero); the others are searched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parallel3d.config.checks.model import check_model
+from parallel3d.config.fields import check_fields, show
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError, closest, nearest
+from parallel3d.plan.constants import NETWORKS, SPEEDS, load
+from parallel3d.plan.devices import DEVICES, Device
+from parallel3d.plan.memory import GIB
+from parallel3d.plan.reasons import reason
+from parallel3d.plan.search import Priced, best, divisors, layouts, price
+from parallel3d.sizes.flops import flops_per_token
+from parallel3d.topology.map.assumptions import assume_model, chosen_keys
+
+ROWS = 10
+TYPES = ("bf16", "fp16", "fp8")
+_MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
+_HELD = {
+    "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "zero": "zero", "recompute": "recompute",
+    "micro_batch_size": "micro_batch",
+}  # fmt: skip
+
+
+def plan(config: Config, typed: Sequence[str]) -> int:
+    """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
+    keys = chosen_keys(typed)
+    config, assumed = assume_model(config, typed)
+    if "precision" not in keys and "precision.name" not in keys:
+        config = replace(config, precision=replace(config.precision, name="bf16"))
+    check_fields(config)
+    check_model(config.model)
+    fixed = held(config, keys)
+    nodes, node = _gpus(config)
+    sizes = sizes_of(config)
+    gpus = nodes * node
+    check_fixed(config, fixed, gpus)
+    domain = int(sizes["gpus_per_node"])
+    choices = list(layouts(sizes, gpus, domain, config.global_batch_size, fixed))
+    if not choices:
+        raise UserError(_no_layout(config, gpus, fixed))
+    priced = price(choices, sizes, config.global_batch_size, load())
+    if not priced.order:
+        raise UserError(_fits_nowhere(config, sizes, priced, fixed, nodes))
+    for line in table(config, priced, gpus, sizes):
+        print(line, file=sys.stdout)
+    if assumed:
+        print(f"Assumed: {', '.join(assumed)}")
+    return 0
+
+
+def held(config: Config, keys: set[str]) -> dict[str, int | str]:
+    """What the user holds, by the names of `plan.search.Choice`."""
+    found = {name: getattr(config, key) for key, name in _HELD.items() if key in keys}
+    if "dp" in found and found["dp"] is None:
+        del found["dp"]
+    if "schedule" in keys or "schedule.name" in keys:
+        found["schedule"] = config.schedule.name
+    return found
+
+
+def _gpus(config: Config) -> tuple[int, int]:
+    """(nodes, GPUs of a node)."""
+    return config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
+
+
+def card_of(config: Config) -> tuple[str, Device]:
+    """The cluster's GPU among those whose constants are known.
+
+    Raises UserError where the cluster names none, one that is not known, or one without the type.
+    """
+    named = config.cluster.gpu
+    if named is None:
+        raise UserError(
+            f"cluster={config.cluster.name} does not say which GPU it has: cluster.gpu must be one "
+            f"of {', '.join(DEVICES)}; cluster=dgx_h100 has H100s"
+        )
+    words = named.lower().replace("-", " ").split()
+    found = next((word for word in words if word in DEVICES), None)
+    if found is None:
+        near = nearest(named.lower(), DEVICES) or "h100"
+        raise UserError(
+            f"cluster.gpu={show(named)} must be one of {', '.join(DEVICES)}, whose speed is known; "
+            f"the nearest is {near}"
+        )
+    type = config.precision.name
+    if type not in DEVICES[found].peak:
+        known = [t for t in TYPES if t in DEVICES[found].peak]
+        raise UserError(
+            f"precision={type} must be one of {', '.join(known)} on a GPU whose peaks are those of "
+            f"{found}; the nearest is {known[0]}"
+        )
+    return found, DEVICES[found]
+
+
+def sizes_of(config: Config) -> dict[str, float]:
+    """All fields of `plan.work.Work` that no layout changes."""
+    model, cluster, type = config.model, config.cluster, config.precision.name
+    name, card = card_of(config)
+    like = name.replace("b300", "b200")
+    # A card has one of bf16 and fp16 fitted, which run alike.
+    speed = next(s for s in (f"{like}/{type}", f"{like}/bf16", f"{like}/fp16") if s in SPEEDS)
+    domain = cluster.domain_gpus or cluster.gpus_per_node or 8
+    memory = cluster.gpu_memory_gb * 1e9 if cluster.gpu_memory_gb else card.memory_gib * GIB
+    moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
+    fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
+    return {
+        "layers": model.num_layers, "hidden": model.hidden_size,
+        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
+        "head_size": model.head_size, "ffn": model.ffn_size,
+        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
+        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
+        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": float(type == "fp8"),
+        "experts": 1, "active_experts": 1, "ep": 1, "grad_bytes": 4,
+        "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
+        "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,
+        "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
+        "speed": SPEEDS.index(speed), "fabric": NETWORKS.index(fabric),
+    }  # fmt: skip
+
+
+def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> None:
+    """Refuse sizes that were typed and that the GPUs, the heads or the batch do not allow."""
+    product = 1
+    for name in ("tp", "pp", "dp"):
+        value = int(fixed.get(name, 1))
+        product *= value
+        if gpus % product:
+            near = closest(value, lambda v, p=product // value: gpus % (p * v) == 0, gpus)
+            raise UserError(
+                f"{name}={value} must divide the {gpus} GPUs of the cluster with what else was "
+                f"typed; the nearest is {near}"
+            )
+    heads = config.model.num_attention_heads
+    tp = int(fixed.get("tp", 1))
+    if heads % tp:
+        near = closest(tp, lambda v: heads % v == 0, heads)
+        raise UserError(
+            f"tp={tp} must divide model.num_attention_heads={heads}; the nearest is {near}"
+        )
+    pp, layers = int(fixed.get("pp", 1)), config.model.num_layers
+    if pp > layers:
+        raise UserError(
+            f"pp={pp} must be at most model.num_layers={layers}; the nearest is {layers}"
+        )
+
+
+def _no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
+    """The sentence for a batch, or a node count, that no layout divides."""
+    batch = config.global_batch_size
+    model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
+    most = gpus // model
+    ways = [d for d in divisors(most) if not fixed.get("dp") or d == fixed["dp"]]
+    step = int(fixed.get("micro_batch", 1)) * min(ways or [1], key=lambda d: abs(d - most))
+    near = max(round(batch / step), 1) * step
+    return (
+        f"global_batch_size={batch} must be a multiple of dp times the micro-batch in a layout of "
+        f"{gpus} GPUs with what else was typed; the nearest is {near}"
+    )
+
+
+def _fits_nowhere(
+    config: Config,
+    sizes: Mapping[str, float],
+    priced: Priced,
+    fixed: Mapping[str, int | str],
+    nodes: int,
+) -> str:
+    """The sentence for a model that no layout fits: by how much, and the nearest that would."""
+    least = int(np.argmin(priced.memory.total))
+    choice, room = priced.choices[least], float(sizes["memory_bytes"])
+    over = (float(priced.memory.total[least]) - room) / GIB
+    node = config.cluster.gpus_per_node or 8
+    words = f"none was found up to {_MOST_NODES} nodes"
+    more = nodes * 2
+    while more <= _MOST_NODES:
+        batch = max(config.global_batch_size, more * node)
+        tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
+        if tried and price(tried, sizes, batch, load()).order:
+            words = f"the nearest that would is cluster.nodes={more}"
+            words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
+            break
+        more *= 2
+    return (
+        f"model={config.model.name} fits no layout on cluster.nodes={nodes}: the one that needs "
+        f"least (tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
+        f"recompute={choice.recompute} zero={choice.zero}) misses by {over:.1f} GiB of "
+        f"{room / GIB:.0f}; cluster.nodes must be larger, {words}"
+    )
+
+
+def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
+    """The lines that are printed."""
+    rows = best(priced, ROWS)
+    tokens = config.global_batch_size * config.model.seq_length
+    useful = tokens * flops_per_token(config.model, config.model.seq_length)
+    lines = [
+        f"{config.model.name} on {gpus} GPUs of {config.cluster.name}, {config.precision.name}, "
+        f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
+        f"{len(priced.choices)} layouts, {len(priced.order)} fit",
+        "",
+        "  #   tp  pp vpp    dp  mb schedule       recompute zero  step s   MFU %  GiB  why",
+    ]
+    for place, i in enumerate(rows, 1):
+        c, seconds = priced.choices[i], float(priced.seconds[i])
+        mfu = 100 * useful / (seconds * gpus * sizes["peak"])
+        held = float(priced.memory.total[i]) / GIB
+        why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
+        lines.append(
+            f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
+            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
+            f"{held:4.0f}  {why}"
+        )
+    return [*lines, "", command(priced, rows[0])]
+
+
+def command(priced: Priced, index: int) -> str:
+    """What to type for a layout."""
+    c: Any = priced.choices[index]
+    words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
+    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
+    words += ["sp=true"] * (c.tp > 1) + [f"zero={c.zero}"] * (c.zero > 0)
+    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
+    return "parallel3d train … " + " ".join(words)

@@ -1,0 +1,151 @@
+"""Seconds of one transformer layer, of the head and of the embedding, for one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parallel3d.plan import kernels, network
+from parallel3d.plan.constants import Constants, from_odds
+from parallel3d.plan.work import Number, Work
+
+
+def tokens(work: Work) -> Any:
+    """Tokens of a micro-batch on one context rank."""
+    return work.micro_batch * work.seq / work.cp
+
+
+def sizes(work: Work) -> tuple[Any, Any, Any]:
+    """Outputs of the fused q, k, v on a tensor rank; their query part; those of up (and gate)."""
+    queries = work.heads * work.head_size / work.tp
+    keys = np.maximum(work.kv_heads / work.tp, 1) * work.head_size
+    return queries + 2 * keys, queries, work.ffn * (1 + work.gated) / work.tp
+
+
+def layer_parameters(work: Work) -> Any:
+    """Elements of one layer's matrices on a tensor rank (its own experts)."""
+    qkv, queries, up = sizes(work)
+    local = np.where(work.experts > 1, work.experts / work.ep, 1.0)
+    return work.hidden * (qkv + queries + local * (up + work.ffn / work.tp))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer: what its rank computes and waits for, and the host's launches."""
+
+    forward: Number
+    backward: Number  # with what is computed again
+    exposed_tp: Number  # of both
+    host: Number
+    power: float
+
+    @property
+    def total(self) -> Any:
+        """The GPU's time, or the host's where launches take longer."""
+        device = self.forward + self.backward + self.exposed_tp
+        return kernels.smooth_max(device, self.host, self.power)
+
+
+def layer(work: Work, c: Constants) -> LayerTime:
+    """One layer's forward and backward."""
+    forward, backward = _products(work, c)
+    attend, back = kernels.attention(work, c)
+    rows = _elementwise(work, c)
+    forward = forward + attend + rows
+    again = np.where(work.full_recompute > 0, forward, work.recompute_attention * attend)
+    backward = backward + back + 2 * rows + again
+    exposed = _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
+    return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
+
+
+def _products(work: Work, c: Constants) -> tuple[Any, Any]:
+    """The four GEMMs forward; their input and weight gradients."""
+    rows, h = tokens(work), work.hidden
+    qkv, queries, up = sizes(work)
+    routed = np.where(work.experts > 1, rows * work.active_experts, rows)
+    forward, backward = 0.0, 0.0
+    for m, n, k in (
+        (rows, qkv, h),
+        (rows, h, queries),
+        (routed, up, h),
+        (routed, h, work.ffn / work.tp),
+    ):
+        forward = forward + kernels.gemm(work, c, m, n, k)
+        backward = backward + kernels.gemm(work, c, m, k, n) + kernels.gemm(work, c, k, n, m)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # made before it is gathered
+    operands = rows * (2 * h / share + queries + work.ffn / work.tp)
+    cast = kernels.move(work, c, operands * c["fp8.cast_bytes"]) * work.fp8
+    weights = kernels.move(work, c, layer_parameters(work) * 3 / work.microbatches) * work.fp8
+    return forward + cast + weights, backward + cast
+
+
+def _elementwise(work: Work, c: Constants) -> Any:
+    """Norms, residuals, dropout on whole tokens; activation, rotary, transposes on shards."""
+    qkv, _, up = sizes(work)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    whole = work.hidden * (20 + 4 * work.dropout) / share
+    sharded = 4 * qkv + (2 * up + 2 * work.ffn / work.tp) * work.active_experts
+    factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
+    return kernels.move(work, c, tokens(work) * (whole + sharded) * factor)
+
+
+def _tensor_parallel(work: Work, c: Constants) -> Any:
+    """Sums over tp, forward and backward, that no GEMM hides."""
+    bytes = 2 * tokens(work) * work.hidden
+    one = network.gather(work, c, bytes, work.tp, 1)
+    both = np.where(work.sequence_parallel > 0, 2 * one, network.reduce(work, c, bytes, work.tp, 1))
+    pairs = 2 - work.parallel_block  # of gather and reduce-scatter, i.e. all-reduces
+    forward = pairs * both
+    again = np.where(work.full_recompute > 0, forward, 0.0)
+    gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
+    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
+    return shown * (2 * forward + again + gathered)
+
+
+def _context_parallel(work: Work, c: Constants) -> Any:
+    """Keys and values over cp, forward and backward."""
+    width = 2 * np.maximum(work.kv_heads / work.tp, 1) * work.head_size
+    bytes = 2 * work.micro_batch * work.seq * width
+    return 3 * network.gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
+
+
+def _experts(work: Work, c: Constants) -> Any:
+    """Tokens to their experts and back, forward and backward."""
+    bytes = 2 * tokens(work) * work.hidden * work.active_experts / work.tp
+    every = network.gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
+    return np.where(work.experts > 1, 4 * every, 0.0)
+
+
+def _host(work: Work, c: Constants) -> Any:
+    """The host's time for a layer's launches: more with tp, and again more where the pipeline's
+    messages and tp's collectives share the hands that drive the network."""
+    launches = 1 + work.full_recompute / 3
+    own = c.of("engine", "launch_us", work.engine)
+    tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
+    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
+    spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
+    wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
+    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
+    host = launches * (own + tensor) + crowd
+    return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+
+
+def head(work: Work, c: Constants) -> Any:
+    """Seconds of the head and the loss, forward and backward."""
+    rows, columns = tokens(work), work.vocab / work.tp
+    h = work.hidden
+    products = (
+        kernels.gemm(work, c, rows, columns, h)
+        + kernels.gemm(work, c, rows, h, columns)
+        + kernels.gemm(work, c, h, columns, rows)
+    )
+    wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
+    return products * wide + kernels.move(work, c, rows * columns * c["head.bytes"])
+
+
+def embedding(work: Work, c: Constants) -> Any:
+    """Seconds of the lookup and its gradient."""
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    return kernels.move(work, c, tokens(work) * work.hidden * 16 / share) + 2e-5

@@ -1,0 +1,180 @@
+"""Every layout of a model on a cluster, priced at once, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import product
+
+import numpy as np
+
+from parallel3d.plan.constants import ENGINES, Constants
+from parallel3d.plan.memory import PARALLEL3D, Memory, memory
+from parallel3d.plan.stages import split_balanced
+from parallel3d.plan.step import StepTime, step
+from parallel3d.plan.work import Number, Work
+
+FULL, SELECTIVE, NONE = "full", "selective", "none"
+RECOMPUTE = (NONE, SELECTIVE, FULL)
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+CHUNKS = (1, 2, 3, 4, 5, 6, 8)
+SAME = 1.005  # layouts this close in time are equal: the simpler one stands first
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout: what a command line would say."""
+
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    micro_batch: int
+    schedule: str
+    recompute: str
+    zero: int
+
+
+@dataclass(frozen=True)
+class Priced:
+    """All layouts with their times and bytes; `order` lists those that fit, the best first."""
+
+    choices: list[Choice]
+    time: StepTime
+    seconds: Number
+    memory: Memory
+    fits: Number
+    tight: Number
+    order: list[int]
+
+
+def layouts(
+    sizes: Mapping[str, float], gpus: int, node: int, batch: int, fixed: Mapping[str, int | str]
+) -> Iterator[Choice]:
+    """Layouts of `gpus` GPUs that the model's sizes and the batch allow; `fixed` are the user's.
+
+    Tensor parallelism stays inside a domain of `node` GPUs unless it is fixed.
+    """
+    wanted = fixed.get("tp")
+    for tp in [int(wanted)] if wanted else [t for t in divisors(gpus) if t <= node]:
+        if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % tp:
+            continue
+        for pp in _allowed(fixed.get("pp"), divisors(gpus // tp)):
+            if gpus % (tp * pp) or pp > sizes["layers"]:
+                continue
+            dp = gpus // (tp * pp)
+            if fixed.get("dp", dp) != dp or batch % dp:
+                continue
+            yield from _filled(sizes, tp, pp, dp, batch // dp, fixed)
+
+
+def _filled(
+    sizes: Mapping[str, float], tp: int, pp: int, dp: int, mine: int, fixed: Mapping[str, int | str]
+) -> Iterator[Choice]:
+    """Micro-batch, schedule, recomputation and ZeRO of one tp, pp, dp."""
+    chunks = [v for v in _allowed(fixed.get("vpp"), CHUNKS) if sizes["layers"] % (pp * v) == 0]
+    chunks = chunks if pp > 1 else [1]
+    micro = [b for b in _allowed(fixed.get("micro_batch"), MICRO_BATCHES) if mine % b == 0]
+    kinds = _allowed(fixed.get("recompute"), RECOMPUTE)
+    stages = [z for z in _allowed(fixed.get("zero"), (0, 1, 3)) if dp > 1 or z == 0]
+    for v, b, kind, zero in product(chunks or [1], micro, kinds, stages or [0]):
+        if v > 1 and mine // b < pp:
+            continue
+        for schedule in schedules(pp, v, zero):
+            if fixed.get("schedule", schedule) == schedule:
+                yield Choice(tp, pp, v, dp, b, schedule, str(kind), int(zero))
+
+
+def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
+    """Those that are priced for so many stages and chunks; FSDP2 needs whole backwards."""
+    if pp == 1:
+        return ("1f1b",)
+    if zero >= 2:
+        return ("1f1b",) if vpp == 1 else ()
+    return ("1f1b", "zb_h1") if vpp == 1 else ("interleaved", "interleaved_zb")
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, the smallest first."""
+    return [d for d in range(1, n + 1) if n % d == 0] if n < 4096 else _divisors(n)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _allowed(fixed: int | str | None, all: object) -> list[int | str]:
+    return list(all) if fixed is None else [fixed]  # type: ignore[call-overload]
+
+
+def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work:
+    """The choices as one `Work`; `sizes` are all fields that no choice changes."""
+    n = len(choices)
+    column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(Work)}
+    for name in ("tp", "pp", "dp", "micro_batch", "zero"):
+        column[name] = np.array([float(getattr(c, name)) for c in choices])
+    column["chunks"] = np.array([float(c.vpp) for c in choices])
+    column["microbatches"] = batch / (column["dp"] * column["micro_batch"])
+    column["split"] = np.array([float("zb" in c.schedule) for c in choices])
+    column["full_recompute"] = np.array([float(c.recompute == FULL) for c in choices])
+    column["recompute_attention"] = np.array([float(c.recompute == SELECTIVE) for c in choices])
+    column["sequence_parallel"] = (column["tp"] > 1).astype(float)
+    column["engine"] = np.full(n, float(ENGINES.index("megatron")))
+    width = (2 + 2 * sizes["kv_heads"] / sizes["heads"]) * sizes["heads"] * sizes["head_size"]
+    matrices = (2 + sizes["gated"]) * sizes["ffn"] + width
+    head = sizes["vocab"] / matrices
+    split = {pp: split_balanced(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
+    parts = [split[c.pp] for c in choices]
+    for name in ("first", "middle", "last", "live_stage", "live_layers"):
+        column[name] = np.array([float(getattr(part, name)) for part in parts])
+    return Work(**column)
+
+
+def price(choices: list[Choice], sizes: Mapping[str, float], batch: int, c: Constants) -> Priced:
+    """Times and bytes of every choice, and the order of those that fit."""
+    work = works(choices, sizes, batch)
+    time, held = step(work, c), memory(work, PARALLEL3D)
+    seconds = np.asarray(time.total)
+    share = held.total / work.memory_bytes
+    fits = share <= PARALLEL3D["memory.full"]
+    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
+    return Priced(
+        choices,
+        time,
+        seconds,
+        held,
+        fits,
+        share > PARALLEL3D["memory.tight"],
+        _simple_first(choices, seconds, order),
+    )
+
+
+def _simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
+    """Runs of nearly equal times in the order of simplicity."""
+    made: list[int] = []
+    while order:
+        most = seconds[order[0]] * SAME
+        same = [i for i in order if seconds[i] <= most]
+        made += sorted(same, key=lambda i: (complexity(choices[i]), seconds[i]))
+        order = order[len(same) :]
+    return made
+
+
+def complexity(choice: Choice) -> float:
+    """How much of a layout there is to set up and to go wrong: its dimensions and switches."""
+    found = (choice.tp > 1) + 2 * (choice.pp > 1) + (choice.vpp > 1) + (choice.zero > 0)
+    found += (choice.recompute != NONE) + ("zb" in choice.schedule) + (choice.zero > 1)
+    return found + np.log2(choice.tp * choice.pp) / 16
+
+
+def best(priced: Priced, rows: int) -> list[int]:
+    """The best of each (tp, pp), as many as asked for: variants of one layout are one answer."""
+    seen: set[tuple[int, int]] = set()
+    made = []
+    for i in priced.order:
+        key = priced.choices[i].tp, priced.choices[i].pp
+        if key not in seen:
+            seen.add(key)
+            made.append(i)
+    return made[:rows]

@@ -1,0 +1,45 @@
+"""`parallel3d plan` as it is typed: what it prints and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.e2e.command import Shell
+from tests.e2e.here import answer
+
+USUAL = {
+    "model": "llama3_8b",
+    "cluster": "dgx_h100",
+    "cluster.nodes": "2",
+    "global_batch_size": "16",
+}
+
+
+def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+    ended = answer(shell, capfd, "plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.nodes=64",
+                   "global_batch_size=1024")  # fmt: skip
+    assert (ended.code, ended.err) == (0, "")
+    assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+", ended.out, re.M)) == 10
+    assert re.search(r"parallel3d train … tp=\d+ pp=\d+ dp=\d+ micro_batch_size=\d+", ended.out)
+
+
+BAD = [
+    (("cluster.gpu=H900",), "cluster.gpu=H900 must be one of .*the nearest is"),
+    (("precision=fp32",), "precision=fp32 must be one of bf16"),
+    (("tp=3",), "tp=3 must divide the 16 GPUs .*the nearest is 2"),
+    (("pp=64", "cluster.nodes=64"), "pp=64 must be at most .*the nearest is 32"),
+    (("tp=2", "pp=2", "global_batch_size=15"), "global_batch_size=15 must be .*nearest is 16"),
+    (("model=llama3_405b",), "fits no layout .*misses by .* GiB .*cluster.nodes=16"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD)
+def test_bad_input_is_one_sentence(
+    shell: Shell, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    keys = USUAL | dict(word.split("=", 1) for word in words)
+    ended = answer(shell, capfd, "plan", *(f"{key}={value}" for key, value in keys.items()))
+    assert ended.code == 2 and ended.out == ""
+    assert ended.err.count("\n") == 1 and re.search(said, ended.err), ended.err

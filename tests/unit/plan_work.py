@@ -1,0 +1,33 @@
+"""A layout for the planner's tests: Llama-like on H100s, any field given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parallel3d.plan.constants import ENGINES, NETWORKS, SPEEDS
+from parallel3d.plan.devices import DEVICES, FABRICS
+from parallel3d.plan.stages import split_evenly
+from parallel3d.plan.work import Work
+
+
+def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> Work:
+    """One `Work` of plain numbers."""
+    card = DEVICES[device]
+    made: dict[str, float] = dict(
+        layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=1,
+        vocab=128256, tied=0, seq=4096, window=float("inf"), tp=1, pp=1, dp=8, cp=1, chunks=1,
+        micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, full_recompute=0,
+        recompute_attention=0, sequence_parallel=0, flash=1, dropout=0, parallel_block=0,
+        overlap_tp=0, overlap_pp=0, overlap_dp=0, scatter_gather=0, graph=0, compiled=0, fp8=0,
+        split=0, experts=1, active_experts=1, ep=1, grad_bytes=4,
+        peak=card.peak[type] * 1e12, peak_attention=card.peak["bf16"] * 1e12,
+        memory_bytes=card.memory_gib * 2**30, memory_rate=card.memory_gb_s * 1e9,
+        units=card.units, link_rate=card.link_gb_s * 1e9, fabric_rate=FABRICS[fabric] * 1e9,
+        speed=SPEEDS.index(f"{device}/{type}"), fabric=NETWORKS.index(fabric),
+        engine=ENGINES.index("megatron"),
+    )  # fmt: skip
+    made |= over
+    part = split_evenly(int(made["layers"]), int(made["pp"]))
+    made |= {"first": part.first, "middle": part.middle, "last": part.last}
+    made |= {"live_stage": part.live_stage, "live_layers": part.live_layers}
+    return Work(**{name: np.array(float(value)) for name, value in made.items()})

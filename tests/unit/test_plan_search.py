@@ -1,0 +1,75 @@
+"""The planner's search: what is searched, what is held, and what stands first."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from parallel3d.plan.constants import load
+from parallel3d.plan.reasons import reason
+from parallel3d.plan.search import Choice, best, complexity, divisors, layouts, price, works
+from parallel3d.plan.stages import split_balanced
+from parallel3d.plan.step import step
+from tests.unit.plan_work import work
+
+ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)
+SIZES = {name: float(getattr(ONE, name)) for name in ONE.__dataclass_fields__}
+
+
+def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
+    found = list(layouts(SIZES, 96, 8, 96, {}))
+    assert {c.tp * c.pp * c.dp for c in found} == {96}
+    assert all(96 % (c.dp * c.micro_batch) == 0 and c.tp <= 8 for c in found)
+    assert {c.pp for c in found} >= {1, 2, 3, 4, 6, 12}
+    assert all(c.zero < 2 for c in found if "zb" in c.schedule or c.vpp > 1)
+    assert len(set(found)) == len(found)
+
+
+def test_what_the_user_holds_is_held() -> None:
+    held = {"tp": 4, "pp": 2, "zero": 1, "recompute": "full", "schedule": "zb_h1", "micro_batch": 2}
+    found = list(layouts(SIZES, 64, 8, 64, held))
+    assert len(found) == 1 and found[0] == Choice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
+
+
+def test_the_table_prices_each_layout_as_a_single_call_does() -> None:
+    choices = list(layouts(SIZES, 32, 8, 64, {"recompute": "none"}))[::17]
+    priced = price(choices, SIZES, 64, load())
+    each = [float(step(works([c], SIZES, 64), load()).total[0]) for c in choices]
+    assert priced.seconds == pytest.approx(each)
+
+
+def test_the_simpler_of_equal_layouts_stands_first_and_none_that_does_not_fit() -> None:
+    priced = price(list(layouts(SIZES, 64, 8, 256, {})), SIZES, 256, load())
+    assert 0 < len(priced.order) < len(priced.choices)
+    assert all(bool(priced.fits[i]) for i in priced.order)
+    for a, b in zip(priced.order, priced.order[1:], strict=False):
+        faster = priced.seconds[a] <= priced.seconds[b]
+        assert faster or complexity(priced.choices[a]) <= complexity(priced.choices[b])
+
+
+def test_rows_are_layouts_and_not_variants_and_each_has_its_reason() -> None:
+    priced = price(list(layouts(SIZES, 512, 8, 1024, {})), SIZES, 1024, load())
+    rows = best(priced, 10)
+    assert len({(priced.choices[i].tp, priced.choices[i].pp) for i in rows}) == len(rows) == 10
+    said = [reason(priced, i, rows[0], 8) for i in rows]
+    assert "of the step computes" in said[0]
+    assert all("%" in words or "as fast" in words for words in said)
+
+
+def test_balanced_stages_give_a_heavy_head_fewer_layers() -> None:
+    assert split_balanced(16, 4.0, 4).last == 1 and split_balanced(16, 4.0, 4).first == 5
+    assert split_balanced(80, 0.9, 4).last in (19, 20)
+    assert split_balanced(4, 0.1, 4).middle == 1
+
+
+@pytest.mark.parametrize("n", [1, 12, 97, 4096, 16384, 30030])
+def test_divisors(n: int) -> None:
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_sixteen_thousand_gpus_take_no_time() -> None:
+    """The promise is 30 s; a search that priced layouts one by one would take minutes."""
+    began = time.process_time()
+    price(list(layouts(SIZES, 16384, 8, 16384, {})), SIZES, 16384, load())
+    assert time.process_time() - began < 20
