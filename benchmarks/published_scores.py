@@ -12,7 +12,7 @@ from parallel3d.plan.work import table
 
 Array = NDArray[np.float64]
 
-# What issue and papers say of others on the same rows: blind, each with its own constants.
+# What is published of others on rows of the same sets: blind, each with its own constants.
 PEERS = {
     "narayanan_sc21": "Calculon 10.7 / 10.3 (tables), 19 / 23 / 34 (figures 11, 14, 15)",
     "vtrain_single": "vTrain 8.4 with a GPU profile, Calculon 39; regression 6",
