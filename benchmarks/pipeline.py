@@ -84,11 +84,14 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, nargs=2, default=[8, 3], help="peer: of a run, of which not counted"
     )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="peer")
     parser.add_argument("overrides", nargs="*", help="peer: keys for our side")
     args = parser.parse_args()
     if args.what == "peer":
         steps = args.steps[0], args.steps[1]
-        compare_with_peer(args.stages, args.microbatches, args.rounds, steps, args.overrides)
+        compare_with_peer(
+            args.stages, args.microbatches, args.rounds, steps, args.precision, args.overrides
+        )
         return
     with Pool() as pool:
         {"idle": idle, "large": large}[args.what](pool)

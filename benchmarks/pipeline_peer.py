@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,9 +41,11 @@ def compare_with_peer(
     microbatches: Sequence[int],
     rounds: int,
     steps: tuple[int, int],
+    precision: str,
     overrides: Sequence[str],
 ) -> None:
-    """Prints a table. `steps`: of a run, and how many of them are not counted.
+    """Prints a table. `steps`: of a run, and how many of them are not counted. `precision`: bf16 is
+    autocast over fp32 weights there, and bf16 parameters with fp32 masters here.
 
     A schedule of PyTorch's that fails is named, one of ours ends the run.
     """
@@ -51,12 +53,14 @@ def compare_with_peer(
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")
     print("|---|---|---|---|---|")
+    overrides = [f"precision={precision}", *overrides]
+    theirs = {name: [f"--precision={precision}", *flags] for name, flags in THEIRS.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = corpus(folder)
         for pp in stages:
             for count in microbatches:
-                print(_row(pp, count, rounds, steps, overrides, folder, data), flush=True)
+                print(_row(pp, count, rounds, steps, overrides, theirs, folder, data), flush=True)
 
 
 def _row(
@@ -65,17 +69,18 @@ def _row(
     rounds: int,
     steps: tuple[int, int],
     overrides: Sequence[str],
+    flags_of: Mapping[str, Sequence[str]],
     folder: Path,
     data: Path,
 ) -> str:
     ours: dict[str, list[float]] = {name: [] for name in OUR_SCHEDULES}
-    theirs: dict[str, list[float]] = {name: [] for name in THEIRS}
+    theirs: dict[str, list[float]] = {name: [] for name in flags_of}
     failed: set[str] = set()
     for _ in range(rounds):
         for name, keys in OUR_SCHEDULES.items():
             ours[name].append(_ours(pp, count, steps, [*keys, *overrides], folder, data))
             print(f"pp={pp} m={count} {name}: {ours[name][-1]:.0f} ms", file=sys.stderr, flush=True)
-        for name, flags in THEIRS.items():
+        for name, flags in flags_of.items():
             if name in failed:
                 continue
             try:
