@@ -6,12 +6,16 @@ answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import dedent
 
+from parallel3d.checkpoint.manifest import reason
 from parallel3d.config.fields import all_keys, nearest_key, show
 from parallel3d.errors import UserError, nearest
+from parallel3d.files.reading import plain
 
 HELP = frozenset(("-h", "--help"))
 
@@ -88,6 +92,18 @@ def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str
         example = verb.examples.splitlines()[0]
         raise UserError(f"{command} needs {wanted}, as in: {example}")
     return given, overrides
+
+
+@contextmanager
+def refusing(command: str) -> Iterator[None]:
+    """What the system refuses inside is a UserError; `command` is how the verb is typed."""
+    try:
+        yield
+    except OSError as error:
+        where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
+        raise UserError(f"{command}: {where}{reason(error)}") from None
+    except MemoryError:
+        raise UserError(f"{command}: this host's memory does not hold it") from None
 
 
 def whole_number(

@@ -142,7 +142,7 @@ def test_a_micro_batch_that_does_not_exist_is_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_on_the_gpu_equal_those_on_the_cpu() -> None:
     here = Batches(source(True), 2, 3, 1, "cpu")
-    there = Batches(source(True), 2, 3, 1, 4, "cuda")
+    there = Batches(source(True), 2, 3, 1, "cuda")
     for m in range(3):
         for a, b in zip(here.micro_batch(4, m), there.micro_batch(4, m), strict=True):
             assert b.device.type == "cuda" and torch.equal(a, b.cpu())

@@ -13,9 +13,10 @@ import pytest
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
 from parallel3d.schedules.placement import Placement
-from parallel3d.sizes.balance import balance, balance_chunks, layers_per_stage_given
+from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.stages import layers_of_stages
 from tests.pace import cpu_pace
+from tests.tools.uneven_balance import balance
 
 
 def all_splits(layers: int, stages: int) -> Iterator[list[int]]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import reason
-from parallel3d.commands.verbs import Verb, choose, parse, whole_number
+from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, nearest
-from parallel3d.files.reading import plain
 
 CHECKPOINT = "checkpoint"
 RUNS_DIR = "runs_dir"
@@ -75,14 +73,10 @@ def checkpoint(words: Sequence[str]) -> int:
     name = choose(CHECKPOINT, VERBS, words)
     if name is None:
         return 0
-    given, overrides = parse(f"{CHECKPOINT} {name}", VERBS[name], words[1:])
-    try:
+    command = f"{CHECKPOINT} {name}"
+    given, overrides = parse(command, VERBS[name], words[1:])
+    with refusing(command):
         return _run(name, given, overrides)
-    except OSError as error:
-        where = plain(f"{error.filename}: ") if error.filename else ""
-        raise UserError(f"checkpoint {name}: {where}{reason(error)}") from None
-    except MemoryError:
-        raise UserError(f"checkpoint {name}: this host's memory does not hold it") from None
 
 
 def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:

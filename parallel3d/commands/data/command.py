@@ -7,12 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.checkpoint.manifest import reason
-from parallel3d.commands.verbs import Verb, choose, parse, whole_number
+from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.making.kinds import KINDS, PACKED
 from parallel3d.errors import UserError, nearest
-from parallel3d.files.reading import plain
 
 DATA = "data"
 SMALLEST, LARGEST = 257, 1 << 24  # tokens to train: the bytes and the end of a text are there
@@ -75,14 +73,10 @@ def data(words: Sequence[str]) -> int:
     name = choose(DATA, VERBS, words)
     if name is None:
         return 0
-    given, _ = parse(f"{DATA} {name}", VERBS[name], words[1:])
-    try:
+    command = f"{DATA} {name}"
+    given, _ = parse(command, VERBS[name], words[1:])
+    with refusing(command):
         return _run(name, given)
-    except OSError as error:
-        where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
-        raise UserError(f"data {name}: {where}{reason(error)}") from None
-    except MemoryError:
-        raise UserError(f"data {name}: this host's memory does not hold it") from None
 
 
 def _run(name: str, given: Mapping[str, str]) -> int:

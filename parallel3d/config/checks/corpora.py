@@ -13,6 +13,12 @@ from parallel3d.errors import UserError, nearest
 
 TOKENS = "tokens"  # in the place of a weight: as many as the data set has
 PACKED = ("corpus", "blend")
+# What `data.path` is, by the kind of source that needs one.
+PATHS = {
+    "text": "a file, a folder or a glob, as in data.path=book.txt, or leave data=stdlib",
+    "corpus": "the prefix of a pair, its name without .bin and .idx, as in data.path=corpora/web",
+    "chat": "jsonl, a conversation a row, as in data.path=sft.jsonl",
+}
 
 
 class Weights(NamedTuple):
@@ -27,10 +33,10 @@ class Weights(NamedTuple):
 
 def check_corpora(data: DataConfig) -> None:
     """`data.path`, the blend and the packing go together; raises UserError."""
-    if data.name == "corpus" and not data.path:
+    if data.name in PATHS and not data.path:
         raise UserError(
-            f"data=corpus needs data.path, which is {show(data.path)}; give the prefix of a pair, "
-            "its name without .bin and .idx, as in data.path=corpora/web."
+            f"data={data.name} needs data.path, which is {show(data.path)}; give "
+            f"{PATHS[data.name]}."
         )
     if data.name == "blend" and data.path is not None:
         raise UserError(

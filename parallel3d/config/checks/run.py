@@ -25,16 +25,6 @@ def check_samples(config: Config) -> None:
             f"data.tokenizer=byte; the nearest is model.vocab_size={BYTE_VOCABULARY}."
         )
     check_corpora(data)
-    if data.name == "text" and not data.path:
-        raise UserError(
-            f"data=text needs data.path, which is {show(data.path)}; give a file, a folder or a "
-            f"glob, as in data.path=book.txt, or leave data=stdlib."
-        )
-    if data.name == "chat" and not data.path:
-        raise UserError(
-            f"data=chat needs data.path, which is {show(data.path)}; give jsonl, a "
-            "conversation a row, as in data.path=sft.jsonl."
-        )
     if data.name == "stdlib" and data.path is not None:
         raise UserError(
             f"data.path={show(data.path)} is not read by data=stdlib; the nearest is data=text, "
