@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -77,7 +76,8 @@ def logits_of(model: Any, tokens: list[int]) -> Tensor:
 
 
 def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers  # seconds, which a choice of other tests need not take
+
     torch.manual_seed(5)
     models = {}
     for kind, changes in THEIRS.items():

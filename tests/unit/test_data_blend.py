@@ -215,6 +215,8 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
         ({"tokens": 7}, "is of another pair"),
         ({"vocab_size": "many"}, "cannot be read (it has no counts)"),
         ({"eot": None}, "cannot be read (it has no counts)"),
+        ({"tokenizer_file": "../tok.json"}, "its tokenizer does not lie beside it"),
+        ({"tokenizer_file": "/etc/tok.json"}, "its tokenizer does not lie beside it"),
     ],
 )
 def test_facts_that_do_not_fit_a_pair_are_refused(

@@ -36,7 +36,7 @@ VERBS = {
         "parallel3d checkpoint verify run=my_run\nparallel3d checkpoint verify run=my_run step=500",
     ),
     "export": Verb(
-        "write a checkpoint's model as a Hugging Face folder (Llama or GPT-2)",
+        "write a checkpoint's model as a Hugging Face folder (Llama, Qwen2, Qwen3 or GPT-2)",
         RUN
         | {"to": "folder to make"}
         | STEP
@@ -48,7 +48,7 @@ VERBS = {
     "import": Verb(
         "make a run whose checkpoint, at step 0, has the weights of a Hugging Face folder; keys "
         "of the configuration may follow",
-        {"from": "folder with config.json and safetensors (Llama or GPT-2)"} | RUN,
+        {"from": "folder with config.json and safetensors (Llama, Qwen2, Qwen3 or GPT-2)"} | RUN,
         ("from", "run"),
         "parallel3d checkpoint import from=gpt2 run=from_gpt2\n"
         "parallel3d checkpoint import from=my_llama run=tuned model.seq_length=512",

@@ -47,7 +47,8 @@ def facts_beside(
             raise ValueError("it has no digests")
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError("it has no counts")
-        if facts.tokenizer_file and ".." in Path(facts.tokenizer_file).parts:
+        beside = Path(facts.tokenizer_file or "")
+        if beside.is_absolute() or ".." in beside.parts:
             raise ValueError("its tokenizer does not lie beside it")
     except (FileNotFoundError, NotADirectoryError):
         return None
