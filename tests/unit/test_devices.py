@@ -68,6 +68,18 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> lis
     return started
 
 
+def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A sweep's: what has computed cannot fork."""
+    started: list[int] = []
+    monkeypatch.setattr(worker, "run_alone", lambda *_: 7)
+    monkeypatch.setattr(worker, "run_local_workers", lambda *given: started.append(given[3]) or 0)
+    assert worker.run_here("train", Config(), tmp_path, 1, Choice("cpu")) == 7
+    assert worker.run_here("train", Config(), tmp_path, 1, Choice("cpu"), again=True) == 0
+    assert started == [1]
+
+
 def test_the_readmes_line_runs_on_a_workstation_with_one_gpu(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

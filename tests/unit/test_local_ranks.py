@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from parallel3d.host.processes import born, of_this_job
-from parallel3d.run import local_ranks
+from parallel3d.run import local_ranks, local_workers
 from parallel3d.run.local_ranks import SIGNALS, LocalRanks, Stopped
 from parallel3d.run.stop_signals import ASKING, StopSignals, kept_handlers
 
@@ -31,6 +32,17 @@ def sleep_for_long(rank: int, starts: int) -> int:
 
 def test_ranks_that_do_well_are_no_failures() -> None:
     assert LocalRanks(3, lambda rank, starts: 0).run() == {}
+
+
+@pytest.mark.parametrize("wanted", [{"OMP_NUM_THREADS": "3"}, {}])
+def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
+    """Though torch has read the variable for another job of the sweep."""
+
+    def live(rank: int, starts: int) -> int:
+        local_workers._take_threads(wanted)
+        return torch.get_num_threads()
+
+    assert LocalRanks(1, live).run() == {0: 3 if wanted else torch.get_num_threads()}
 
 
 def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
