@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
+    from parallel3d.parts.ddp.ddp import DistributedDataParallel
     from parallel3d.parts.groups import init
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "DistributedDataParallel",
     "Layout",
     "ProcessGroups",
     "Sample",
@@ -43,6 +45,7 @@ __all__ = [
 
 _HOME = {
     "Config": "parallel3d.config.schema",
+    "DistributedDataParallel": "parallel3d.parts.ddp.ddp",
     "Layout": "parallel3d.topology.layout",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "Sample": "parallel3d.data.sampler",
