@@ -14,6 +14,7 @@ from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
+from parallel3d.parts.ddp import ddp, transport
 from parallel3d.parts.ddp.reducer import Reducer
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.topology.layout import Layout
@@ -21,7 +22,6 @@ from tests.distributed.ddp_cases import (
     Case,
     Cnn,
     Frozen,
-    Mixed,
     Shared,
     Twice,
     Unused,
@@ -119,3 +119,93 @@ def test_three_ranks_train_as_one_process(pool: Pool) -> None:
     names = ["cnn, several buckets", "cnn, backend", "cnn, uneven", "unused", "checkpointed"]
     for found in pool.run(3, errors, names):
         assert max(found.values()) < 1e-9, found
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    with patch.object(owner, name, value):
+        yield
+
+
+def sums() -> AbstractContextManager[None]:
+    """Gradients are summed, not averaged."""
+    return replaced(Reducer, "scale", property(lambda self: 1.0, lambda self, value: None))
+
+
+def unsent() -> AbstractContextManager[None]:
+    """The first rank's values stay with it."""
+    return replaced(ddp, "broadcast_all", lambda tensors, source, group: None)
+
+
+def leftover() -> AbstractContextManager[None]:
+    """What has no gradient in a backward keeps what its bucket held before."""
+    sound = Reducer._take
+
+    def take(self: Reducer, number: int) -> None:
+        bucket, view = self.place_of[number]
+        kept = view.clone()
+        sound(self, number)
+        if self.parameters[number].grad is None:
+            view.copy_(kept)
+
+    return replaced(Reducer, "_take", take)
+
+
+def touched() -> AbstractContextManager[None]:
+    """A parameter that no rank used gets a gradient of zero."""
+    sound = Reducer._write_flags
+    return replaced(Reducer, "_write_flags", lambda self, flags: sound(self, [True] * len(flags)))
+
+
+def hasty() -> AbstractContextManager[None]:
+    """The first of several gradients of a backward is taken for all."""
+
+    def arrived(self: Reducer, number: int) -> None:
+        self.counting = False
+        self.expected = [1] * len(self.parameters)
+        if not self.running:
+            self.begin()
+        if self.left[number]:
+            self.left[number] = 0
+            self._take(number)
+
+    return replaced(Reducer, "_arrived", arrived)
+
+
+def half() -> AbstractContextManager[None]:
+    """Nobody adds up the last part of a bucket."""
+    sound = transport._part
+    return replaced(
+        transport,
+        "_part",
+        lambda size, count, index: slice(0, 0) if index == count - 1 else sound(size, count, index),
+    )
+
+
+def deaf() -> AbstractContextManager[None]:
+    """Joined ranks bring what their buckets held."""
+    return replaced(torch.Tensor, "zero_", lambda self: self)
+
+
+MUTATIONS = {
+    sums: "cnn, several buckets",
+    unsent: "cnn",
+    leftover: "unused",
+    touched: "unused",
+    hasty: "checkpointed",
+    half: "cnn",
+    deaf: "cnn, uneven",
+}
+
+
+def mutated() -> dict[str, float]:
+    """By mutation what its case finds; the sound case is `test_two_ranks_train_as_one_process`."""
+    found = {}
+    for mutation, name in MUTATIONS.items():
+        (found[mutation.__name__],) = errors([name], mutation).values()
+    return found
+
+
+def test_planted_bugs_are_found(pool: Pool) -> None:
+    for found in pool.run(2, mutated, timeout_s=60):
+        assert min(found.values()) > 1e-6, found

@@ -164,12 +164,12 @@ class Reducer:
             if self.left[number] == -1:
                 self.arrivals.append(number)
         elif self.static:
-            self.verdict.fault = (
+            self.verdict.found(
                 f"static_graph=True, but {self.names[number]} got more gradients in this backward "
                 f"than the {self.expected[number]} of the first one"
             )
         else:
-            self.verdict.fault = (
+            self.verdict.found(
                 f"{self.names[number]} got a second gradient in one backward; static_graph=True "
                 "allows it where every backward does the same"
             )
@@ -229,7 +229,7 @@ class Reducer:
         elif self.static:
             for number, left in enumerate(self.left):
                 if left > 0:
-                    self.verdict.fault = (
+                    self.verdict.found(
                         f"static_graph=True, but {self.names[number]} got "
                         f"{self.expected[number] - left} gradients in this backward, not the "
                         f"{self.expected[number]} of the first one"
