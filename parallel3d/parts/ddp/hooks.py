@@ -63,6 +63,8 @@ class HookTransport:
     it may round, is its own business.
     """
 
+    adds = False
+
     def __init__(
         self,
         sizes: Sequence[Size],
@@ -78,6 +80,9 @@ class HookTransport:
         self.flags = self.summed_flags = torch.zeros(flags, device=device)
         self.futures: list[torch.futures.Future] = []
         self.fault: str | None = None
+
+    def before(self) -> None:
+        """At any time between two backwards."""
 
     def start(self, index: int) -> None:
         if self.futures and not is_accelerator(self.buffers[index].device):
