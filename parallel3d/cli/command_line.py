@@ -60,7 +60,6 @@ TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 PLAN = "plan"
 DRYRUN = "dryrun"
-BENCH_DDP = "bench ddp"
 FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS}
 SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
@@ -192,8 +191,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             return start_generate(config, HydraConfig.get().overrides.task, prompt)
         world_size = place.world_size if place else None
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
-        if app == BENCH_DDP:
-            check_bench_ddp(config)
+        check_bench_ddp(app, config)
         if place is None:
             return _start(app, config)
         config = numbered(config)

@@ -46,7 +46,7 @@ ABOUT = {
     "bench comm": "time every collective in every group, beside the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
     "bench ddp": "train two small nets under DistributedDataParallel, by bucket size, number of "
-    "ranks, overlap and groups: the figures of Li et al. 2020 on this machine, in the run directory",
+    "ranks, overlap and groups: the figures of Li et al. 2020, in the run directory",
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.ddp_measures import (
+from parallel3d.commands.bench.ddp_figures.measures import (
     PARTS,
     Trial,
     all_reduce_times,
@@ -25,20 +25,20 @@ from parallel3d.commands.bench.ddp_measures import (
     priced_step,
     readiness,
 )
-from parallel3d.commands.bench.ddp_nets import NETS, made
-from parallel3d.commands.bench.ddp_report import write_report
+from parallel3d.commands.bench.ddp_figures.nets import NETS, made
+from parallel3d.commands.bench.ddp_figures.report import write_report
 from parallel3d.commands.bench.fit import Sample, fit
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link
 
-TOTAL = 1 << 22  # fp32 numbers that figure 2 sums
-PER_CALL = [1 << n for n in range(12, 23, 2)]
-BUCKETS_MB = [0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0]
+TOTAL = 1 << 20  # fp32 numbers that figure 2 sums
+PER_CALL = [1 << n for n in range(12, 21, 2)]
+BUCKETS_MB = [0.0, 0.25, 1.0, 5.0, 25.0]
 EVERY = [1, 2, 4, 8]
 GROUPS = [1, 3, 5]
 PRICED_TO = 256
-ROUNDS = 3
+ROUNDS = 2
 WARMUP_STEPS = 1
 
 Make = Callable[[], Trial]
@@ -176,9 +176,7 @@ class Bench:
     def _compared(self, trials: Sequence[tuple[dict, Make]], least: int = 1) -> list[dict]:
         numbered = {str(i): make for i, (_, make) in enumerate(trials)}
         steps = -(-max(self.steps, least) // least) * least
-        warmup = (
-            WARMUP_STEPS if least == 1 else least - 1
-        )  # a step was done: whole periods are left
+        warmup = WARMUP_STEPS if least == 1 else least - 1  # one was done
         found = in_turns(numbered, warmup, steps, ROUNDS)
         return [keys | found[str(i)] for i, (keys, _) in enumerate(trials)]
 

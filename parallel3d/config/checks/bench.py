@@ -6,9 +6,9 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
 
-def check_bench_ddp(config: Config) -> None:
-    """Replicas alone. Raises UserError for another dimension."""
-    for key in ("tp", "pp", "cp"):
+def check_bench_ddp(app: str, config: Config) -> None:
+    """Replicas alone, where that is the command. Raises UserError for another dimension."""
+    for key in ("tp", "pp", "cp") if app == "bench ddp" else ():
         if getattr(config, key) != 1:
             raise UserError(
                 f"{key}={getattr(config, key)} must be 1: bench ddp measures replicas alone; the "

@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Many small parameters, much to compute: 2.6 million in 32."""
+    """Many small parameters, much to compute: 2 million in 32."""
     layers: list[nn.Module] = []
     width = 3
     for wider in (64, 128, 256):
@@ -39,11 +39,11 @@ def convolutions() -> nn.Module:
 
 
 def matrices() -> nn.Module:
-    """A few large parameters, little to compute: 5.4 million in 58."""
+    """A few large parameters, little to compute: 3.2 million in 52."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )
-    body = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(64, WIDTH), body, nn.Linear(WIDTH, CLASSES))
 
 

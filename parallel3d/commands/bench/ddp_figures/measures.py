@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.commands.bench.ddp_nets import inputs, made
+from parallel3d.commands.bench.ddp_figures.nets import inputs, made
 from parallel3d.parts.ddp.ddp import DistributedDataParallel
 from parallel3d.parts.ddp.transport import BackendTransport
 from parallel3d.topology.cluster.parts import Link
@@ -73,7 +74,7 @@ class Trial:
         marks.append(time.perf_counter())
         reducer = self.net.reducer
         exposed = reducer.exposed_s if reducer and reduced else 0.0
-        forward, backward, update = (b - a for a, b in zip(marks, marks[1:], strict=False))
+        forward, backward, update = (b - a for a, b in pairwise(marks))
         return dict(zip(PARTS, (forward, backward - exposed, exposed, update), strict=True))
 
     def medians(self, warmup: int, steps: int) -> dict[str, float]:

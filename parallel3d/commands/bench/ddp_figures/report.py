@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.commands.bench.ddp_measures import PARTS
-from parallel3d.commands.bench.ddp_nets import NETS
-from parallel3d.commands.bench.ddp_pictures import bars, curves
+from parallel3d.commands.bench.ddp_figures.measures import PARTS
+from parallel3d.commands.bench.ddp_figures.nets import NETS
+from parallel3d.commands.bench.ddp_figures.pictures import bars, curves
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.text import three_digits
 
@@ -45,8 +45,8 @@ def write_report(figures: Mapping[str, object], folder: Path) -> None:
 
 # number → title, what the places are, the key of the places, the key of the series
 FIGURES = {
-    "2ab": ("All-reduce of 4 Mi parameters", "parameters a call", "parameters", "way"),
-    "2cd": ("Gradients that are ready", "bytes ready", "ready", "net"),
+    "2ab": ("All-reduce of 1 Mi parameters", "parameters a call", "parameters", "way"),
+    "2cd": ("Gradients that are ready", "parameters ready", "ready", "net"),
     "7": ("Step by bucket size", "bucket_cap_mb", "bucket_cap_mb", "way"),
     "9": ("Step by number of ranks", "ranks", "ranks", "way"),
     "10": ("Mean step, reduced every n-th", "n", "every", "net"),
