@@ -126,7 +126,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _before_forward(self, reducer: Reducer) -> None:
         if reducer.running and torch._C._current_graph_task_id() < 0:
-            reducer.forget()
+            reducer.running = False  # the last backward raised
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(

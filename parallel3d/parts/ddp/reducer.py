@@ -42,6 +42,7 @@ class Reducer:
     Attributes:
         enabled: whether backwards are reduced.
         scale: what gradients are multiplied with before they are added.
+        running: a backward goes on, or one has raised.
         unused: numbers of parameters that the next backward is known not to reach.
         exposed_s: seconds that the end of the last backward took: communication that nothing hid.
     """
@@ -151,10 +152,6 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
-    def forget(self) -> None:
-        """The last backward did not end: it raised."""
-        self.running = False
-
     def _arrived(self, number: int) -> None:
         if not self.running:
             self.begin()
@@ -217,8 +214,7 @@ class Reducer:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        target = self.transport.flags
-        target.copy_(torch.tensor(flags, dtype=target.dtype))
+        self.transport.flags.copy_(torch.tensor(flags, dtype=self.transport.flags.dtype))
 
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""
