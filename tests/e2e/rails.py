@@ -57,11 +57,14 @@ class Rails:
 
     def train(self, forked: Forked, slots: list[str], *words: str) -> Ran:
         """One run: a process on every slot (`h2g1`), which the launcher numbers in this order."""
+        return self.run(forked, slots, "train", *words)
+
+    def run(self, forked: Forked, slots: list[str], *words: str) -> Ran:
+        """The same of any subcommand."""
         before = self.bytes_so_far()
         spaces = json.loads((self.state / "railnet.json").read_text())["spaces"]
         for launch_rank, slot in enumerate(slots):
             forked.add(
-                "train",
                 *words,
                 slot={
                     "host": slot.split("g")[0],
