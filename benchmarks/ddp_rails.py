@@ -1,4 +1,4 @@
-"""`bench ddp` on eight ranks over rails: four hosts of two GPU slots as network namespaces.
+"""`bench ddp` on eight ranks over rails: eight hosts of one GPU slot as network namespaces.
 
 Each replica's gradients cross a rail of `--rail-mbit`; no two hosts share memory. Needs root and
 iproute2 (tests/tools/railnet).
@@ -18,8 +18,9 @@ from tests.e2e.command import Shell
 from tests.e2e.forked import Forked
 from tests.e2e.rails import Rails, why_not
 
-SLOTS = [f"h{host}g{gpu}" for gpu in range(2) for host in range(1, 5)]
-SIZES = ("cluster.nodes=4", "cluster.gpus_per_node=2", "placement=default", "device=cpu")
+SLOTS = [f"h{host}g0" for host in range(1, 9)]
+SIZES = ("cluster.nodes=8", "cluster.gpus_per_node=1", "placement=default", "device=cpu")
+WIRES = ("cluster.nvlink_interface=nvl0", "cluster.rail_interface=rail*")
 
 
 def main() -> None:
@@ -35,17 +36,21 @@ def main() -> None:
         shell = Shell(Path(folder), Path(folder))
         forked = Forked.begin(shell)
         limits = ("--rail-mbit", str(given.rail_mbit), "--spine-mbit", str(given.rail_mbit))
-        network = Rails.start(Path(folder) / "net", hosts=4, gpus=2, options=limits)
+        network = Rails.start(Path(folder) / "net", hosts=8, gpus=1, options=limits)
         try:
-            words = ("dp=8", *SIZES, f"bench.iterations={given.iterations}", "bench.warmup=1")
+            words = (
+                "dp=8",
+                *SIZES,
+                *WIRES,
+                f"bench.iterations={given.iterations}",
+                "bench.warmup=1",
+            )
             rails = f"cluster.rail_gb_per_s={given.rail_mbit / 8000:g}"
             ran = network.run(
                 forked, SLOTS, "bench", "ddp", *words, rails, f"bench.budget_s={given.budget:g}"
             )
             print((ran.folder / "bench_ddp.md").read_text())
-            print(
-                f"{ran.on('rail') / 1e6:.0f} MB over the rails, {ran.on('spine') / 1e6:.0f} spine"
-            )
+            print(f"{ran.on('rail') / 1e6:.0f} MB over the rail")
             if given.out:
                 shutil.copytree(ran.folder, given.out, dirs_exist_ok=True)
         finally:
