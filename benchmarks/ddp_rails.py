@@ -47,7 +47,14 @@ def main() -> None:
             )
             rails = f"cluster.rail_gb_per_s={given.rail_mbit / 8000:g}"
             ran = network.run(
-                forked, SLOTS, "bench", "ddp", *words, rails, f"bench.budget_s={given.budget:g}"
+                forked,
+                SLOTS,
+                "bench",
+                "ddp",
+                *words,
+                rails,
+                f"bench.budget_s={given.budget:g}",
+                timeout_s=1800,
             )
             print((ran.folder / "bench_ddp.md").read_text())
             print(f"{ran.on('rail') / 1e6:.0f} MB over the rail")
