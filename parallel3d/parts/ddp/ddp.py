@@ -156,7 +156,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             tensor.register_hook(reducer.output_hook)
         hidden = not isinstance(reducer.transport, SharedTransport)  # else all is at the end
         if self.find_unused_parameters and not self.static_graph and hidden:
-            reducer.unused = unreached(tensors, self.numbers) if tensors else ()
+            unused = unreached(tensors, self.numbers) if tensors else set()
+            # After several forwards it is not known whose backward comes first.
+            reducer.unused = unused if reducer.unused is None else unused & reducer.unused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

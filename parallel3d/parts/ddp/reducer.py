@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Reducer:
         enabled: whether backwards are reduced.
         scale: what gradients are multiplied with before they are added.
         running: a backward goes on, or one has raised.
-        unused: numbers of parameters that the next backward is known not to reach.
+        unused: numbers of parameters that the next backward is known not to reach, if looked for.
         exposed_s: seconds that the end of the last backward took: communication that nothing hid.
     """
 
@@ -66,7 +66,7 @@ class Reducer:
         self.enabled, self.running, self.began = True, False, False
         self.scale = 1.0 / group.size
         self.exposed_s = 0.0
-        self.unused: Iterable[int] = ()
+        self.unused: set[int] | None = None
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
         self.arrivals: list[int] = []
@@ -138,11 +138,11 @@ class Reducer:
         self.verdict.check()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._reset()
-        silent = {n for n, count in enumerate(self.expected) if count == 0} | set(self.unused)
+        silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
         for number in silent:
             self.left[number] = 0
             self._take(number)
-        self.unused = ()
+        self.unused = None
 
     def _reset(self) -> None:
         self.transport.before()
