@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: buffers are made those of the first rank, now and in every forward.
         init_sync: check that the ranks' modules agree, and send the first rank's values.
         bucket_cap_mb: a bucket closes with the parameter that makes it so large, in MiB. None: the
-            first one at 1 MiB, the others at 25 (on an accelerator 128).
+            first one at 1 MiB, the others at 25 (on an accelerator 128, in shared memory 1).
         find_unused_parameters: look in the graph for what a backward will not reach, so that its
             buckets need not wait for the end of it. Without, an unused parameter is no error.
         gradient_as_bucket_view: gradients stay in the buckets and are not copied out.

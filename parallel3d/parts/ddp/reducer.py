@@ -24,7 +24,7 @@ from parallel3d.comm.exchange import broadcast_json
 from parallel3d.comm.group import Group
 from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
-from parallel3d.parts.ddp.transport import Transport, open_transport
+from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
 from parallel3d.parts.ddp.verdict import Verdict
 
 
@@ -33,7 +33,6 @@ class Reducer:
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
-        bucket_cap_mb: see `sizes.buckets.assign`.
         as_views: leave gradients where they travel (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
         measure: fill the buckets anew in the order of the first backward.
@@ -77,7 +76,10 @@ class Reducer:
 
     def _fill(self, ready: list[int]) -> None:
         """Makes buckets in this order of readiness; collective."""
-        members = arrange(self.parameters, ready, self.bucket_cap_mb)
+        cap = self.bucket_cap_mb
+        if cap is None and self.hook is None and is_shared(self.group, self.device):
+            cap = SHARED_CAP_MIB
+        members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
         sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
         self.close()
