@@ -228,7 +228,7 @@ def doubling_all_reduce(n: int, count: int) -> Rounds:
 
 
 def dissemination(n: int, count: int = 0) -> Rounds:
-    """A barrier: in round k each signals the one 2ᵏ further on (Hensgen, Finkel and Manber 1988)."""
+    """A barrier: in round k each signals the one 2ᵏ further on: Hensgen, Finkel and Manber 1988."""
     return [
         [Message(r, (r + (1 << k)) % n, 0, count) for r in range(n)]
         for k in range((n - 1).bit_length())
