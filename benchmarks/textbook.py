@@ -1,13 +1,13 @@
 """Textbook collectives on rails with a set latency and bandwidth: measured against priced.
 
-Eight hosts as network namespaces (tests/tools/railnet), whose rail takes α for each message and 1/B
-for each byte. Each case is a number of ranks and of bytes drawn at random and one collective, in all
-its forms; what a form leaves is checked. A call starts behind a barrier on another network and ends
-when its last rank does; the fastest of the repeats counts, because the machine has other work to
-do. Ranks run with real-time priority, else they wait for a core longer than for a message. Needs
+Eight hosts as network namespaces (tests/tools/railnet), whose rail takes α for a message and 1/B
+for each byte. Each case is a number of ranks and of bytes, drawn at random, and one collective in
+all its forms; what a form leaves is checked. A call starts behind a barrier on another network and
+ends when its last rank does; the fastest of the repeats counts, because the machine has other work
+to do. Ranks run with real-time priority, else they wait for a core longer than for a message. Needs
 root and iproute2.
 
-    python -m benchmarks.textbook [--cases 100] [--rail-mbit 40] [--latency-us 15000] [--seed 0]
+    python -m benchmarks.textbook [--cases 100] [--rail-mbit 40] [--latency-us 20000] [--seed 0]
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rail-mbit", type=int, default=40)
-    parser.add_argument("--latency-us", type=int, default=15000)
+    parser.add_argument("--latency-us", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all rows")
     given = parser.parse_args()

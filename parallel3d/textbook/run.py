@@ -70,29 +70,26 @@ def run_rounds(
 ) -> Sent:
     """Any rounds, on this rank: returns the messages and elements that it sent.
 
-    All receives are posted first, so that no message waits for its receiver's round to come, each
-    into memory of its own: an early one must not disturb what is still to be sent from its place.
+    All messages of a round are posted together, which NCCL needs and gloo allows. What is to be
+    reduced comes into memory of its own, what takes a place comes there at once.
     """
-    ranks, me = dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank(group)
-    mine = [[m for m in messages if me in (m.source, m.target)] for messages in rounds]
-    arriving = []
-    for messages in mine:
-        arriving.append([])
-        for m in messages:
-            if m.target == me:
-                heard = torch.empty(m.count, dtype=buffer.dtype, device=buffer.device)
-                arriving[-1].append((m, heard, dist.irecv(heard, ranks[m.source], group)))
+    group = group or dist.group.WORLD
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     sent = Sent(0, 0)
-    for messages, expected in zip(mine, arriving, strict=True):
-        leaving = []
+    for messages in rounds:
+        leaving, coming, sums = [], [], []
         for m in messages:
-            if m.source == me:
-                leaving.append(dist.isend(buffer[m.start : m.stop], ranks[m.target], group))
-                sent = Sent(sent.messages + 1, sent.elements + m.count)
-        for work in leaving:  # before what arrives changes what leaves
-            work.wait()
-        for m, heard, work in expected:
-            work.wait()
             held = buffer[m.start : m.stop]
-            reduce(held, heard) if m.adds else held.copy_(heard)
+            if m.source == me:
+                leaving.append(dist.P2POp(dist.isend, held, ranks[m.target], group))
+                sent = Sent(sent.messages + 1, sent.elements + m.count)
+            elif m.target == me:
+                heard = torch.empty_like(held) if m.adds else held
+                coming.append(dist.P2POp(dist.irecv, heard, ranks[m.source], group))
+                sums += [(held, heard)] if m.adds else []
+        posts = coming + leaving  # gloo's sender waits to hear that its receiver is ready
+        for work in dist.batch_isend_irecv(posts) if posts else ():
+            work.wait()
+        for held, heard in sums:
+            reduce(held, heard)
     return sent
