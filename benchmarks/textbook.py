@@ -190,7 +190,7 @@ def table(rows: list[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--rail-mbit", type=int, default=40)
     parser.add_argument("--latency-us", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)

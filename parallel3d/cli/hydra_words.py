@@ -12,8 +12,8 @@ from parallel3d.config.overrides import check_length, explain_override_error
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
-# Typed → key: `tokenizer` as `parallel3d data` has it, `algorithms` as `bench comm` does; `async` is
-# a word of Python's own, which no dataclass can have as a field, and `Config.num_microbatches` is
+# Typed → key: `tokenizer` as `parallel3d data` has it, `algorithms` for `bench comm`; `async` is a
+# word of Python's own, which no dataclass can have as a field, and `Config.num_microbatches` is
 # worked out from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
