@@ -3,9 +3,9 @@
 Eight hosts as network namespaces (tests/tools/railnet), whose rail takes α for a message and 1/B
 for each byte. Each case is a number of ranks and of bytes, drawn at random, and one collective in
 all its forms; what a form leaves is checked. A call starts behind a barrier on another network and
-ends when its last rank does; the fastest of the repeats counts, because the machine has other work
-to do. Ranks run with real-time priority, else they wait for a core longer than for a message. Needs
-root and iproute2.
+ends when its last rank does. All are called in turn, again and again, and the fastest of its calls
+counts, because the machine has other work to do. Ranks run with real-time priority, else they wait
+for a core longer than for a message. Needs root and iproute2.
 
     python -m benchmarks.textbook [--cases 100] [--rail-mbit 40] [--latency-us 20000] [--seed 0]
 """
@@ -13,6 +13,7 @@ root and iproute2.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -96,7 +97,8 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
     with open(netns) as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group(
@@ -105,28 +107,37 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
     os.environ["GLOO_SOCKET_IFNAME"] = "rail0"
     groups = {n: dist.new_group(range(n)) for n in range(2, RANKS + 1)}
     link = Link(given.rail_mbit / 8e3, given.latency_us)
-    rows = []
-    for case in cases(given.cases, given.seed):
-        for form in FORMS[case.collective]:
-            times = []
-            for repeat in range(given.repeats + 1):
-                buffer = torch.full((case.count,), rank + 1.0)
-                dist.barrier()
-                begun = time.monotonic()
-                if rank < case.n:
-                    run(case.collective, form, buffer, "sum", groups[case.n], link)
-                span = torch.tensor([-begun, time.monotonic() if rank < case.n else 0.0],
-                                    dtype=torch.float64)  # fmt: skip
-                if rank < case.n and not is_right(case, buffer, rank):
-                    raise AssertionError(f"{case} {form}: rank {rank} holds {buffer}")
-                dist.all_reduce(span, dist.ReduceOp.MAX)
-                if repeat:  # the first one opens TCP's windows
-                    times.append(float(span.sum()))
-            priced = price_of(case.collective, form, case.n, case.count, ITEM, link)
-            rows.append(Row(case, form, min(times), priced))
+    times = defaultdict(list)
+    drawn = [(case, form) for case in cases(given.cases, given.seed)
+             for form in FORMS[case.collective]]  # fmt: skip
+    for repeat in range(given.repeats + 1):
+        for case, form in drawn:
+            seconds = one_call(rank, case, form, groups[case.n], link)
+            if repeat:  # the first one opens TCP's windows
+                times[case, form].append(seconds)
+    rows = [
+        Row(case, form, min(times[case, form]),
+            price_of(case.collective, form, case.n, case.count, ITEM, link))
+        for case, form in drawn
+    ]  # fmt: skip
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
+
+
+def one_call(rank: int, case: Case, form: str, group: dist.ProcessGroup, link: Link) -> float:
+    """Seconds from the first rank's start to the last one's end, on the machine's one clock."""
+    buffer = torch.full((case.count,), rank + 1.0)
+    dist.barrier()
+    begun = time.monotonic()
+    if rank < case.n:
+        run(case.collective, form, buffer, "sum", group, link)
+    ended = time.monotonic() if rank < case.n else 0.0
+    span = torch.tensor([-begun, ended], dtype=torch.float64)
+    if rank < case.n and not is_right(case, buffer, rank):
+        raise AssertionError(f"{case} {form}: rank {rank} holds {buffer}")
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return float(span.sum())
 
 
 def measured(given: argparse.Namespace) -> list[Row]:
