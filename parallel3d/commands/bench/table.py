@@ -43,7 +43,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
     result.add_column("collective", no_wrap=True)
     result.add_column("path", no_wrap=True)
     shown = columns(any(row["mode"] == TOGETHER for row in rows), width)
-    if any(row["form"] for row in rows):
+    if width >= FULL and any(row["form"] for row in rows):
         shown[1:1] = [("messages\na rank", partial(_most, "messages_sent"))]
         shown[2:2] = [("bytes\na rank", partial(_most, "bytes_sent"))]
     for heading, _ in shown:
