@@ -267,6 +267,7 @@ def test_the_table_of_textbook_forms_is_never_cut_off(width: int) -> None:
 
 def test_a_row_that_is_not_offered_says_so_in_the_table() -> None:
     key = {"dim": "tp", "op": "all_reduce", "reduction": "avg", "training_path": False, "size": 4}
+    key |= {"form": None}
     refused = [key | {"mode": mode, "not_offered": "no AVG"} for mode in ("alone", "together")]
     console = Console(width=120)
     with console.capture() as captured:
