@@ -69,20 +69,17 @@ def sent(rounds: Rounds, n: int) -> list[Sent]:
 def price(rounds: Rounds, n: int, itemsize: int, link: Link) -> float:
     """Seconds by the α–β model: the critical path through the rounds.
 
-    A message of x bytes begins when both ends have come to its round, and holds the sender's port
-    and the receiver's for α + x/B: other messages wait. A port sends and receives at once (Hockney
+    A message of x bytes begins when both ends have come to its round and takes α + x/B; in a round
+    a rank sends one at most and receives one at most, through ports that do both at once (Hockney
     1994). Arithmetic on the data costs nothing, as in `topology.price.costs`, whose closed formulas
     this meets.
     """
-    entered, sending, hearing = [0.0] * n, [0.0] * n, [0.0] * n
+    entered = [0.0] * n
     for messages in rounds:
         left = list(entered)
         for m in messages:
-            ready = max(entered[m.source], entered[m.target])
-            begun = max(ready, sending[m.source], hearing[m.target])
-            nbytes = m.count * itemsize
-            done = begun + link.latency_us * 1e-6 + nbytes / (link.gb_per_s * 1e9)
-            sending[m.source] = hearing[m.target] = done
+            seconds = link.latency_us * 1e-6 + m.count * itemsize / (link.gb_per_s * 1e9)
+            done = max(entered[m.source], entered[m.target]) + seconds
             left[m.source] = max(left[m.source], done)
             left[m.target] = max(left[m.target], done)
         entered = left

@@ -87,9 +87,9 @@ def test_no_rank_has_children_in_both_trees() -> None:
         assert [sorted(tree) for tree in double_tree(n)] == [list(range(1, n))] * 2
 
 
-def test_a_port_carries_one_message_a_round_in_what_is_pipelined() -> None:
-    for form, n, segments in product(("segmented", "double_tree", "ring"), range(2, 12), (1, 5)):
-        for messages in rounds_of("all_reduce", form, n, 1000, segments):
+def test_a_rank_sends_one_message_a_round_at_most_and_hears_one() -> None:
+    for (name, form), n, segments in product(ALL, range(2, 12), (1, 5)):
+        for messages in rounds_of(name, form, n, 1000, segments):
             assert len({m.source for m in messages}) == len(messages)
             assert len({m.target for m in messages}) == len(messages)
 
