@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
+    from parallel3d.parts.groups import init
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "check_config",
     "compose",
+    "init",
     "open_corpus",
     "verify",
 ]
@@ -49,6 +51,7 @@ _HOME = {
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
     "compose": "parallel3d.config.composing",
+    "init": "parallel3d.parts.groups",
     "open_corpus": "parallel3d.data.corpus",
     "verify": "parallel3d.commands.verify",
 }

@@ -1,0 +1,137 @@
+"""The groups of a script of the user's own: `p3d.init(tp=2)`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.device.accelerator import backend_of, is_accelerator, make_current, module
+from parallel3d.errors import UserError, closest
+from parallel3d.host.devices import choose_device, device_of_rank
+from parallel3d.run.launch import detect
+from parallel3d.run.meeting import meet
+from parallel3d.topology.layout import DEFAULT_ORDER, Layout
+
+
+def init(
+    tp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    *,
+    device: str = "auto",
+    order: str = DEFAULT_ORDER,
+    timeout_s: float = 600.0,
+    shared_memory: bool = True,
+) -> ProcessGroups:
+    """This process's groups in the grid tp × pp × dp, under torchrun, under srun or alone.
+
+    Where torch.distributed is initialised already, its world is taken as it is; otherwise the ranks
+    meet as their launcher says, and the world and the groups are closed when the script ends. On a
+    host with GPUs a rank's own becomes the current device. Collective over the world.
+
+    Args:
+        dp: number of replicas; None: what is left of the world size.
+        device: cpu, cuda or auto, which takes GPUs where there is one for each rank of the host.
+        order: the dimensions from the one whose ranks are adjacent on.
+        timeout_s: how long a collective waits for a rank.
+        shared_memory: CPU ranks of one host communicate through it.
+
+    Raises:
+        UserError: on every rank alike, sizes that do not make up the world or differ between ranks;
+            a launcher's variables that contradict each other; no such device.
+    """
+    own = not dist.is_initialized()
+    here = _begin(device, timeout_s) if own else _device_of_world()
+    layout = _agree({"tp": tp, "pp": pp, "dp": dp, "order": order}, here)
+    launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
+    groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
+    if own:
+        atexit.register(_end, groups)
+    return groups
+
+
+def _begin(requested: str, timeout_s: float) -> torch.device:
+    """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
+    if requested not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
+    place = detect(os.environ)
+    ranks_here = 1 if place is None else place.local_world_size
+    srun = place is not None and place.launcher == "slurm"
+    kind = choose_device(requested, ranks_here, one_gpu_each=srun).kind
+    device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
+    make_current(device)
+    dist.init_process_group(
+        backend_of(device),
+        store=dist.HashStore()
+        if place is None
+        else meet(Config(launch=LaunchConfig(timeout_s=timeout_s)), place),
+        rank=0 if place is None else place.rank,
+        world_size=1 if place is None else place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if is_accelerator(device) else None,
+    )
+    return device
+
+
+def _device_of_world() -> torch.device:
+    """The accelerator's current device where the world's backend is for it, else the CPU."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or dist.get_backend() != backend_of(kind):
+        return torch.device("cpu")
+    return torch.device(kind.type, module(kind).current_device())
+
+
+def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
+    """The layout that all ranks ask for. Raises UserError, alike on all, if they do not agree."""
+    everyone = all_gather_json({k: repr(v) for k, v in asked.items()}, dist.group.WORLD, device)
+    for rank, theirs in enumerate(everyone):
+        for key, value in theirs.items():
+            if value != everyone[0][key]:
+                raise UserError(
+                    f"init({key}={value}) on rank {rank} must be {key}={everyone[0][key]} as on "
+                    "rank 0: all ranks make the same groups"
+                )
+    return _layout(dist.get_world_size(), **asked)
+
+
+def _layout(world: int, tp: int, pp: int, dp: int | None, order: str) -> Layout:
+    """Raises UserError for sizes that do not make up a world of so many ranks."""
+    for key, value in (("tp", tp), ("pp", pp), ("dp", 1 if dp is None else dp)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(
+                f"init({key}={value!r}) must be a whole number from 1 on; the nearest is {key}=1"
+            )
+    for key, size, others in (("pp", pp, 1), ("tp", tp, pp)):
+        if world % (size * others):
+            fit = closest(size, lambda n, others=others: world % (n * others) == 0, world)
+            raise UserError(
+                f"init({key}={size}) must divide the world's {world // others} ranks"
+                f"{' of each stage' if others > 1 else ''}; the nearest is {key}={fit}"
+            )
+    left = world // (tp * pp)
+    if dp not in (None, left):
+        raise UserError(
+            f"init(dp={dp}) must be {left}, since the world has {world} ranks and tp × pp is "
+            f"{tp * pp}; the nearest is dp={left}"
+        )
+    try:
+        return Layout(tp=tp, pp=pp, dp=left, order=order)
+    except (AttributeError, ValueError):
+        raise UserError(
+            f"init(order={order!r}) must name each of tp, cp, dp and pp once, joined by dashes; "
+            f"the nearest is order={DEFAULT_ORDER!r}"
+        ) from None
+
+
+def _end(groups: ProcessGroups) -> None:
+    """Closes what the script has not: the dying interpreter would abort on threads of groups."""
+    if dist.is_initialized():
+        groups.close()
+        dist.destroy_process_group()

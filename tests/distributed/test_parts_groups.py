@@ -1,0 +1,50 @@
+"""`p3d.init`: the groups of a script of the user's own, and what it refuses on every rank alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import parallel3d as p3d
+from parallel3d.comm.collectives import all_reduce
+
+# Where rank 1 asks for something else than the others, its words stand second.
+BAD = (
+    ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
+    ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each stage; "),
+    ({"dp": 3}, {}, "init(dp=3) must be 4, since the world has 4 ranks and tp × pp is 1; "),
+    ({"tp": 0}, {}, "init(tp=0) must be a whole number from 1 on; the nearest is tp=1"),
+    ({"pp": "two"}, {}, "init(pp='two') must be a whole number from 1 on; the nearest is pp=1"),
+    ({"order": "tp-pp"}, {}, "init(order='tp-pp') must name each of tp, cp, dp and pp once"),
+    ({"tp": 2}, {"tp": 4}, "init(tp=4) on rank 1 must be tp=2 as on rank 0: "),
+)
+
+
+def grids() -> tuple[list, list[str]]:
+    """This rank's groups under two grids with the sums over them, and what the refusals say."""
+    rank, found, said = dist.get_rank(), [], []
+    for words in ({"tp": 2}, {"pp": 2, "dp": 2, "order": "pp-tp-cp-dp", "shared_memory": False}):
+        groups = p3d.init(**words)
+        sums = [int(all_reduce(torch.tensor([rank]), g)) for g in (groups.tp, groups.pp, groups.dp)]
+        found.append([(groups.tp.ranks, groups.pp.ranks, groups.dp.ranks), sums])
+        groups.close()
+    for words, of_rank_1, _ in BAD:
+        try:
+            p3d.init(**(words | of_rank_1 if rank == 1 else words))
+        except p3d.UserError as error:
+            said.append(str(error))
+    return found, said
+
+
+def test_a_world_is_cut_as_asked_and_what_cannot_be_is_said_on_every_rank(pool) -> None:
+    results = pool.run(4, grids)
+    assert [found for found, _ in results] == [
+        [[((0, 1), (0,), (0, 2)), [1, 0, 2]], [((0,), (0, 1), (0, 2)), [0, 1, 2]]],
+        [[((0, 1), (1,), (1, 3)), [1, 1, 4]], [((1,), (0, 1), (1, 3)), [1, 1, 4]]],
+        [[((2, 3), (2,), (0, 2)), [5, 2, 2]], [((2,), (2, 3), (0, 2)), [2, 5, 2]]],
+        [[((2, 3), (3,), (1, 3)), [5, 3, 4]], [((3,), (2, 3), (1, 3)), [3, 5, 4]]],
+    ]
+    for _, said in results:
+        assert len(said) == len(BAD)
+        for (_, _, wanted), sentence in zip(BAD, said, strict=True):
+            assert sentence.startswith(wanted), sentence
