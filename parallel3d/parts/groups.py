@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, is_accelerator, make_current, module
@@ -55,6 +56,28 @@ def init(
     if own:
         atexit.register(_end, groups)
     return groups
+
+
+def group_of(group: Group | dist.ProcessGroup | None) -> Group:
+    """The same ranks as the other rooms know them. None: the world, or this process alone.
+
+    Raises UserError on a rank that is not in `group`.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None and not dist.is_initialized():
+        return SINGLE
+    index = -1
+    if group is None or isinstance(group, dist.ProcessGroup):
+        index = dist.get_rank(group)
+    if index < 0:
+        raise UserError(
+            f"group={group!r} must be a group that this rank is in: groups.tp, groups.pp or "
+            "groups.dp of init, a group of torch.distributed, or None for all ranks"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
+    return Group("own", ranks, index, handle)
 
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
