@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
+    from parallel3d.parts.ddp.ddp import DistributedDataParallel
     from parallel3d.parts.groups import init
     from parallel3d.parts.linear import (
         ColumnParallelLinear,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ColumnParallelLinear",
     "Config",
+    "DistributedDataParallel",
     "Layout",
     "ProcessGroups",
     "RowParallelLinear",
@@ -52,6 +54,7 @@ __all__ = [
 _HOME = {
     "ColumnParallelLinear": "parallel3d.parts.linear",
     "Config": "parallel3d.config.schema",
+    "DistributedDataParallel": "parallel3d.parts.ddp.ddp",
     "Layout": "parallel3d.topology.layout",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.parts.linear",

@@ -1,0 +1,1 @@
+"""DistributedDataParallel for any module."""

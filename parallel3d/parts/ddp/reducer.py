@@ -1,0 +1,287 @@
+"""The mean of the gradients over a group, taken while a backward pass goes on.
+
+After a backward the `.grad` of every parameter is the mean over the ranks of what each rank's
+`.grad` would have been alone, where none counts as zero. That is linear: what earlier backwards
+left there, under `no_sync` or summed up already, may stand in it.
+
+A gradient is copied into its bucket when it arrives, a bucket is started as soon as it is full, in
+the same order on every rank, and what has not arrived at the end of the backward is zero. The last
+bucket is held until then, which costs nothing: it holds the first layer. Its flags are a number for
+each parameter, whether this rank has a gradient of it, and one that says that something is wrong:
+so all ranks know both without a message of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.exchange import broadcast_json
+from parallel3d.comm.group import Group
+from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
+from parallel3d.parts.ddp.hooks import Hook, HookTransport
+from parallel3d.parts.ddp.transport import Transport, open_transport
+from parallel3d.parts.ddp.verdict import Verdict
+
+
+class Reducer:
+    """Watches the gradients of some parameters; every backward is collective while `enabled`.
+
+    Args:
+        names, parameters: in the order of the module, the same on every rank.
+        bucket_cap_mb: see `sizes.buckets.assign`.
+        as_views: leave gradients where they travel (`gradient_as_bucket_view`).
+        static: every backward uses the same parameters, each as often as the first one did.
+        measure: fill the buckets anew in the order of the first backward.
+        overlap: start buckets during the backward; else all at its end.
+
+    Attributes:
+        enabled: whether backwards are reduced.
+        scale: what gradients are multiplied with before they are added.
+        unused: numbers of parameters that the next backward is known not to reach.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        bucket_cap_mb: float | None = None,
+        as_views: bool = False,
+        static: bool = False,
+        measure: bool = True,
+        overlap: bool = True,
+    ) -> None:
+        self.names, self.parameters, self.group = list(names), list(parameters), group
+        self.bucket_cap_mb, self.as_views, self.static = bucket_cap_mb, as_views, static
+        self.measure, self.overlap = measure, overlap
+        self.hook: tuple[object, Hook] | None = None
+        self.device = self.parameters[0].device
+        self.enabled, self.running, self.began = True, False, False
+        self.scale = 1.0 / group.size
+        self.unused: Iterable[int] = ()
+        self.expected = [1] * len(self.parameters)
+        self.counting = static  # until the first backward has ended
+        self.arrivals: list[int] = []
+        self.verdict = Verdict(group, self.device)
+        self.transport: Transport | None = None
+        self._fill(list(range(len(self.parameters)))[::-1])
+        self._watch()
+
+    def _fill(self, ready: list[int]) -> None:
+        """Makes buckets in this order of readiness; collective."""
+        members = arrange(self.parameters, ready, self.bucket_cap_mb)
+        of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
+        sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
+        self.close()
+        flags = len(self.parameters) + 1
+        if self.hook is not None:
+            self.transport = HookTransport(sizes, flags, self.group, of_buckets, *self.hook)
+        else:
+            self.transport = open_transport(sizes, flags, self.group, self.device)
+        self.order = ready
+        self.buckets = [
+            Bucket(numbers, flat, views_of(flat, part))
+            for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
+        ]
+        self.place_of = {
+            n: (bucket, view)
+            for bucket in self.buckets
+            for n, view in zip(bucket.members, bucket.views, strict=True)
+        }
+
+    def use(self, state: object, hook: Hook) -> None:
+        """From here on `hook` reduces the buckets. Raises RuntimeError if it comes too late."""
+        if self.hook is not None:
+            raise RuntimeError("a communication hook is registered already; there is one at most")
+        if self.began:
+            raise RuntimeError("a communication hook must be registered before the first backward")
+        self.hook = (state, hook)
+        self._fill(self.order)
+
+    def close(self) -> None:
+        """Lets go of shared memory; nothing is reduced any more."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def _watch(self) -> None:
+        # Weakly: see `data_parallel.reducer.Reducer`.
+        mine = weakref.ref(self)
+        for number, parameter in enumerate(self.parameters):
+
+            def arrived(_: Tensor, number: int = number) -> None:
+                reducer = mine()
+                if reducer is not None and reducer.enabled:
+                    reducer._arrived(number)
+
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def output_hook(self, _: Tensor) -> None:
+        """Of a tensor from which a backward may start."""
+        if self.enabled:
+            self.begin()
+
+    def begin(self) -> None:
+        """A backward begins in this thread. Its end is noticed, that of the outermost one: inside
+        it a checkpointed layer may run others."""
+        if self.running:
+            return
+        self.verdict.check()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._reset()
+        silent = {n for n, count in enumerate(self.expected) if count == 0} | set(self.unused)
+        for number in silent:
+            self.left[number] = 0
+            self._take(number)
+        self.unused = ()
+
+    def _reset(self) -> None:
+        self.running = self.began = True
+        self.left = [0] * len(self.expected) if self.counting else list(self.expected)
+        self.arrivals, self.started = [], 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+
+    def forget(self) -> None:
+        """The last backward did not end: it raised."""
+        self.running = False
+
+    def _arrived(self, number: int) -> None:
+        if not self.running:
+            self.begin()
+        left = self.left[number] = self.left[number] - 1
+        if left == 0:
+            self.arrivals.append(number)
+            self._take(number)
+        elif left < 0:
+            self._came_again(number)
+
+    def _came_again(self, number: int) -> None:
+        if self.counting:
+            if self.left[number] == -1:
+                self.arrivals.append(number)
+        elif self.static:
+            self.verdict.fault = (
+                f"static_graph=True, but {self.names[number]} got more gradients in this backward "
+                f"than the {self.expected[number]} of the first one"
+            )
+        else:
+            self.verdict.fault = (
+                f"{self.names[number]} got a second gradient in one backward; static_graph=True "
+                "allows it where every backward does the same"
+            )
+
+    @torch.no_grad()
+    def _take(self, number: int) -> None:
+        """A gradient is complete: into its bucket, which may be full with it."""
+        parameter = self.parameters[number]
+        bucket, view = self.place_of[number]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif self.as_views:
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+                parameter.grad = view
+        elif self.hook is None:
+            torch.mul(grad, self.scale, out=view)
+        else:
+            view.copy_(grad)
+        bucket.missing -= 1
+        if bucket.missing == 0 and self.overlap and not self.counting:
+            while self.started < len(self.buckets) - 1 and not self.buckets[self.started].missing:
+                self._start()
+
+    def _start(self) -> None:
+        index = self.started
+        if self.as_views and self.hook is None:
+            self.buckets[index].flat.mul_(self.scale)
+        self.started += 1
+        if self.started == len(self.buckets):
+            has = [p.grad is not None for p in self.parameters]
+            self._write_flags([*has, self.verdict.fault is not None])
+        self.transport.start(index)
+
+    def _write_flags(self, flags: list[bool]) -> None:
+        target = self.transport.flags
+        target.copy_(torch.tensor(flags, dtype=target.dtype))
+
+    def _end(self) -> None:
+        """The backward has ended: nothing more arrives."""
+        self.running = False
+        self._check_static()
+        for number, left in enumerate(self.left):
+            if left > 0 or self.counting:
+                self._take(number)
+        self.counting = False
+        with torch.no_grad():
+            while self.started < len(self.buckets):
+                self._start()
+            self._hand_out()
+        self._after()
+
+    def _check_static(self) -> None:
+        if self.counting:
+            self.expected = [-left for left in self.left]
+        elif self.static:
+            for number, left in enumerate(self.left):
+                if left > 0:
+                    self.verdict.fault = (
+                        f"static_graph=True, but {self.names[number]} got "
+                        f"{self.expected[number] - left} gradients in this backward, not the "
+                        f"{self.expected[number]} of the first one"
+                    )
+
+    def _hand_out(self) -> None:
+        """Gives the parameters the means; those that have a gradient here or elsewhere."""
+        lacking = []
+        for bucket, total in zip(self.buckets, self.transport.finish(), strict=True):
+            if total is not bucket.total:
+                bucket.total = total
+                bucket.total_views = views_of(total, [self.parameters[n] for n in bucket.members])
+            if self.as_views and total is not bucket.flat:
+                bucket.flat.copy_(total)
+            grads, means = [], []
+            for number, mean in zip(bucket.members, bucket.total_views, strict=True):
+                grad = self.parameters[number].grad
+                if grad is None:
+                    lacking.append((number, mean))
+                elif not self.as_views:
+                    grads.append(grad)
+                    means.append(mean)
+            if grads:
+                torch._foreach_copy_(grads, means)
+        if lacking:
+            somewhere = self.transport.summed_flags.tolist()
+            for number, mean in lacking:
+                if somewhere[number] > 0:
+                    view = self.place_of[number][1]
+                    self.parameters[number].grad = view if self.as_views else mean.clone()
+
+    def take_part(self) -> None:
+        """In a backward of other ranks, to which this one adds nothing and of which it takes
+        nothing; collective with theirs."""
+        self.verdict.check()
+        self._reset()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self._write_flags([False] * (len(self.parameters) + 1))
+        for index in range(len(self.buckets)):
+            self.transport.start(index)
+        for _ in self.transport.finish():
+            pass
+        self.running = self.counting = False
+        self._after()
+
+    def _after(self) -> None:
+        self.verdict.note(self.transport.summed_flags[-1:], self.transport.fault)
+        if self.measure:
+            self.measure = False
+            seen = set(self.arrivals)
+            mine = [*self.arrivals, *(n for n in self.order if n not in seen)]
+            ready = broadcast_json(mine, self.group.handle, self.device)
+            if ready != self.order:
+                self._fill(ready)

@@ -1,0 +1,217 @@
+"""How buckets are added up: through memory that the ranks of a host share, or by the backend.
+
+Both hand out the buffers in which a rank's gradients are collected. A buffer is started when it is
+full; `finish` gives the sums, of all buffers in their order, when the backward has ended. Behind
+the last one travel a few numbers, the flags, which the reducer uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
+from parallel3d.comm.group import Group
+from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
+from parallel3d.parts.ddp.group import may_share, timeout_of
+
+LINE = 64  # bytes of a cache line
+
+Size = tuple[int, torch.dtype]  # elements of a buffer, and their type
+
+
+class Transport(Protocol):
+    """The sum of several buffers over a group; every rank starts them in the same order.
+
+    Attributes:
+        buffers: this rank's, to be filled.
+        flags: numbers to be written before the last start, and summed.
+        summed_flags: after `finish`.
+        fault: what went wrong here, a sentence.
+    """
+
+    buffers: list[Tensor]
+    flags: Tensor
+    summed_flags: Tensor
+    fault: str | None
+
+    def start(self, index: int) -> None:
+        """This rank's buffer is full."""
+
+    def finish(self) -> Iterator[Tensor]:
+        """The sums, in order; all buffers have been started."""
+
+    def close(self) -> None:
+        """Lets go of what is shared."""
+
+
+class BackendTransport:
+    """By the group's backend, beside the backward."""
+
+    fault = None
+
+    def __init__(
+        self, sizes: Sequence[Size], flags: int, group: Group, device: torch.device
+    ) -> None:
+        self.group = group
+        self.whole = [
+            torch.zeros(n, dtype=dtype, device=device) for n, dtype in _with(sizes, flags)
+        ]
+        self.buffers, self.flags = _apart(self.whole, flags)
+        self.summed_flags = self.flags
+        self.works: list[Work] = []
+
+    def start(self, index: int) -> None:
+        self.works.append(collectives.all_reduce_bucket(self.whole[index], self.group))
+
+    def finish(self) -> Iterator[Tensor]:
+        works, self.works = self.works, []
+        for work, buffer in zip(works, self.buffers, strict=True):
+            work.wait()
+            yield buffer
+
+    def close(self) -> None:
+        self.works = []
+
+
+class _Place(NamedTuple):
+    """Where one buffer lies: each rank's, their sum, and the part of it that is added up here."""
+
+    own: list[Tensor]  # by rank
+    total: Tensor
+    part: slice
+
+
+class SharedTransport:
+    """Through memory of one host, each sum added up once: every rank adds an equal part of it.
+
+    A rank's buffers lie in the shared memory. Starting one tells the peers that it is full. At the
+    end of the backward every rank adds its part of each bucket, over all ranks, into a total that
+    they share, tells the peers, and reads the parts of the others: as many bytes as a ring moves,
+    with no system call but for a rank that must wait.
+
+    Two signals keep the order, without a third. A buffer is filled again only after its total was
+    read here, before which every peer signalled that it had read the buffer. A total is written
+    again only when all peers have started that buffer again, before which they read the total.
+    """
+
+    fault = None
+
+    def __init__(self, memory: SharedMemory, sizes: Sequence[Size], flags: int) -> None:
+        self.memory, self.size, self.index = memory, memory.size, memory.index
+        self.peers = [rank for rank in range(self.size) if rank != self.index]
+        sizes = _with(sizes, flags)
+        starts, end = _starts(sizes)
+        stamps = memory.data[end * (self.size + 1) :][: 8 * self.size * len(sizes)]
+        self.stamps = stamps.view(torch.int64).view(self.size, -1).numpy()
+        self.places = [
+            _Place(
+                [_view(memory.data, end * rank + start, size) for rank in range(self.size)],
+                _view(memory.data, end * self.size + start, size),
+                _part(size, self.size, self.index),
+            )
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        self.buffers, self.flags = _apart([p.own[self.index] for p in self.places], flags)
+        self.totals, self.summed_flags = _apart([p.total for p in self.places], flags)
+        self.step = 1
+
+    @classmethod
+    def open(cls, sizes: Sequence[Size], flags: int, group: Group) -> SharedTransport | None:
+        """None where the ranks cannot share memory; collective."""
+        _, end = _starts(_with(sizes, flags))
+        count = group.size
+        needed = end * (count + 1) + 8 * count * len(sizes)
+        signals = [0] * (2 * count * count)  # full, and added: from each rank to each other
+        memory = open_shared_memory(
+            group.handle, group.index, count, signals, needed, timeout_of(group)
+        )
+        return None if memory is None else cls(memory, sizes, flags)
+
+    def start(self, index: int) -> None:
+        self.stamps[self.index, index] = self.step
+        self._tell(0)
+
+    def finish(self) -> Iterator[Tensor]:
+        for index, place in enumerate(self.places):
+            self._wait(0)
+            self._check(index)
+            parts = [own[place.part] for own in place.own]
+            total = torch.add(parts[0], parts[1], out=place.total[place.part])
+            for part in parts[2:]:
+                total.add_(part)
+            self._tell(1)
+        for total in self.totals:
+            self._wait(1)
+            yield total
+        self.step += 1
+
+    def _check(self, index: int) -> None:
+        """Raises RuntimeError where a rank is at another backward than this one."""
+        for peer in self.peers:
+            if (theirs := self.stamps[peer, index]) != self.step:
+                raise RuntimeError(
+                    f"member {peer} of the group brought bucket {index} of its backward number "
+                    f"{theirs}, this rank that of its number {self.step}"
+                )
+
+    def _tell(self, what: int) -> None:
+        for peer in self.peers:
+            self.memory.post((what * self.size + self.index) * self.size + peer)
+
+    def _wait(self, what: int) -> None:
+        for peer in self.peers:
+            self.memory.wait((what * self.size + peer) * self.size + self.index, peer)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def open_transport(
+    sizes: Sequence[Size], flags: int, group: Group, device: torch.device
+) -> Transport:
+    """Shared memory for CPU ranks of one host, unless the group was made without; collective."""
+    if device.type == "cpu" and may_share(group):
+        shared = SharedTransport.open(sizes, flags, group)
+        if shared is not None:
+            return shared
+    return BackendTransport(sizes, flags, group, device)
+
+
+def _with(sizes: Sequence[Size], flags: int) -> list[Size]:
+    """The last one longer by the flags."""
+    *others, (numel, dtype) = sizes
+    return [*others, (numel + flags, dtype)]
+
+
+def _apart(whole: list[Tensor], flags: int) -> tuple[list[Tensor], Tensor]:
+    """The buffers without the flags, and the flags."""
+    *others, last = whole
+    return [*others, last[:-flags]], last[-flags:]
+
+
+def _starts(sizes: Sequence[Size]) -> tuple[list[int], int]:
+    """Byte at which each buffer of a rank begins, and where the next rank's begin."""
+    starts, end = [], 0
+    for numel, dtype in sizes:
+        starts.append(end)
+        end += -(-numel * dtype.itemsize // LINE) * LINE
+    return starts, end
+
+
+def _view(data: Tensor, start: int, size: Size) -> Tensor:
+    numel, dtype = size
+    return data[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _part(size: Size, count: int, index: int) -> slice:
+    """An equal part, in whole cache lines, so that no two ranks write to one line."""
+    numel, dtype = size
+    line = LINE // dtype.itemsize
+    lines = -(-numel // line)
+    first, last = lines * index // count, lines * (index + 1) // count
+    return slice(min(numel, first * line), min(numel, last * line))

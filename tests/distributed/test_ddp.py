@@ -1,0 +1,121 @@
+"""DistributedDataParallel: the weights of one process on all inputs, for every kind of module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel3d import DistributedDataParallel
+from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import LaunchConfig
+from parallel3d.parts.ddp.reducer import Reducer
+from parallel3d.parts.ddp.transport import SharedTransport
+from parallel3d.topology.layout import Layout
+from tests.distributed.ddp_cases import (
+    Case,
+    Cnn,
+    Frozen,
+    Mixed,
+    Shared,
+    Twice,
+    Unused,
+    batch_of,
+    expected,
+    loss_of,
+)
+from tests.distributed.pool import Pool
+
+Mutation = Callable[[], AbstractContextManager[None]]
+TINY = {"bucket_cap_mb": 1e-3}  # a kilobyte: several buckets
+CASES = {
+    "cnn": Case(Cnn),
+    "cnn, several buckets": Case(Cnn, TINY),
+    "cnn, backend": Case(Cnn, TINY, shared_memory=False),
+    "cnn, at the end": Case(Cnn, TINY | {"overlap": False}, shared_memory=False),
+    "cnn, views": Case(Cnn, TINY | {"gradient_as_bucket_view": True}),
+    "cnn, views kept": Case(Cnn, TINY | {"gradient_as_bucket_view": True}, micro=2, to_none=False),
+    "cnn, views, backend": Case(
+        Cnn, TINY | {"gradient_as_bucket_view": True}, micro=2, shared_memory=False
+    ),
+    "cnn, no_sync": Case(Cnn, TINY, micro=3, steps=8),
+    "cnn, uneven": Case(Cnn, TINY, fewer=3),
+    "cnn, uneven, of those left": Case(Cnn, TINY, fewer=7, by_initial_size=False),
+    "cnn, uneven, views, backend": Case(
+        Cnn, TINY | {"gradient_as_bucket_view": True}, fewer=3, shared_memory=False
+    ),
+    "shared": Case(Shared, TINY),
+    "shared, backend": Case(Shared, TINY, shared_memory=False),
+    "frozen": Case(Frozen, TINY),
+    "unused": Case(Unused, TINY),
+    "unused, views": Case(Unused, TINY | {"gradient_as_bucket_view": True}),
+    "unused, searched": Case(Unused, TINY | {"find_unused_parameters": True}, shared_memory=False),
+    "unused, no_sync": Case(Unused, TINY | {"find_unused_parameters": True}, micro=2),
+    "unused, uneven": Case(Unused, TINY, fewer=3, shared_memory=False),
+    "checkpointed": Case(Twice, TINY | {"static_graph": True}),
+    "checkpointed, backend": Case(Twice, TINY | {"static_graph": True}, shared_memory=False),
+}
+
+
+def groups_of(dp: int, shared_memory: bool = True) -> ProcessGroups:
+    launch = LaunchConfig(shared_memory=shared_memory)
+    return ProcessGroups.create(Layout(dp=dp), "cpu", 60, launch)
+
+
+def trained(case: Case, group: Group) -> nn.Module:
+    """The wrapped module after this rank's steps."""
+    net = case.made()
+    if group.index > 0:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(group.index)  # the first rank's values must be sent
+    net = DistributedDataParallel(net, group, **case.options)
+    assert isinstance(net.reducer.transport, SharedTransport) == case.shared_memory
+    optimizer = case.optimizer(net)
+    with net.join(case.by_initial_size, enable=case.fewer > 0):
+        for step in range(case.steps_of(group.index)):
+            optimizer.zero_grad(case.to_none)
+            for micro in range(case.micro):
+                last = micro == case.micro - 1
+                with nullcontext() if last else net.no_sync():
+                    batch = batch_of(group.index, case.micro * step + micro)
+                    loss_of(net, batch).backward()
+            optimizer.step()
+    return net
+
+
+def errors(names: list[str], mutation: Mutation = nullcontext) -> dict[str, float]:
+    """By case the largest difference of a weight from the reference's, over its largest."""
+    torch.set_default_dtype(torch.float64)
+    world = dist.get_world_size()
+    pairs = {shared: groups_of(world, shared) for shared in (True, False)}
+    found = {}
+    for name in names:
+        case = CASES[name]
+        with mutation():
+            ours = dict(trained(case, pairs[case.shared_memory].dp).named_parameters())
+        theirs = expected(case, world)
+        assert ours.keys() == theirs.keys()
+        found[name] = max(
+            ((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()).item() for n in theirs
+        )
+    for groups in pairs.values():
+        groups.close()
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+def test_two_ranks_train_as_one_process(pool: Pool) -> None:
+    for found in pool.run(2, errors, list(CASES)):
+        assert max(found.values()) < 1e-9, found
+
+
+def test_three_ranks_train_as_one_process(pool: Pool) -> None:
+    names = ["cnn, several buckets", "cnn, backend", "cnn, uneven", "unused", "checkpointed"]
+    for found in pool.run(3, errors, names):
+        assert max(found.values()) < 1e-9, found
