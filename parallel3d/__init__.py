@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RowParallelLinear,
         VocabParallelEmbedding,
     )
+    from parallel3d.parts.pipeline import Pipeline
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "DistributedDataParallel",
     "Layout",
+    "Pipeline",
     "ProcessGroups",
     "RowParallelLinear",
     "Sample",
@@ -56,6 +58,7 @@ _HOME = {
     "Config": "parallel3d.config.schema",
     "DistributedDataParallel": "parallel3d.parts.ddp.ddp",
     "Layout": "parallel3d.topology.layout",
+    "Pipeline": "parallel3d.parts.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
     "RowParallelLinear": "parallel3d.parts.linear",
     "Sample": "parallel3d.data.sampler",
