@@ -20,8 +20,9 @@ CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "grou
 class SplitBackward(TorchFunctionMode):
     """In a forward under it linear layers and convolutions make their weight gradients apart.
 
-    What else has parameters (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, a linear
-    under autocast) makes them with the gradient of its input, which changes no result.
+    What else has parameters (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, what is
+    compiled, checkpointed or under autocast) makes them with the gradient of its input, which
+    changes no result.
     """
 
     def __torch_function__(
@@ -63,6 +64,11 @@ def _can_wait(given: dict[str, Any], dims: int = 0) -> bool:
     """
     x, weight = given["input"], given["weight"]
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
+        return False
+    # A checkpointed forward is repeated in the backward, outside of this mode, and has to save the
+    # same tensors then.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooked is not None or torch.compiler.is_compiling():
         return False
     if not hasattr(weight, "weight_gradients") or torch.is_autocast_enabled(x.device.type):
         return False
