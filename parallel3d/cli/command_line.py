@@ -35,6 +35,7 @@ from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
+from parallel3d.config.checks.bench import check_bench_ddp
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
@@ -190,6 +191,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             return start_generate(config, HydraConfig.get().overrides.task, prompt)
         world_size = place.world_size if place else None
         config = check_config(config, world_size, communication_only=app not in NEED_DATA)
+        check_bench_ddp(app, config)
         if place is None:
             return _start(app, config)
         config = numbered(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -14,6 +15,7 @@ from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
+from parallel3d.parts.ddp import ddp, transport
 from parallel3d.parts.ddp.reducer import Reducer
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.topology.layout import Layout
@@ -21,7 +23,6 @@ from tests.distributed.ddp_cases import (
     Case,
     Cnn,
     Frozen,
-    Mixed,
     Shared,
     Twice,
     Unused,
@@ -89,7 +90,9 @@ def trained(case: Case, group: Group) -> nn.Module:
     return net
 
 
-def errors(names: list[str], mutation: Mutation = nullcontext) -> dict[str, float]:
+def errors(
+    names: list[str], mutation: Mutation = nullcontext, steps: int | None = None
+) -> dict[str, float]:
     """By case the largest difference of a weight from the reference's, over its largest."""
     torch.set_default_dtype(torch.float64)
     world = dist.get_world_size()
@@ -97,6 +100,7 @@ def errors(names: list[str], mutation: Mutation = nullcontext) -> dict[str, floa
     found = {}
     for name in names:
         case = CASES[name]
+        case = replace(case, steps=steps or case.steps)
         with mutation():
             ours = dict(trained(case, pairs[case.shared_memory].dp).named_parameters())
         theirs = expected(case, world)
@@ -119,3 +123,98 @@ def test_three_ranks_train_as_one_process(pool: Pool) -> None:
     names = ["cnn, several buckets", "cnn, backend", "cnn, uneven", "unused", "checkpointed"]
     for found in pool.run(3, errors, names):
         assert max(found.values()) < 1e-9, found
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    with patch.object(owner, name, value, create=True):
+        yield
+
+
+def sums() -> AbstractContextManager[None]:
+    """Gradients are summed, not averaged."""
+    return replaced(Reducer, "scale", property(lambda self: 1.0, lambda self, value: None))
+
+
+def unsent() -> AbstractContextManager[None]:
+    """The first rank's values stay with it."""
+    return replaced(ddp, "broadcast_all", lambda tensors, source, group: None)
+
+
+def leftover() -> AbstractContextManager[None]:
+    """What has no gradient in a backward keeps what its bucket held before."""
+    sound = Reducer._take
+
+    def take(self: Reducer, number: int) -> None:
+        _, view = self.place_of[number]
+        kept = view.clone()
+        sound(self, number)
+        if self.parameters[number].grad is None:
+            view.copy_(kept)
+
+    return replaced(Reducer, "_take", take)
+
+
+def touched() -> AbstractContextManager[None]:
+    """A parameter that no rank used gets a gradient of zero."""
+    sound = Reducer._write_flags
+
+    def write(self: Reducer, flags: list[bool]) -> None:
+        sound(self, [True] * (len(flags) - 1) + flags[-1:])
+
+    return replaced(Reducer, "_write_flags", write)
+
+
+def hasty() -> AbstractContextManager[None]:
+    """The first of several gradients of a backward is taken for all."""
+
+    def arrived(self: Reducer, number: int) -> None:
+        self.counting = False
+        self.expected = [1] * len(self.parameters)
+        if not self.running:
+            self.begin()
+        if self.left[number]:
+            self.left[number] = 0
+            self._take(number)
+
+    return replaced(Reducer, "_arrived", arrived)
+
+
+def half() -> AbstractContextManager[None]:
+    """Nobody adds up the last part of a bucket."""
+    sound = transport._part
+    return replaced(
+        transport,
+        "_part",
+        lambda size, count, index: slice(0, 0) if index == count - 1 else sound(size, count, index),
+    )
+
+
+def deaf() -> AbstractContextManager[None]:
+    """Joined ranks bring what their buckets held."""
+    return replaced(torch.Tensor, "zero_", lambda self: self)
+
+
+MUTATIONS = {
+    sums: "cnn, several buckets",
+    unsent: "cnn",
+    leftover: "unused",
+    touched: "unused",
+    hasty: "checkpointed",
+    half: "cnn",
+    deaf: "cnn, uneven",
+}
+
+
+def mutated() -> dict[str, float]:
+    """By mutation what its case finds; the sound case is `test_two_ranks_train_as_one_process`."""
+    found = {}
+    for mutation, name in MUTATIONS.items():
+        (found[mutation.__name__],) = errors([name], mutation, steps=5).values()
+    return found
+
+
+def test_planted_bugs_are_found(pool: Pool) -> None:
+    # Three ranks: two of them need no total.
+    for found in pool.run(3, mutated, timeout_s=60):
+        assert min(found.values()) > 1e-6, found

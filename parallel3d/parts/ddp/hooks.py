@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
+from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parts.ddp.buckets import views_of
 from parallel3d.parts.ddp.transport import Size
 
@@ -54,9 +55,15 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future]
 class HookTransport:
     """Hands each full bucket to a hook, whose future holds what becomes of it.
 
+    On a CPU a bucket waits for the one before: what a hook sends in a second round leaves from
+    whichever thread ends the first, so that of several buckets under way two ranks could send in
+    different orders, and wait for each other for ever (PyTorch's PowerSGD hook on gloo does).
+
     The flags travel apart, in one message after the buckets: what the hook makes of a buffer, which
     it may round, is its own business.
     """
+
+    adds = False
 
     def __init__(
         self,
@@ -74,11 +81,16 @@ class HookTransport:
         self.futures: list[torch.futures.Future] = []
         self.fault: str | None = None
 
+    def before(self) -> None:
+        """At any time between two backwards."""
+
     def start(self, index: int) -> None:
+        if self.futures and not is_accelerator(self.buffers[index].device):
+            self.futures[-1].wait()
         last = index == len(self.buffers) - 1
         bucket = GradBucket(index, last, self.buffers[index], self.members[index])
         future = self.hook(self.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what a Work gives is no subclass
             raise TypeError(
                 f"the communication hook must return a torch.futures.Future; it returned a "
                 f"{type(future).__name__}"

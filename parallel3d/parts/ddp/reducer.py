@@ -13,6 +13,7 @@ so all ranks know both without a message of its own.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -42,6 +43,7 @@ class Reducer:
         enabled: whether backwards are reduced.
         scale: what gradients are multiplied with before they are added.
         unused: numbers of parameters that the next backward is known not to reach.
+        exposed_s: seconds that the end of the last backward took: communication that nothing hid.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Reducer:
         self.device = self.parameters[0].device
         self.enabled, self.running, self.began = True, False, False
         self.scale = 1.0 / group.size
+        self.exposed_s = 0.0
         self.unused: Iterable[int] = ()
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
@@ -81,7 +84,9 @@ class Reducer:
         if self.hook is not None:
             self.transport = HookTransport(sizes, flags, self.group, of_buckets, *self.hook)
         else:
-            self.transport = open_transport(sizes, flags, self.group, self.device)
+            self.transport = open_transport(
+                sizes, flags, self.group, self.device, elsewhere=not self.as_views
+            )
         self.order = ready
         self.buckets = [
             Bucket(numbers, flat, views_of(flat, part))
@@ -139,6 +144,7 @@ class Reducer:
         self.unused = ()
 
     def _reset(self) -> None:
+        self.transport.before()
         self.running = self.began = True
         self.left = [0] * len(self.expected) if self.counting else list(self.expected)
         self.arrivals, self.started = [], 0
@@ -164,19 +170,22 @@ class Reducer:
             if self.left[number] == -1:
                 self.arrivals.append(number)
         elif self.static:
-            self.verdict.fault = (
+            self.verdict.found(
                 f"static_graph=True, but {self.names[number]} got more gradients in this backward "
                 f"than the {self.expected[number]} of the first one"
             )
         else:
-            self.verdict.fault = (
+            self.verdict.found(
                 f"{self.names[number]} got a second gradient in one backward; static_graph=True "
                 "allows it where every backward does the same"
             )
 
-    @torch.no_grad()
     def _take(self, number: int) -> None:
         """A gradient is complete: into its bucket, which may be full with it."""
+        if torch.is_grad_enabled():  # a backward with create_graph
+            with torch.no_grad():
+                self._take(number)
+            return
         parameter = self.parameters[number]
         bucket, view = self.place_of[number]
         grad = parameter.grad
@@ -186,10 +195,12 @@ class Reducer:
             if grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
                 parameter.grad = view
-        elif self.hook is None:
-            torch.mul(grad, self.scale, out=view)
-        else:
+        elif self.hook is not None:
             view.copy_(grad)
+        elif self.transport.adds:
+            view.copy_(grad.mul_(self.scale))
+        else:
+            torch.mul(grad, self.scale, out=view)
         bucket.missing -= 1
         if bucket.missing == 0 and self.overlap and not self.counting:
             while self.started < len(self.buckets) - 1 and not self.buckets[self.started].missing:
@@ -211,6 +222,7 @@ class Reducer:
 
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""
+        begun = time.perf_counter()
         self.running = False
         self._check_static()
         for number, left in enumerate(self.left):
@@ -221,6 +233,7 @@ class Reducer:
             while self.started < len(self.buckets):
                 self._start()
             self._hand_out()
+        self.exposed_s = time.perf_counter() - begun
         self._after()
 
     def _check_static(self) -> None:
@@ -229,7 +242,7 @@ class Reducer:
         elif self.static:
             for number, left in enumerate(self.left):
                 if left > 0:
-                    self.verdict.fault = (
+                    self.verdict.found(
                         f"static_graph=True, but {self.names[number]} got "
                         f"{self.expected[number] - left} gradients in this backward, not the "
                         f"{self.expected[number]} of the first one"
@@ -252,7 +265,9 @@ class Reducer:
                 elif not self.as_views:
                     grads.append(grad)
                     means.append(mean)
-            if grads:
+            if grads and self.transport.adds:
+                torch._foreach_add_(grads, means)
+            elif grads:
                 torch._foreach_copy_(grads, means)
         if lacking:
             somewhere = self.transport.summed_flags.tolist()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
@@ -32,12 +33,17 @@ class Transport(Protocol):
         flags: numbers to be written before the last start, and summed.
         summed_flags: after `finish`.
         fault: what went wrong here, a sentence.
+        adds: `finish` gives what is to be added to this rank's buffers, not the sums.
     """
 
+    adds: bool
     buffers: list[Tensor]
     flags: Tensor
     summed_flags: Tensor
     fault: str | None
+
+    def before(self) -> None:
+        """Returns when this rank's buffers may be written."""
 
     def start(self, index: int) -> None:
         """This rank's buffer is full."""
@@ -50,9 +56,14 @@ class Transport(Protocol):
 
 
 class BackendTransport:
-    """By the group's backend, beside the backward."""
+    """By the group's backend, beside the backward.
 
-    fault = None
+    Attributes:
+        handles: groups of the same ranks that take the buckets in turn, if there are several; each
+            has connections and threads of its own (Li et al. 2020, §5.4).
+    """
+
+    adds, fault = False, None
 
     def __init__(
         self, sizes: Sequence[Size], flags: int, group: Group, device: torch.device
@@ -64,9 +75,17 @@ class BackendTransport:
         self.buffers, self.flags = _apart(self.whole, flags)
         self.summed_flags = self.flags
         self.works: list[Work] = []
+        self.handles: list[dist.ProcessGroup] = []
+
+    def before(self) -> None:
+        """At any time between two backwards."""
 
     def start(self, index: int) -> None:
-        self.works.append(collectives.all_reduce_bucket(self.whole[index], self.group))
+        if not self.handles:
+            self.works.append(collectives.all_reduce_bucket(self.whole[index], self.group))
+            return
+        handle = self.handles[index % len(self.handles)]
+        self.works.append(dist.all_reduce(self.whole[index], group=handle, async_op=True))
 
     def finish(self) -> Iterator[Tensor]:
         works, self.works = self.works, []
@@ -97,11 +116,18 @@ class SharedTransport:
     Two signals keep the order, without a third. A buffer is filled again only after its total was
     read here, before which every peer signalled that it had read the buffer. A total is written
     again only when all peers have started that buffer again, before which they read the total.
+
+    Two ranks that want the sums elsewhere (`adds`) need no total: each reads all of the other's
+    buffer where it is, which is less to read and write, and waits once. Their second signal says
+    that this was read.
     """
 
     fault = None
 
-    def __init__(self, memory: SharedMemory, sizes: Sequence[Size], flags: int) -> None:
+    def __init__(
+        self, memory: SharedMemory, sizes: Sequence[Size], flags: int, elsewhere: bool
+    ) -> None:
+        self.adds = elsewhere and memory.size == 2
         self.memory, self.size, self.index = memory, memory.size, memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
         sizes = _with(sizes, flags)
@@ -118,10 +144,16 @@ class SharedTransport:
         ]
         self.buffers, self.flags = _apart([p.own[self.index] for p in self.places], flags)
         self.totals, self.summed_flags = _apart([p.total for p in self.places], flags)
+        if self.adds:
+            other = [place.own[1 - self.index] for place in self.places]
+            self.totals, self.peer_flags = _apart(other, flags)
+            self.summed_flags = torch.empty_like(self.flags)
         self.step = 1
 
     @classmethod
-    def open(cls, sizes: Sequence[Size], flags: int, group: Group) -> SharedTransport | None:
+    def open(
+        cls, sizes: Sequence[Size], flags: int, group: Group, elsewhere: bool
+    ) -> SharedTransport | None:
         """None where the ranks cannot share memory; collective."""
         _, end = _starts(_with(sizes, flags))
         count = group.size
@@ -130,13 +162,33 @@ class SharedTransport:
         memory = open_shared_memory(
             group.handle, group.index, count, signals, needed, timeout_of(group)
         )
-        return None if memory is None else cls(memory, sizes, flags)
+        return None if memory is None else cls(memory, sizes, flags, elsewhere)
+
+    def before(self) -> None:
+        """Returns when this rank's buffers may be written."""
+        if self.adds and self.step > 1:
+            self._wait(1)
 
     def start(self, index: int) -> None:
         self.stamps[self.index, index] = self.step
         self._tell(0)
 
     def finish(self) -> Iterator[Tensor]:
+        if self.adds:
+            yield from self._read()
+        else:
+            yield from self._add_up()
+        self.step += 1
+
+    def _read(self) -> Iterator[Tensor]:
+        for index, buffer in enumerate(self.totals):
+            self._wait(0)
+            self._check(index)
+            yield buffer
+        torch.add(self.flags, self.peer_flags, out=self.summed_flags)
+        self._tell(1)
+
+    def _add_up(self) -> Iterator[Tensor]:
         for index, place in enumerate(self.places):
             self._wait(0)
             self._check(index)
@@ -148,7 +200,6 @@ class SharedTransport:
         for total in self.totals:
             self._wait(1)
             yield total
-        self.step += 1
 
     def _check(self, index: int) -> None:
         """Raises RuntimeError where a rank is at another backward than this one."""
@@ -172,11 +223,14 @@ class SharedTransport:
 
 
 def open_transport(
-    sizes: Sequence[Size], flags: int, group: Group, device: torch.device
+    sizes: Sequence[Size], flags: int, group: Group, device: torch.device, elsewhere: bool
 ) -> Transport:
-    """Shared memory for CPU ranks of one host, unless the group was made without; collective."""
+    """Shared memory for CPU ranks of one host, unless the group was made without; collective.
+
+    `elsewhere`: what the buffers hold, this rank has once more, and takes the sums there.
+    """
     if device.type == "cpu" and may_share(group):
-        shared = SharedTransport.open(sizes, flags, group)
+        shared = SharedTransport.open(sizes, flags, group, elsewhere)
         if shared is not None:
             return shared
     return BackendTransport(sizes, flags, group, device)

@@ -27,6 +27,10 @@ class Verdict:
         self.fault: str | None = None
         self.noted: tuple[str | None, Tensor, Any] | None = None
 
+    def found(self, sentence: str) -> None:
+        """Something is wrong here; the first finding of a backward is the one that is told."""
+        self.fault = self.fault or sentence
+
     def note(self, flag: Tensor, other: str | None) -> None:
         """The backward has ended; `flag` (1,) is above zero if any rank found something, and
         `other` a finding of the transport."""

@@ -1,0 +1,1 @@
+"""What `bench ddp` trains, measures and draws."""

@@ -1,0 +1,108 @@
+"""`bench ddp`: every figure on real ranks, with tables and pictures, and what prices more ranks."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel3d.commands.bench import ddp
+from parallel3d.commands.bench.ddp_figures import nets as ddp_nets
+from parallel3d.commands.bench.ddp_figures.measures import PARTS, priced_step
+from parallel3d.config.checks.bench import check_bench_ddp
+from parallel3d.config.schema import BenchConfig, Config
+from parallel3d.errors import UserError
+from parallel3d.topology.cluster.parts import Link
+from tests.distributed.pool import Pool
+
+CONFIG = Config(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
+WAYS = {"backend", "shared memory"}
+
+
+def tiny() -> dict:
+    shapes = {"convolutions": 3 * 32 * 32, "matrices": ddp_nets.LENGTH * 64}
+    return {
+        name: lambda width=width: nn.Sequential(
+            nn.Flatten(), nn.Linear(width, 4), nn.Linear(4, ddp_nets.CLASSES)
+        )
+        for name, width in shapes.items()
+    }
+
+
+def labels(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made, _ = SOUND_INPUTS(name, rank)
+    return made, torch.zeros(made.shape[0], dtype=torch.long)
+
+
+SOUND_INPUTS = ddp_nets.inputs
+
+
+def measured(folder: Path) -> None:
+    worker = SimpleNamespace(
+        phase="", device="cpu", rank=dist.get_rank(), run_dir=folder, placement=None
+    )
+    nets = tiny()
+    with (
+        patch.dict(ddp_nets.NETS, nets),
+        patch("parallel3d.commands.bench.ddp_figures.measures.inputs", labels),
+        patch.object(ddp, "BUCKETS_MB", [0.0, 25.0]),
+        patch.object(ddp, "EVERY", [1, 2]),
+        patch.object(ddp, "GROUPS", [1, 2]),
+        patch.object(ddp, "PER_CALL", [1 << 12, 1 << 16]),
+        patch.object(ddp, "TOTAL", 1 << 16),
+    ):
+        assert ddp.bench_ddp(CONFIG, worker) == 0
+
+
+def test_every_figure_has_its_rows_and_its_picture(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, measured, tmp_path)
+    figures = json.loads((tmp_path / "bench_ddp.json").read_text())
+    assert {(row["way"], row["parameters"]) for row in figures["2ab"]} == {
+        (way, size) for way in WAYS for size in (4096, 65536)
+    }
+    for row in figures["6"]:
+        assert row["step"] > 0
+        assert all(row[part] >= 0 for part in PARTS)
+    assert {(r["net"], r["way"], r["overlap"]) for r in figures["6"]} == {
+        (net, way, overlap) for net in ddp_nets.NETS for way in WAYS for overlap in (True, False)
+    }
+    assert {row["bucket_cap_mb"] for row in figures["7"]} == {0.0, 25.0}
+    assert {row["every"] for row in figures["10"]} == {1, 2}
+    assert {row["groups"] for row in figures["12"]} == {1, 2}
+    assert {row["ranks"] for row in figures["9"] if row["way"] in WAYS} == {2}
+    assert max(row["ranks"] for row in figures["9"] if row["way"] == "priced") == 256
+    ready = [row for row in figures["2cd"] if row["net"] == "matrices"]
+    assert [row["ready"] for row in ready] == sorted(row["ready"] for row in ready)
+    assert ready[-1]["ready"] == sum(p.numel() for p in tiny()["matrices"]().parameters())
+    table = (tmp_path / "bench_ddp.md").read_text()
+    for figure in ("2ab", "2cd", "6", "7", "9", "10", "12"):
+        assert f"Figure {figure}:" in table
+        pictures = list(tmp_path.glob(f"figure_{figure}*.svg"))
+        assert pictures
+        for picture in pictures:
+            ET.parse(picture)
+
+
+def test_a_step_on_ranks_that_are_not_there() -> None:
+    parts = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+    link = Link(gb_per_s=1.0, latency_us=0.0)
+    gigabyte = 10**9  # two ranks exchange it in a second
+    assert priced_step(parts, [(0.5, 0), (1.0, 0)], 2, link) == pytest.approx(3.5)
+    # Ready at 2 and sent by 3, the other ready at 3 and sent by 3.5.
+    assert priced_step(parts, [(0.5, gigabyte), (1.0, gigabyte // 2)], 2, link) == pytest.approx(4)
+    # The second waits for the first, which ends at 4.
+    assert priced_step(parts, [(0.5, 2 * gigabyte), (1.0, gigabyte)], 2, link) == pytest.approx(5.5)
+
+
+def test_other_dimensions_are_refused() -> None:
+    with pytest.raises(UserError, match="tp=2 must be 1: .* the nearest is tp=1"):
+        check_bench_ddp("bench ddp", Config(tp=2))
+    check_bench_ddp("bench comm", Config(tp=2))
+    check_bench_ddp("bench ddp", CONFIG)

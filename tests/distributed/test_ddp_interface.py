@@ -1,0 +1,371 @@
+"""DistributedDataParallel's interface: hooks, buffers, names, and what it refuses on every rank."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d import DistributedDataParallel
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.parts.ddp.hooks import GradBucket
+from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
+from tests.distributed.pool import Pool
+
+Future = torch.futures.Future
+TINY = 1e-3
+
+
+def net_of(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+def grads_of(net: nn.Module, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    net.zero_grad()
+    net(torch.randn(3, 4, generator=generator)).square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def mean_of_ranks(world: int, *sizes: int) -> list[Tensor]:
+    everyone = [grads_of(net_of(*sizes), rank) for rank in range(world)]
+    return [sum(of_rank) / world for of_rank in zip(*everyone, strict=True)]
+
+
+def off(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def own_hook(seen: list, bucket: GradBucket) -> Future:
+    """Doubles the mean, through a buffer of its own."""
+    sizes = [g.shape for g in bucket.gradients()]
+    assert sizes == [p.shape for p in bucket.parameters()]
+    assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+    seen.append((bucket.index(), bucket.is_last()))
+    bucket.set_buffer(bucket.buffer() * 2 / dist.get_world_size())
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def hooked() -> dict[str, object]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = (4, 20, 20, 3)
+    true = mean_of_ranks(world, *sizes)
+    found: dict[str, object] = {}
+    seen: list[tuple[int, bool]] = []
+    lossless = powerSGD_hook.PowerSGDState(None, 20, start_powerSGD_iter=2, min_compression_rate=0)
+    hooks = {
+        "own": (seen, own_hook),
+        "allreduce": (None, default_hooks.allreduce_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "powersgd": (lossless, powerSGD_hook.powerSGD_hook),
+    }
+    for name, (state, hook) in hooks.items():
+        for views in (False, True):
+            net = DistributedDataParallel(
+                net_of(*sizes), bucket_cap_mb=TINY, gradient_as_bucket_view=views
+            )
+            net.register_comm_hook(state, hook)
+            grads_of(net, rank)
+            assert len(net.reducer.buckets) > 1
+            seen.clear()
+            ours = grads_of(net, rank)
+            factor = 2 if name == "own" else 1
+            found[f"{name} {views}"] = off(ours, [factor * t for t in true])
+            if name == "own":
+                found["calls"] = list(seen)
+    return found
+
+
+def test_hooks_of_the_user_and_of_pytorch(pool: Pool) -> None:
+    for found in pool.run(2, hooked, timeout_s=40):
+        calls = found.pop("calls")
+        last = len(calls) - 1
+        assert calls == [(i, i == last) for i in range(len(calls))]
+        rounded = [found.pop(f"fp16 {views}") for views in (False, True)]
+        assert 0 < max(rounded) < 1e-3
+        assert max(found.values()) < 1e-6, found
+
+
+class Normed(nn.Module):
+    """A BatchNorm, and buffers that a forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.last = x.detach().mean(0)
+        return self.head(self.norm(x))
+
+
+def buffers(own_group: bool) -> dict[str, object]:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    module = Normed()
+    if rank > 0:
+        module.norm.running_mean += 5
+    group = dist.new_group([0, 1]) if own_group else None
+    net = DistributedDataParallel(module, group)
+    for _ in range(3):
+        # Two graphs at once: what the first saved must not have changed.
+        losses = [net(torch.randn(6, 4, generator=generator)).sum() for _ in range(2)]
+        sum(losses).backward()
+    before = module.last.tolist()
+    with torch.no_grad():
+        net.eval()
+        net(torch.zeros(2, 4))  # takes those of the first rank
+        mean, calls = module.norm.running_mean.tolist(), module.calls.item()
+        if rank == 0:  # the ones after do not
+            net(torch.zeros(2, 4))
+    return {"mean": mean, "calls": calls, "before": before}
+
+
+def test_buffers_are_those_of_the_first_rank(pool: Pool) -> None:
+    for own_group in (False, True):
+        first, second = pool.run(2, buffers, own_group)
+        assert first["before"] != second["before"]
+        assert (first["mean"], first["calls"]) == (second["mean"], second["calls"])
+        assert first["calls"] == 7
+
+
+def names() -> None:
+    """Each wrapped as it is in scripts: alone, in a list, from PyTorch's file, in a larger one."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    wanted = list(module.state_dict())
+    net = DistributedDataParallel(module)
+    assert list(net.state_dict()) == wanted
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in module.named_parameters()]
+    assert [n for n, _ in net.named_buffers()] == [n for n, _ in module.named_buffers()]
+    saved = {name: torch.full_like(value, 2) for name, value in net.state_dict().items()}
+    net.load_state_dict(saved)
+    theirs = {f"module.{name}": torch.full_like(v, 3) for name, v in saved.items()}
+    assert module[0].weight.eq(2).all()
+    net.load_state_dict(theirs)
+    assert module[0].weight.eq(3).all()
+    whole = nn.ModuleDict({"body": net, "head": nn.Linear(3, 1)})
+    assert "body.0.weight" in whole.state_dict()
+    assert "body.0.weight" in dict(whole.named_parameters())
+    whole.load_state_dict({n: torch.full_like(v, 4) for n, v in whole.state_dict().items()})
+    assert module[0].weight.eq(4).all()
+    net.eval()
+    assert not module[1].training
+    assert net.module[1].num_features == 3
+    module.answer = 42
+    assert net.answer == 42
+    assert "absent" in refused(lambda: net.absent, AttributeError)
+    net.double()
+    assert module[0].weight.dtype == torch.float64
+
+
+def test_names_are_those_of_the_module(pool: Pool) -> None:
+    pool.run(2, names)
+
+
+def mixed() -> dict[str, float]:
+    """Two types of parameters, as near to one process as the narrower one allows."""
+    torch.set_default_dtype(torch.float64)
+    case = Case(Mixed)
+    net = DistributedDataParallel(case.made(), bucket_cap_mb=TINY)
+    reference = case.made()
+    for rank in range(2):
+        (loss_of(reference, batch_of(rank, 0)) / 2).backward()
+    loss_of(net, batch_of(dist.get_rank(), 0)).backward()
+    torch.set_default_dtype(torch.float32)
+    types = [bucket.flat.dtype for bucket in net.reducer.buckets]
+    assert set(types) == {torch.float32, torch.float64}
+    return {
+        n: (p.grad - q.grad).abs().max().item() / torch.finfo(p.dtype).eps
+        for (n, p), q in zip(net.named_parameters(), reference.parameters(), strict=True)
+    }
+
+
+def test_parameters_of_mixed_types(pool: Pool) -> None:
+    for found in pool.run(2, mixed):
+        assert max(found.values()) < 1e3, found
+
+
+def refused(call: Callable[[], object], kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        assert type(error) is kind
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+class Deeper(nn.Module):
+    """A layer that one of the ranks runs more often than before, in backwards of its own."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.layer, self.times = nn.Linear(4, 4), nn.Linear(4, 4), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def wrong_shape(state: int, bucket: GradBucket) -> Future:
+    future: Future = Future()
+    own = dist.get_rank() == state and bucket.index() == 1
+    future.set_result(bucket.buffer()[:-1] if own else bucket.buffer())
+    return future
+
+
+def bad_inputs() -> dict[str, str]:
+    rank = dist.get_rank()
+
+    def wrapped(*modules: nn.Module, **options: object) -> str:
+        module = modules[min(rank, len(modules) - 1)]
+        return refused(lambda: DistributedDataParallel(module, **options), ValueError)
+
+    def backward(net: nn.Module) -> str:
+        return refused(lambda: net(torch.ones(2, 4)).sum().backward(), RuntimeError)
+
+    frozen = net_of(4, 3).requires_grad_(False)
+    other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    named = nn.Sequential()
+    named.add_module("0", nn.Linear(4, 5))
+    named.add_module("top", nn.Linear(5, 3))
+    found = {
+        "none": wrapped(nn.ReLU()),
+        "frozen": wrapped(frozen),
+        "none on one": wrapped(net_of(4, 3), nn.ReLU()),
+        "shape": wrapped(net_of(4, 5, 3), net_of(4, 6, 3)),
+        "name": wrapped(other, named),
+        "longer": wrapped(net_of(4, 5, 3), net_of(4, 5)),
+        "type": wrapped(net_of(4, 3), net_of(4, 3).double()),
+        "trained": wrapped(net_of(4, 3), frozen),
+        "buffer": wrapped(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)),
+        "lazy": wrapped(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))),
+        "sparse": wrapped(nn.Embedding(5, 3, sparse=True)),
+        "device": wrapped(net_of(4, 3), device_ids=[1]),
+        "group": refused(lambda: DistributedDataParallel(net_of(4, 3), "dp"), TypeError),
+    }
+    twice = Deeper(2)
+    found["second gradient"] = backward(DistributedDataParallel(twice))
+    for times in (1, 0):
+        changing = Deeper(1)
+        net = DistributedDataParallel(changing, static_graph=True)
+        net(torch.ones(2, 4)).sum().backward()
+        if rank == 1:
+            changing.times = 2 * times  # the other rank is as it was
+        found[f"static {2 * times}"] = backward(net)
+    net = DistributedDataParallel(net_of(4, 20, 20, 3), bucket_cap_mb=TINY)
+    net.register_comm_hook(1, wrong_shape)
+    found["hook"] = backward(net)
+    found["second hook"] = refused(lambda: net.register_comm_hook(1, wrong_shape), RuntimeError)
+    found["no hook"] = refused(lambda: net.register_comm_hook(1, "hook"), TypeError)
+    late = DistributedDataParallel(net_of(4, 3))
+    late(torch.ones(2, 4)).sum().backward()
+    found["late hook"] = refused(lambda: late.register_comm_hook(1, wrong_shape), RuntimeError)
+    found["assign"] = refused(lambda: late.load_state_dict({}, assign=True), ValueError)
+    partly = net_of(4, 4, 3)
+    partly[0].requires_grad_(False)
+    thawed = DistributedDataParallel(partly)
+    partly.requires_grad_(True)
+    found["thawed"] = refused(lambda: thawed(torch.ones(2, 4)), RuntimeError)
+    # All of these groups and memories still work.
+    assert off(grads_of(late, rank), mean_of_ranks(2, 4, 3)) < 1e-6
+    return found
+
+
+SENTENCES = {
+    "none": "no parameter that requires a gradient",
+    "frozen": "no parameter that requires a gradient",
+    "none on one": "the ranks' modules differ: rank 0 has parameter 0.weight, which rank 1 has not",
+    "shape": "parameter 0.weight has shape [5, 4] on rank 0 and [6, 4] on rank 1",
+    "name": "rank 0 has parameter 1.weight where rank 1 has parameter top.weight",
+    "longer": "rank 0 has parameter 1.weight, which rank 1 has not",
+    "type": "parameter 0.weight has type torch.float32 on rank 0 and torch.float64 on rank 1",
+    "trained": "parameter 0.weight has requires_grad True on rank 0 and False on rank 1",
+    "buffer": "rank 0 has buffer running_mean, which rank 1 has not",
+    "lazy": "parameter 0.weight has no shape yet",
+    "sparse": "sparse=False",
+    "device": "device_ids=[1] must name the one device of the module, cpu",
+    "group": "it is a str",
+    "second gradient": "got a second gradient in one backward",
+    "static 2": "rank 1: static_graph=True, but layer.",
+    "static 0": "rank 1: static_graph=True, but layer.weight got 0 gradients in this backward",
+    "hook": "rank 1: the communication hook returned (",
+    "second hook": "registered already",
+    "no hook": "must be callable; it is a str",
+    "late hook": "before the first backward",
+    "assign": "load the weights before wrapping",
+    "thawed": "0.weight was frozen when the module was wrapped",
+}
+
+
+def test_every_rank_says_what_is_wrong(pool: Pool) -> None:
+    first, second = pool.run(2, bad_inputs, timeout_s=30)
+    assert first == second
+    assert first.keys() == SENTENCES.keys()
+    for name, sentence in SENTENCES.items():
+        assert sentence in first[name], (name, first[name])
+        assert "\n" not in first[name]
+
+
+def ends() -> dict[str, object]:
+    """What else a script does: stop early, catch an error of its own, drop the module."""
+    rank = dist.get_rank()
+    first = DistributedDataParallel(net_of(4, 3))
+
+    def early() -> None:
+        with first.join(throw_on_early_termination=True):
+            for step in range(3 + rank):
+                grads_of(first, step)
+
+    found: dict[str, object] = {"early": refused(early, RuntimeError)}
+    found["pickled"] = refused(lambda: pickle.dumps(first), TypeError)
+    net = DistributedDataParallel(net_of(4, 3))
+    handles = [p.register_hook(lambda g: 1 / 0) for p in net.parameters()]
+    loss = net(torch.ones(2, 4)).sum()
+    found["own"] = refused(loss.backward, ZeroDivisionError)
+    for handle in handles:
+        handle.remove()
+    found["after"] = off(grads_of(net, rank), mean_of_ranks(2, 4, 3))
+    gone = weakref.ref(net.reducer)
+    del net, handles, loss
+    gc.collect()
+    found["dropped"] = gone() is None
+    return found
+
+
+def test_the_end_of_a_script(pool: Pool) -> None:
+    for found in pool.run(2, ends, timeout_s=30):
+        assert found["after"] < 1e-6
+        assert found["dropped"]
+        assert ".module" in found["pickled"]
+        assert "exhausted" in found["early"], found
+
+
+def alone() -> float:
+    """A group of one, with and without a hook."""
+    found = []
+    for hook in (None, default_hooks.allreduce_hook):
+        net = DistributedDataParallel(net_of(4, 3), ProcessGroups.single().dp)
+        if hook is not None:
+            net.register_comm_hook(None, hook)
+        with net.join():
+            found.append(off(grads_of(net, dist.get_rank()), mean_of_ranks(1, 4, 3)))
+    return max(found)
+
+
+def test_a_group_of_one_changes_nothing(pool: Pool) -> None:
+    assert pool.run(1, alone) == [0]
