@@ -3,7 +3,8 @@
     python examples/cnn_pipeline.py
     torchrun --nproc-per-node 2 examples/cnn_pipeline.py zb_h1
 
-The losses are the same, whatever the number of ranks (1 to 3) and the schedule.
+The losses are the same, whatever the number of ranks (1 to 3) and the schedule (one that has two
+stages a rank needs as many blocks).
 """
 
 import sys
