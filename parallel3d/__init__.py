@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from parallel3d.errors import UserError
     from parallel3d.parts.ddp.ddp import DistributedDataParallel
     from parallel3d.parts.groups import init
+    from parallel3d.parts.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
+    from parallel3d.parts.pipeline import Pipeline
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
@@ -27,13 +33,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ColumnParallelLinear",
     "Config",
     "DistributedDataParallel",
     "Layout",
+    "Pipeline",
     "ProcessGroups",
+    "RowParallelLinear",
     "Sample",
     "Trainer",
     "UserError",
+    "VocabParallelEmbedding",
     "Worker",
     "__version__",
     "check_config",
@@ -44,13 +54,17 @@ __all__ = [
 ]
 
 _HOME = {
+    "ColumnParallelLinear": "parallel3d.parts.linear",
     "Config": "parallel3d.config.schema",
     "DistributedDataParallel": "parallel3d.parts.ddp.ddp",
     "Layout": "parallel3d.topology.layout",
+    "Pipeline": "parallel3d.parts.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
+    "RowParallelLinear": "parallel3d.parts.linear",
     "Sample": "parallel3d.data.sampler",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
+    "VocabParallelEmbedding": "parallel3d.parts.linear",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
     "compose": "parallel3d.config.composing",

@@ -33,5 +33,9 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: dict) -> Group:
+        """Itself: the copy of a module talks to the same ranks."""
+        return self
+
 
 SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster are unsharded

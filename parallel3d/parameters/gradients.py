@@ -49,21 +49,24 @@ def add_weight_gradient(
 
     `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
     `gradient_added` call. With them the GEMM accumulates in place and autograd gets None; without
-    them (a layer on its own, as in a test) autograd gets the gradient. A weight whose
-    `weight_gradients` puts them off gets it later.
+    them (a layer on its own, a module of the user's) autograd gets the gradient. A weight whose
+    `weight_gradients` puts them off gets it later, in its bucket or in `.grad`.
 
     Args:
         weight: (out, in). grad: (tokens, out). x: (tokens, in), or what makes it when it is needed.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
+    main_grad, jobs = getattr(weight, "main_grad", None), waiting_jobs(weight)
+    if main_grad is None and jobs is None:
         return grad.t() @ (x if isinstance(x, Tensor) else x())
 
     def add() -> None:
-        add_product(main_grad, grad, x if isinstance(x, Tensor) else x())
-        weight.gradient_added()
+        rows = x if isinstance(x, Tensor) else x()
+        if main_grad is None:
+            add_gradient(weight, grad.t() @ rows)
+        else:
+            add_product(main_grad, grad, rows)
+            weight.gradient_added()
 
-    jobs = waiting_jobs(weight)
     if jobs is None:
         add()
     else:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, is_accelerator, make_current, module
@@ -21,8 +22,8 @@ from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 
 
 def init(
-    tp: int = 1,
-    pp: int = 1,
+    tp: int | None = 1,
+    pp: int | None = 1,
     dp: int | None = None,
     *,
     device: str = "auto",
@@ -37,7 +38,7 @@ def init(
     host with GPUs a rank's own becomes the current device. Collective over the world.
 
     Args:
-        dp: number of replicas; None: what is left of the world size.
+        tp, pp, dp: sizes; one of them may be None: what the others leave of the world.
         device: cpu, cuda or auto, which takes GPUs where there is one for each rank of the host.
         order: the dimensions from the one whose ranks are adjacent on.
         timeout_s: how long a collective waits for a rank.
@@ -55,6 +56,28 @@ def init(
     if own:
         atexit.register(_end, groups)
     return groups
+
+
+def group_of(group: Group | dist.ProcessGroup | None) -> Group:
+    """The same ranks as the other rooms know them. None: the world, or this process alone.
+
+    Raises UserError on a rank that is not in `group`.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None and not dist.is_initialized():
+        return SINGLE
+    index = -1
+    if group is None or isinstance(group, dist.ProcessGroup):
+        index = dist.get_rank(group)
+    if index < 0:
+        raise UserError(
+            f"group={group!r} must be a group that this rank is in: groups.tp, groups.pp or "
+            "groups.dp of init, a group of torch.distributed, or None for all ranks"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
+    return Group("own", ranks, index, handle)
 
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
@@ -101,28 +124,41 @@ def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
     return _layout(dist.get_world_size(), **asked)
 
 
-def _layout(world: int, tp: int, pp: int, dp: int | None, order: str) -> Layout:
+def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: str) -> Layout:
     """Raises UserError for sizes that do not make up a world of so many ranks."""
-    for key, value in (("tp", tp), ("pp", pp), ("dp", 1 if dp is None else dp)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    sizes = {"pp": pp, "tp": tp, "dp": dp}
+    for key, value in sizes.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not whole or value < 1):
             raise UserError(
                 f"init({key}={value!r}) must be a whole number from 1 on; the nearest is {key}=1"
             )
-    for key, size, others in (("pp", pp, 1), ("tp", tp, pp)):
-        if world % (size * others):
-            fit = closest(size, lambda n, others=others: world % (n * others) == 0, world)
-            raise UserError(
-                f"init({key}={size}) must divide the world's {world // others} ranks"
-                f"{' of each stage' if others > 1 else ''}; the nearest is {key}={fit}"
-            )
-    left = world // (tp * pp)
-    if dp not in (None, left):
+    free = [key for key, value in sizes.items() if value is None]
+    if len(free) > 1:
         raise UserError(
-            f"init(dp={dp}) must be {left}, since the world has {world} ranks and tp × pp is "
-            f"{tp * pp}; the nearest is dp={left}"
+            f"init({'=None, '.join(free)}=None) must leave at most one size open; the nearest is "
+            f"{free[0]}=1"
         )
+    left = world
+    for key, size in sizes.items():
+        if size is None:
+            continue
+        if not free and key == "dp" and size != left:
+            raise UserError(
+                f"init(dp={size}) must be {left}, since the world has {world} ranks and tp × pp "
+                f"is {world // left}; the nearest is dp={left}"
+            )
+        if left % size:
+            fit = closest(size, lambda n, left=left: left % n == 0, left)
+            more = "" if left == world else f" of each of {world // left} parts"
+            raise UserError(
+                f"init({key}={size}) must divide the world's {left} ranks{more}; the nearest is "
+                f"{key}={fit}"
+            )
+        left //= size
+    sizes |= dict.fromkeys(free, left)
     try:
-        return Layout(tp=tp, pp=pp, dp=left, order=order)
+        return Layout(order=order, **sizes)
     except (AttributeError, ValueError):
         raise UserError(
             f"init(order={order!r}) must name each of tp, cp, dp and pp once, joined by dashes; "

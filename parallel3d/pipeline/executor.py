@@ -180,10 +180,8 @@ class Executor:
     def _communicate(self, group: Sequence[Action]) -> None:
         messages = []
         for action in group:
-            if action.kind.is_send:
-                tensor = self.outbox.pop(action)
-            else:
-                tensor = torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
+            is_send = action.kind.is_send
+            tensor = self.outbox.pop(action) if is_send else self.room_for(action)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
         with self.clock.starting("pp"):
@@ -193,6 +191,10 @@ class Executor:
                 self.sending.append(transfer)
             else:
                 self.receiving[transfer.action] = transfer
+
+    def room_for(self, action: Action) -> Tensor:
+        """Where a receive writes its message."""
+        return torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
 
     def _finish_sends(self, left: int) -> None:
         """Waits until at most `left` sends are under way."""
@@ -264,11 +266,15 @@ class Executor:
         with self._computing("backward", step):
             if step.kind == Kind.I:
                 with self.weight_gradients.put_off() as self.put_off[place]:
-                    _Start.apply(y, grad).backward()
+                    self.differentiate(step, x, y, grad)
             else:
-                _Start.apply(y, grad).backward()
+                self.differentiate(step, x, y, grad)
         if x is not None:
             self._hand_on(Kind.SEND_B, step, x.grad.contiguous())
+
+    def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
+        """Gives x its gradient; `grad` is that of y."""
+        _Start.apply(y, grad).backward()
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:

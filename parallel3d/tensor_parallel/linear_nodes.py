@@ -78,6 +78,9 @@ def row_backward(
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
+NO = (None, None)  # gradients of a group and of what communicates over it
+
+
 class ColumnNode(torch.autograd.Function):
     """f (or its sequence-parallel form) and the GEMM in one node.
 
@@ -97,8 +100,11 @@ class ColumnNode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        gradients = column_backward(grad, *ctx.saved_tensors, ctx.weight, ctx.group, ctx.sp)
-        return *gradients, grad_bias, None, None
+        (x,) = ctx.saved_tensors
+        if ctx.sp is None and not ctx.needs_input_grad[0]:  # data: nobody to reduce for
+            rows = x.flatten(0, -2)
+            return None, add_weight_gradient(ctx.weight, grad.flatten(0, -2), rows), grad_bias, *NO
+        return *column_backward(grad, x, ctx.weight, ctx.group, ctx.sp), grad_bias, *NO
 
 
 class Kept:

@@ -11,8 +11,9 @@ from parallel3d.comm.collectives import all_reduce
 # Where rank 1 asks for something else than the others, its words stand second.
 BAD = (
     ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
-    ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each stage; "),
+    ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each of 2 parts; "),
     ({"dp": 3}, {}, "init(dp=3) must be 4, since the world has 4 ranks and tp × pp is 1; "),
+    ({"tp": None, "pp": None, "dp": 2}, {}, "init(pp=None, tp=None) must leave at most one size"),
     ({"tp": 0}, {}, "init(tp=0) must be a whole number from 1 on; the nearest is tp=1"),
     ({"pp": "two"}, {}, "init(pp='two') must be a whole number from 1 on; the nearest is pp=1"),
     ({"order": "tp-pp"}, {}, "init(order='tp-pp') must name each of tp, cp, dp and pp once"),
@@ -23,7 +24,7 @@ BAD = (
 def grids() -> tuple[list, list[str]]:
     """This rank's groups under two grids with the sums over them, and what the refusals say."""
     rank, found, said = dist.get_rank(), [], []
-    for words in ({"tp": 2}, {"pp": 2, "dp": 2, "order": "pp-tp-cp-dp", "shared_memory": False}):
+    for words in ({"tp": 2}, {"pp": None, "dp": 2, "order": "pp-tp-cp-dp", "shared_memory": False}):
         groups = p3d.init(**words)
         sums = [int(all_reduce(torch.tensor([rank]), g)) for g in (groups.tp, groups.pp, groups.dp)]
         found.append([(groups.tp.ranks, groups.pp.ranks, groups.dp.ranks), sums])

@@ -1,0 +1,142 @@
+"""The tensor-parallel layers beside `nn.Linear` and `nn.Embedding`, of the same seed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import parallel3d as p3d
+
+TOLERANCE = 1e-12  # fp64: sums in another order
+BAD = (
+    (lambda: p3d.ColumnParallelLinear(6, 9), "(out_features=9) must be a multiple of the 4 "),
+    (lambda: p3d.RowParallelLinear(6, 8), "(in_features=6) must be a multiple of the 4 ranks"),
+    (lambda: p3d.VocabParallelEmbedding(0, 8), "(num_embeddings=0) must be a multiple of the 4"),
+    (lambda: p3d.ColumnParallelLinear(8, 8, seed=1), "(seed=1) must have a name as well"),
+    (lambda: p3d.RowParallelLinear(8, 8)(torch.zeros(3, 8)), "got 8 features, but must get this"),
+    (lambda: p3d.VocabParallelEmbedding(8, 2)(torch.tensor([3, 8])), "id 8 must be in 0 … 7"),
+    (lambda: p3d.RowParallelLinear(8, 8, "tp"), "group='tp' must be a group that this rank is in"),
+)
+
+
+class Net(nn.Module):
+    """Words, an MLP and a head; with a group of tensor-parallel layers, without of PyTorch's."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        if group is None:
+            self.words, self.up = nn.Embedding(16, 6), nn.Linear(6, 8)
+            self.down, self.head = nn.Linear(8, 6, bias=False), nn.Linear(6, 4)
+            self.last = nn.Linear(4, 3)
+        else:
+            self.words = p3d.VocabParallelEmbedding(16, 6, group)
+            self.up = p3d.ColumnParallelLinear(6, 8, group)
+            self.down = p3d.RowParallelLinear(8, 6, group, bias=False)
+            self.head = p3d.ColumnParallelLinear(6, 4, group, gather_output=True)
+            self.last = nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        return self.last(self.head(x + self.down(F.gelu(self.up(x)))))
+
+
+def trained(net: nn.Module, autocast: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps, and the weights after them."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
+    ids = torch.arange(24).view(2, 3, 4) * 5 % 16
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=autocast):
+            loss = net(ids).square().sum(-1).sub(1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, net.state_dict()
+
+
+def make(group: Any = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(7)
+    torch.set_default_dtype(dtype)
+    try:
+        return Net(group)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def beside_pytorch() -> None:
+    """On every rank, for groups of 1, 2 and 4: first weights, losses, last weights, loading."""
+    theirs = make()
+    first = {name: value.clone() for name, value in theirs.state_dict().items()}
+    losses, last = trained(theirs)
+    in_bf16 = trained(make(dtype=torch.float32), autocast=True)[0]
+    drawn_before = torch.empty(0)
+    for tp in (1, 2, 4):
+        group = p3d.init(tp=tp).tp
+        net = make(group)
+        assert sum(p.numel() for p in net.up.parameters()) == (6 * 8 + 8) / tp
+        twin, whole = copy.deepcopy(net), net.state_dict()
+        assert list(whole) == list(first)
+        assert all(torch.equal(whole[name], value) for name, value in first.items())
+        for one in (net, twin):
+            got, whole = trained(one)
+            assert got == pytest.approx(losses, abs=TOLERANCE)
+            for name, value in last.items():
+                torch.testing.assert_close(whole[name], value, rtol=0, atol=TOLERANCE)
+        for assign in (False, True):
+            fresh = make(group)
+            fresh.load_state_dict(last, assign=assign)
+            assert all(torch.equal(v, last[k]) for k, v in fresh.state_dict().items())
+        assert trained(make(group, torch.float32), autocast=True)[0] == pytest.approx(
+            in_bf16, rel=2e-2
+        )
+        drawn = p3d.RowParallelLinear(8, 300, group, seed=3, name="mlp.down").state_dict()
+        assert not drawn["bias"].any()
+        assert 0.018 < float(drawn["weight"].std()) < 0.022
+        drawn_before = drawn["weight"] if tp == 1 else drawn_before
+        assert torch.equal(drawn["weight"], drawn_before)
+
+
+def refused() -> list[str]:
+    said = []
+    for call, _ in BAD:
+        try:
+            call()
+        except (p3d.UserError, IndexError) as error:
+            said.append(str(error))
+    wrong = {"weight": torch.zeros(4, 2), "bias": torch.zeros(8)}
+    try:
+        p3d.RowParallelLinear(8, 8).load_state_dict(wrong)
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_trains_as_pytorchs_layers_of_the_same_seed_do(pool) -> None:
+    pool.run(4, beside_pytorch)
+
+
+def test_what_cannot_be_split_is_said_on_every_rank(pool) -> None:
+    for said in pool.run(4, refused):
+        for (_, wanted), sentence in zip(BAD, said[:-1], strict=True):
+            assert wanted in sentence
+        assert "weight has shape (4, 2), but must have that of the whole tensor, (8, 8)" in said[-1]
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 3, 2, 6)])
+def test_takes_inputs_of_any_dimensions(shape: tuple[int, ...]) -> None:
+    """Alone, where a layer is PyTorch's."""
+    torch.manual_seed(1)
+    theirs = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    torch.manual_seed(1)
+    ours = nn.Sequential(p3d.ColumnParallelLinear(6, 8), p3d.RowParallelLinear(8, 4))
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    torch.testing.assert_close(ours(x), theirs(y))
+    ours(x).sum().backward()
+    theirs(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)

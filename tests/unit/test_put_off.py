@@ -1,0 +1,74 @@
+"""Plain modules whose weight gradients are made apart: what waits, and that nothing changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from parallel3d.parameters.gradients import WeightGradients
+from parallel3d.parts.put_off import SplitBackward
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Autocast(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return super().forward(x).double()
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+# module, shape of its input, names of the weights that wait
+CASES = {
+    "linear": (lambda: nn.Linear(6, 4), (3, 6), ["weight"]),
+    "one sample": (lambda: nn.Linear(6, 4), (6,), []),
+    "without bias": (lambda: nn.Linear(6, 4, bias=False), (2, 3, 6), ["weight"]),
+    "conv1d": (lambda: nn.Conv1d(6, 4, 3, padding=2, dilation=2), (2, 6, 9), ["weight"]),
+    "conv2d": (lambda: nn.Conv2d(6, 4, (3, 2), (2, 1), groups=2), (2, 6, 8, 8), ["weight"]),
+    "conv2d, no batch": (lambda: nn.Conv2d(6, 4, 3), (6, 8, 8), []),
+    "conv2d, same": (lambda: nn.Conv2d(6, 4, 3, padding="same"), (2, 6, 8, 8), []),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, bias=False), (2, 2, 4, 4, 4), ["weight"]),
+    "norm": (lambda: nn.LayerNorm(6), (3, 6), []),
+    "attention": (lambda: Attention(6, 2, batch_first=True), (2, 5, 6), []),
+    "checkpointed": (Checkpointed, (3, 6), []),
+    "autocast": (lambda: Autocast(6, 6), (3, 6), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
+    make, shape, waiting = CASES[name]
+    torch.manual_seed(0)
+    theirs = make().double()
+    ours, queue = copy.deepcopy(theirs), WeightGradients()
+    for parameter in ours.parameters():
+        parameter.weight_gradients = queue
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    data = x.detach().clone().requires_grad_()
+    theirs(x).square().sum().backward()
+    with SplitBackward():
+        y = ours(data)
+    with queue.put_off() as jobs:
+        y.square().sum().backward()
+    assert [n for n, p in ours.named_parameters() if p.grad is None] == waiting
+    torch.testing.assert_close(data.grad, x.grad)
+    with torch.no_grad():
+        for job in jobs:
+            job()
+    for mine, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
