@@ -120,9 +120,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
     Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
     Hydra, which would otherwise go on with a sweep's next job.
     """
-    prompt = None
-    if app == GENERATE:
-        words, prompt = take_prompt(words)
+    words, prompt = take_prompt(words) if app == GENERATE else (words, None)
     words = order_words([without_alias(word) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
@@ -299,6 +297,4 @@ def _unknown_subcommand(word: str) -> str:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    if isinstance(stop.code, int):
-        return stop.code
-    return 0 if stop.code is None else 1
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.commands.calibrate import together
-from parallel3d.commands.calibrate.kernels import Kernels, tables_of
+from parallel3d.commands.calibrate.kernels import Grids, Kernels, tables_of
 from parallel3d.commands.calibrate.launches import launches
 from parallel3d.commands.calibrate.start import group_sizes, written_to
 from parallel3d.config.schema import Config
@@ -36,8 +36,8 @@ from parallel3d.run.launch import Worker
 SINGLE_RANK = Table(((1.0, 2.0), (64.0, 128.0)), (1e-4,) * 4)  # of one device: never asked
 
 
-def calibrate(config: Config, worker: Worker) -> int:
-    """Measures, and writes the file; collective. Returns 0."""
+def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int:
+    """Measures, and writes the file; collective. `grids`: where, if not as usual. Returns 0."""
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
     tell = _teller(worker)
@@ -48,7 +48,7 @@ def calibrate(config: Config, worker: Worker) -> int:
     if worker.rank == 0:  # the others wait: alone is alone
         tables["threads"] = together.threads(device, tell)
         numbers["peak_tflops"] = together.peak_tflops(device, compute_dtype(config.precision))
-        kernels = Kernels.on(device, compute_dtype(config.precision))
+        kernels = Kernels.on(device, compute_dtype(config.precision), grids)
         tables |= tables_of(kernels, config.calibrate.passes, tell)
         made = provenance(config, device)
         numbers |= launches(config, device, made, tables, tell)

@@ -63,8 +63,9 @@ class Kernels:
     grids: Grids
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype) -> Kernels:
-        return cls(device, dtype, LARGE if accelerator.is_accelerator(device) else Grids())
+    def on(cls, device: torch.device, dtype: torch.dtype, grids: Grids | None = None) -> Kernels:
+        usual = LARGE if accelerator.is_accelerator(device) else Grids()
+        return cls(device, dtype, grids or usual)
 
     def tensor(self, *shape: int, wide: bool = False, grad: bool = False) -> Tensor:
         dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,8 @@ from parallel3d.topology.layout import Layout
 
 SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
-CALLS, ROUNDS = 8, 5
+# Calls of a window, too short to be disturbed always; the best window counts.
+CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOVED = 1 << 22  # elements of a sum that no cache holds
 SQUARE = 384  # of a product that a cache holds
 
@@ -77,9 +79,9 @@ def _seconds(
 ) -> float:
     on_cpu = not accelerator.is_accelerator(device)
     wall, work = [], []
-    for _ in range(ROUNDS):
-        run()
-        dist.barrier(group=groups.tp.handle)
+    run()
+    dist.barrier(group=groups.tp.handle)
+    for _ in range(WINDOWS if count <= cores() or not on_cpu else FEW_WINDOWS):
         accelerator.synchronize(device)
         begun, worked = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
@@ -90,8 +92,8 @@ def _seconds(
     if not on_cpu:
         return min(wall)
     if count > cores():
-        return sum(work) / ROUNDS * count / cores()
-    return max(min(wall), min(work))
+        return statistics.median(work) * count / cores()
+    return max(min(wall), statistics.median(work))
 
 
 def slowing(device: torch.device, tell: Tell) -> dict[str, Table]:

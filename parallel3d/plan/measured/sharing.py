@@ -84,6 +84,8 @@ class _Run:
             source = (True, stage - 1, count)
         elif step.kind in (Kind.B, Kind.I) and after is not None:
             source = (False, stage + 1, count)
+        if step.kind in (Kind.B, Kind.I) and (True, stage, count) not in self.made:
+            return  # for ever: only this rank could make it
         if source is not None and source not in self.made:
             self.waiting[source] = rank
             return
