@@ -255,8 +255,11 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
     rows = best(priced, ROWS)
     tokens = config.global_batch_size * config.model.seq_length
     useful = tokens * flops_per_token(config.model, config.model.seq_length)
+    where = f"{gpus} GPUs of {config.cluster.name}"
+    if config.cluster.file is not None:
+        where = f"{gpus} ranks of the machine in {config.cluster.file}"
     lines = [
-        f"{config.model.name} on {gpus} GPUs of {config.cluster.name}, {config.precision.name}, "
+        f"{config.model.name} on {where}, {config.precision.name}, "
         f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
         f"{len(priced.choices)} layouts, {len(priced.order)} fit",
         "",
@@ -270,7 +273,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         lines.append(
             f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
             f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
-            f"{held:4.0f}  {why}"
+            f"{held:4.{2 if held < 1 else 0}f}  {why}"
         )
     return [*lines, "", command(priced, rows[0])]
 

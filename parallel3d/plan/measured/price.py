@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +12,16 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.plan.measured.machine import Machine
 from parallel3d.plan.measured.steps import Parts, step_parts
-from parallel3d.plan.memory import PARALLEL3D, memory
-from parallel3d.plan.search import Choice, Priced, layouts, simple_first, works
+from parallel3d.plan.memory import PARALLEL3D, Memory
+from parallel3d.plan.own.memory import Held, held
+from parallel3d.plan.search import Choice, Priced, layouts, simple_first
 from parallel3d.plan.step import StepTime
+from parallel3d.plan.work import Number
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
 SEARCHED = ("1f1b", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
-MOST = 4000  # layouts that are looked at, the simplest schedules first
+MOST = 4000  # layouts that are priced, the first ones
+STEP = ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
 
 
 def measured_layouts(
@@ -62,41 +65,53 @@ def price_measured(
 ) -> Priced:
     """Times and bytes of every choice that can run, and the order of those that fit.
 
-    Recomputation costs time and nothing else, so it is priced where less of it does not fit.
+    Recomputation costs time and nothing else, so it is looked at where less of it does not fit.
     """
-    batch = config.global_batch_size
-    work = works(choices, sizes, batch)
-    values = PARALLEL3D | {"memory.base_gib": machine.numbers["rank_gb"] * 1e9 / 2**30}
-    held = memory(work, values)
-    share = held.total / work.memory_bytes
-    fits = np.asarray(share <= values["memory.full"]).copy()
-    enough: set[tuple[object, ...]] = set()
-    parts: list[Parts | None] = []
+    room = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
+    bytes: list[Held | None] = [None] * len(choices)
+    parts: list[Parts | None] = [None] * len(choices)
+    enough: set[Choice] = set()
     for i, choice in enumerate(choices):
-        same = (choice.tp, choice.pp, choice.vpp, choice.micro_batch, choice.schedule, choice.zero)
-        found = None
-        if fits[i] and same not in enough and len(enough) < MOST:
-            found = _parts(configured(config, choice), machine)
+        same = replace(choice, recompute="")
+        if same in enough or len(enough) >= MOST:
+            continue
+        checked = _checked(configured(config, choice))
+        bytes[i] = None if checked is None else fullest(checked)
+        if checked is not None and bytes[i].total <= room:
+            parts[i] = step_parts(checked, machine)
             enough.add(same)
-        parts.append(found)
-        fits[i] = found is not None
-    seconds = np.array([np.inf if p is None else p.total for p in parts])
+    fits = np.array([p is not None for p in parts])
+    seconds = _column(parts, "total")
+    time = StepTime(*(_column(parts, name) for name in STEP))
+    held = _memory(bytes, machine.numbers["rank_gb"] * 1e9)
     order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
-    time = StepTime(
-        *(
-            np.array([np.inf if p is None else getattr(p, name) for p in parts])
-            for name in ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
-        )
-    )
-    tight = np.asarray(share > values["memory.tight"])
+    tight = held.total > PARALLEL3D["memory.tight"] * sizes["memory_bytes"]
     return Priced(choices, time, seconds, held, fits, tight, simple_first(choices, seconds, order))
 
 
-def _parts(config: Config, machine: Machine) -> Parts | None:
+def _column(found: Sequence[object | None], name: str) -> Number:
+    """One figure of all; infinite for those that were not looked at, or cannot be."""
+    return np.array([np.inf if one is None else getattr(one, name) for one in found])
+
+
+def fullest(config: Config) -> Held:
+    """What the fullest rank of a checked configuration holds."""
+    return max((held(config, index) for index in range(config.pp)), key=lambda h: h.total)
+
+
+def _memory(found: Sequence[Held | None], bare: float) -> Memory:
+    state = sum(_column(found, n) for n in ("parameters", "gradients", "masters", "optimizer"))
+    total = _column(found, "total") + bare
+    none = np.zeros(len(found))
+    activations, logits = _column(found, "activations"), _column(found, "logits")
+    return Memory(total, state, activations, logits, none, total)
+
+
+def _checked(config: Config) -> Config | None:
     """None for what the run would refuse."""
     try:
         world = config.tp * config.pp * (config.dp or 1)
-        return step_parts(check_config(config, world, own_samples=True), machine)
+        return check_config(config, world, own_samples=True)
     except UserError:
         return None
 
@@ -106,8 +121,7 @@ def measured_sizes(config: Config, machine: Machine, ranks: int) -> dict[str, fl
     model, made = config.model, machine.made
     room = machine.numbers["memory_gb"] * 1e9
     whole = machine.numbers["peak_tflops"] * 1e12
-    hosts = max(1, -(-ranks // max(made.count, ranks if machine.shares else 1)))
-    each = min(1.0, made.count * hosts / ranks) if machine.shares else 1.0
+    each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {
         "layers": model.num_layers, "hidden": model.hidden_size,
         "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
