@@ -25,6 +25,8 @@ def without_alias(word: str) -> str:
     """The override with its key's own name."""
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
+    if bare == "cluster" and (value.endswith((".yaml", ".yml")) or "/" in value):
+        return f"cluster.file={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 

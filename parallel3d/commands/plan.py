@@ -19,6 +19,8 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.plan.constants import NETWORKS, SPEEDS, load
 from parallel3d.plan.devices import DEVICES, Device
+from parallel3d.plan.measured.machine import check_type, read
+from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Priced, best, divisors, layouts, price
@@ -38,22 +40,17 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
     config, assumed = assume_model(config, typed)
-    if "precision" not in keys and "precision.name" not in keys:
+    if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
     check_model(config.model)
     fixed = held(config, keys)
     nodes, node = _gpus(config)
-    sizes = sizes_of(config)
     gpus = nodes * node
     check_fixed(config, fixed, gpus)
-    domain = int(sizes["gpus_per_node"])
-    choices = list(layouts(sizes, gpus, domain, config.global_batch_size, fixed))
-    if not choices:
-        raise UserError(_no_layout(config, gpus, fixed))
-    priced = price(choices, sizes, config.global_batch_size, load())
+    priced, sizes = searched(config, fixed, gpus)
     if not priced.order:
-        raise UserError(_fits_nowhere(config, sizes, priced, fixed, nodes))
+        raise UserError(fits_nowhere(config, sizes, priced, fixed, nodes))
     for line in table(config, priced, gpus, sizes):
         print(line, file=sys.stdout)
     if assumed:
@@ -71,8 +68,36 @@ def held(config: Config, keys: set[str]) -> dict[str, int | str]:
     return found
 
 
+def searched(
+    config: Config, fixed: Mapping[str, int | str], ranks: int
+) -> tuple[Priced, dict[str, float]]:
+    """Every layout of `ranks`, priced by the cluster's datasheet or its measured file, and what all
+    of them share. Raises UserError for a cluster that cannot be priced."""
+    file, batch = config.cluster.file, config.global_batch_size
+    if file is not None:
+        machine = read(file)
+        check_type(machine, file, config.precision.name)
+        if (config.cluster.nodes or 1) > 1:
+            raise UserError(
+                f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
+                "network was measured; the nearest is cluster.nodes=1"
+            )
+        sizes = measured_sizes(config, machine, ranks)
+        choices = list(measured_layouts(sizes, ranks, batch, fixed))
+        if not choices:
+            raise UserError(no_layout(config, ranks, fixed))
+        return price_measured(choices, sizes, config, machine), sizes
+    sizes = sizes_of(config)
+    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
+    if not choices:
+        raise UserError(no_layout(config, ranks, fixed))
+    return price(choices, sizes, batch, load()), sizes
+
+
 def _gpus(config: Config) -> tuple[int, int]:
     """(nodes, GPUs of a node)."""
+    if config.cluster.file is not None:
+        return 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
     return config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
 
 
@@ -158,7 +183,7 @@ def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> No
         )
 
 
-def _no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
+def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
     """The sentence for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
     model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
@@ -172,7 +197,7 @@ def _no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str
     )
 
 
-def _fits_nowhere(
+def fits_nowhere(
     config: Config,
     sizes: Mapping[str, float],
     priced: Priced,
@@ -183,6 +208,14 @@ def _fits_nowhere(
     least = int(np.argmin(priced.memory.total))
     choice, room = priced.choices[least], float(sizes["memory_bytes"])
     over = (float(priced.memory.total[least]) - room) / GIB
+    if config.cluster.file is not None:
+        return (
+            f"model={config.model.name} fits no layout of the ranks of cluster="
+            f"{config.cluster.file}: the one that needs least (tp={choice.tp} pp={choice.pp} "
+            f"micro_batch_size={choice.micro_batch} recompute={choice.recompute} "
+            f"zero={choice.zero}) misses by {over:.1f} GiB of {room / GIB:.1f} a rank; "
+            f"{_fewer_layers(config, fixed, priced)}"
+        )
     node = config.cluster.gpus_per_node or 8
     words = f"none was found up to {_MOST_NODES} nodes"
     more = nodes * 2
@@ -202,13 +235,31 @@ def _fits_nowhere(
     )
 
 
+def _fewer_layers(config: Config, fixed: Mapping[str, int | str], priced: Priced) -> str:
+    """The largest model of the same kind that would fit as many ranks."""
+    choice = priced.choices[0]
+    ranks, layers = choice.tp * choice.pp * choice.dp, config.model.num_layers
+    while layers > 1:
+        layers = layers * 3 // 4
+        smaller = replace(config, model=replace(config.model, num_layers=layers))
+        try:
+            if searched(smaller, fixed, ranks)[0].order:
+                return f"model.num_layers must be less, the nearest that fits is {layers}"
+        except UserError:
+            continue
+    return "model.hidden_size must be less: no number of layers fits"
+
+
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
     """The lines that are printed."""
     rows = best(priced, ROWS)
     tokens = config.global_batch_size * config.model.seq_length
     useful = tokens * flops_per_token(config.model, config.model.seq_length)
+    where = f"{gpus} GPUs of {config.cluster.name}"
+    if config.cluster.file is not None:
+        where = f"{gpus} ranks of the machine in {config.cluster.file}"
     lines = [
-        f"{config.model.name} on {gpus} GPUs of {config.cluster.name}, {config.precision.name}, "
+        f"{config.model.name} on {where}, {config.precision.name}, "
         f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
         f"{len(priced.choices)} layouts, {len(priced.order)} fit",
         "",
@@ -222,7 +273,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         lines.append(
             f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
             f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
-            f"{held:4.0f}  {why}"
+            f"{held:4.{2 if held < 1 else 0}f}  {why}"
         )
     return [*lines, "", command(priced, rows[0])]
 

@@ -146,11 +146,11 @@ def price(choices: list[Choice], sizes: Mapping[str, float], batch: int, c: Cons
         held,
         fits,
         share > PARALLEL3D["memory.tight"],
-        _simple_first(choices, seconds, order),
+        simple_first(choices, seconds, order),
     )
 
 
-def _simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
+def simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
     """Runs of nearly equal times in the order of simplicity."""
     made: list[int] = []
     while order:

@@ -1,0 +1,122 @@
+"""`parallel3d train layout=auto`: the planner's best layout that fits, in the configuration.
+
+Nothing here imports torch: it is chosen before any rank starts. Under torchrun and srun every rank
+chooses for itself, by the same file, the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel3d.commands.plan import fits_nowhere, held, searched
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import check_fields
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError, closest, say
+from parallel3d.host.devices import CPU, choose_device, cores, device_name, gpu_count
+from parallel3d.plan.measured.machine import check_device, read
+from parallel3d.plan.measured.price import configured
+from parallel3d.plan.reasons import reason
+from parallel3d.plan.search import Priced
+from parallel3d.topology.map.assumptions import chosen_keys
+
+
+def take_layout(
+    config: Config, typed: Sequence[str], world_size: int | None, speaks: bool
+) -> Config:
+    """The configuration with the best layout of `world_size` ranks, or of this host's.
+
+    Says which and why if it `speaks`. Raises UserError where nothing tells how fast the machine is,
+    where no layout divides the batch, and where none fits.
+    """
+    check_fields(config)
+    keys = chosen_keys(typed)
+    config = replace(config, layout="given")
+    ranks = world_size or config.launch.ranks or _ranks_here(config, keys)
+    kind = choose_device(config.device, ranks if world_size is None else 1).kind
+    _check_known(config, kind)
+    fixed = held(config, keys)
+    _check_held(fixed, ranks)
+    priced, sizes = searched(config, fixed, ranks)
+    if not priced.order:
+        raise UserError(fits_nowhere(config, sizes, priced, fixed, 1))
+    best, found = _first_allowed(config, keys, priced, ranks)
+    if speaks:
+        say(f"layout=auto: {_said(priced, best, ranks, keys)}")
+    return found
+
+
+def _ranks_here(config: Config, keys: set[str]) -> int:
+    """As many as what was typed needs of this host, or as it has GPUs or cores."""
+    least = 1
+    for key in ("tp", "pp", "dp"):
+        least *= (getattr(config, key) or 1) if key in keys else 1
+    kind = choose_device(config.device, 1).kind
+    most = cores() if kind == CPU else gpu_count()
+    return least * max(1, most // least)
+
+
+def _check_known(config: Config, kind: str) -> None:
+    """What the planner is told of is what the ranks compute on."""
+    file = config.cluster.file
+    if file is not None:
+        count = cores() if kind == CPU else max(1, gpu_count())
+        check_device(read(file), file, kind, device_name(kind), count)
+    elif kind == CPU:
+        raise UserError(
+            f"layout=auto needs to know how fast this machine is: cluster={config.cluster.name} "
+            "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
+            "parallel3d calibrate makes here"
+        )
+
+
+def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
+    product = 1
+    for name in ("tp", "pp", "dp"):
+        value = int(fixed.get(name, 1))
+        product *= value
+        if ranks % product:
+            near = closest(value, lambda v, p=product // value: ranks % (p * v) == 0, ranks)
+            raise UserError(
+                f"{name}={value} must divide the {ranks} ranks of layout=auto with what else was "
+                f"typed; the nearest is {near}"
+            )
+
+
+def _first_allowed(
+    config: Config, keys: set[str], priced: Priced, ranks: int
+) -> tuple[int, Config]:
+    """The best that the run's own checks let through. Raises UserError of the best if none."""
+    refused: UserError | None = None
+    for i in priced.order:
+        found = configured(config, priced.choices[i])
+        if "sp" not in keys and config.cluster.file is None:
+            found = replace(found, sp=found.tp > 1)  # as it was priced
+        try:
+            return i, check_config(found, ranks)
+        except UserError as error:
+            refused = refused or error
+    raise refused or UserError(f"no layout of {ranks} ranks can run")
+
+
+def _said(priced: Priced, best: int, ranks: int, keys: set[str]) -> str:
+    """Which, and why, in one line."""
+    c = priced.choices[best]
+    words = [f"tp={c.tp} pp={c.pp} dp={c.dp} micro_batch_size={c.micro_batch}"]
+    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
+    words += [f"zero={c.zero}"] * (c.zero > 0)
+    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
+    line = f"{' '.join(words)} of {len(priced.order)} layouts that fit {ranks} ranks, "
+    line += f"{float(priced.seconds[best]):.3g} s a step; {reason(priced, best, best, ranks)}"
+    other = next((i for i in priced.order if _shape(priced, i) != _shape(priced, best)), None)
+    if other is not None:
+        o = priced.choices[other]
+        why = reason(priced, other, best, ranks)
+        line += f"; next tp={o.tp} pp={o.pp} dp={o.dp}: {why}"
+    return line
+
+
+def _shape(priced: Priced, index: int) -> tuple[int, int]:
+    choice = priced.choices[index]
+    return choice.tp, choice.pp
