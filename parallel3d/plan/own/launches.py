@@ -98,10 +98,7 @@ def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> in
     root = ends + 2 if ends else 0
     every = config.ddp.reduces_every_microbatch(config.zero)
     units = layers + (ends > 0)
-    if config.zero == 3:
-        gathers = 2 * count * of_layers + root
-    else:
-        gathers = of_layers + root
+    gathers = 2 * count * of_layers + root if config.zero == 3 else of_layers + root
     widened = 0 if every or count == 1 else all_of
     return gathers + count * all_of + widened + units * (count if every else 1)
 

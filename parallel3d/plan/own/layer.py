@@ -69,7 +69,8 @@ def tensors(config: Config) -> Tensors:
         head_norms=qkv + WIDE * rows * heads if model.qk_norm else 0.0,
         copies=int(sp and b > 1),
         sp=sp,
-        sent=stream / slices,
+        # A part of a single sequence is a view, which keeps the whole.
+        sent=stream / slices if b > 1 else stream,
     )
 
 
