@@ -121,7 +121,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
     Hydra, which would otherwise go on with a sweep's next job.
     """
     words, prompt = take_prompt(words) if app == GENERATE else (words, None)
-    words = order_words([without_alias(word) for word in words])
+    words = order_words([without_alias(word, app) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
     register_schema()
