@@ -193,7 +193,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             if app == "train" and config.layout == "auto":
                 from parallel3d.commands.best_layout import take_layout
 
-                config = take_layout(config, typed, world_size, first)
+                config = take_layout(config, typed, place)
             config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)
