@@ -121,7 +121,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
     Hydra, which would otherwise go on with a sweep's next job.
     """
     words, prompt = take_prompt(words) if app == GENERATE else (words, None)
-    words = order_words([without_alias(word) for word in words])
+    words = order_words([without_alias(word, app) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
     register_schema()
@@ -193,7 +193,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
             if app == "train" and config.layout == "auto":
                 from parallel3d.commands.best_layout import take_layout
 
-                config = take_layout(config, typed, world_size, first)
+                config = take_layout(config, typed, place)
             config = check_config(config, world_size, communication_only=app not in NEED_DATA)
         if place is None:
             return _start(app, config)

@@ -19,13 +19,15 @@ ALIASES = {
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
+READ_FILES = ("plan", "train")  # of machines that were measured, as cluster=FILE.yaml
 
 
-def without_alias(word: str) -> str:
-    """The override with its key's own name."""
+def without_alias(word: str, app: str = "train") -> str:
+    """The override with its key's own name; a machine's file is read by `READ_FILES` alone."""
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
-    if bare == "cluster" and (value.endswith((".yaml", ".yml")) or "/" in value):
+    is_file = value.endswith((".yaml", ".yml")) or "/" in value
+    if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 

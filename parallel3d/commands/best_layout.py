@@ -6,6 +6,7 @@ chooses for itself, by the same file, the same.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,30 +20,31 @@ from parallel3d.plan.measured.machine import check_device, read
 from parallel3d.plan.measured.price import configured
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Priced
+from parallel3d.run.launch import Place
+from parallel3d.schedules.schedule import FORMS
 from parallel3d.topology.map.assumptions import chosen_keys
 
 
-def take_layout(
-    config: Config, typed: Sequence[str], world_size: int | None, speaks: bool
-) -> Config:
-    """The configuration with the best layout of `world_size` ranks, or of this host's.
+def take_layout(config: Config, typed: Sequence[str], place: Place | None) -> Config:
+    """The configuration with the best layout of the launcher's ranks, or of this host's.
 
-    Says which and why if it `speaks`. Raises UserError where nothing tells how fast the machine is,
+    The first rank says which and why. Raises UserError where nothing tells how fast the machine is,
     where no layout divides the batch, and where none fits.
     """
     check_fields(config)
     keys = chosen_keys(typed)
-    config = replace(config, layout="given")
-    ranks = world_size or config.launch.ranks or _ranks_here(config, keys)
-    kind = choose_device(config.device, ranks if world_size is None else 1).kind
-    _check_known(config, kind)
+    ranks = place.world_size if place else config.launch.ranks or _ranks_here(config, keys)
+    config = replace(config, layout="given", launch=replace(config.launch, ranks=None))
+    here = place.local_world_size if place else ranks
+    kind = choose_device(config.device, here, one_gpu_each=place is not None).kind
+    _check_known(config, kind, several=here < ranks)
     fixed = held(config, keys)
     _check_held(fixed, ranks)
     priced, sizes = searched(config, fixed, ranks)
     if not priced.order:
         raise UserError(fits_nowhere(config, sizes, priced, fixed, 1))
     best, found = _first_allowed(config, keys, priced, ranks)
-    if speaks:
+    if place is None or place.rank == 0:
         say(f"layout=auto: {_said(priced, best, ranks, keys)}")
     return found
 
@@ -57,12 +59,21 @@ def _ranks_here(config: Config, keys: set[str]) -> int:
     return least * max(1, most // least)
 
 
-def _check_known(config: Config, kind: str) -> None:
-    """What the planner is told of is what the ranks compute on."""
+def _check_known(config: Config, kind: str, several: bool) -> None:
+    """What the planner is told of is what the ranks compute on; `several` hosts."""
     file = config.cluster.file
     if file is not None:
-        count = cores() if kind == CPU else max(1, gpu_count())
-        check_device(read(file), file, kind, device_name(kind), count)
+        machine = read(file)
+        # A launcher may have bound this rank to some of the host's cores.
+        whole = os.cpu_count() == machine.made.count
+        count = machine.made.count if whole else cores()
+        check_device(machine, file, kind, device_name(kind), count)
+        if several:
+            raise UserError(
+                f"cluster={file} must be of all hosts, and no network was measured in it: "
+                "layout=auto works with it on one host; the nearest is a cluster with a GPU, as "
+                "in cluster=dgx_h100"
+            )
     elif kind == CPU:
         raise UserError(
             f"layout=auto needs to know how fast this machine is: cluster={config.cluster.name} "
@@ -72,6 +83,13 @@ def _check_known(config: Config, kind: str) -> None:
 
 
 def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
+    """Raises UserError for what was typed and no layout of so many ranks has."""
+    name = fixed.get("schedule", "1f1b")
+    if name not in FORMS:
+        raise UserError(
+            f"schedule={name} must be one of {', '.join(FORMS)} with layout=auto, which chooses "
+            "among them where none is typed; the nearest is schedule=1f1b"
+        )
     product = 1
     for name in ("tp", "pp", "dp"):
         value = int(fixed.get(name, 1))
@@ -91,6 +109,9 @@ def _first_allowed(
     refused: UserError | None = None
     for i in priced.order:
         found = configured(config, priced.choices[i])
+        found = replace(
+            found, **{key: getattr(config, key) for key in ("zero", "vpp") if key in keys}
+        )
         if "sp" not in keys and config.cluster.file is None:
             found = replace(found, sp=found.tp > 1)  # as it was priced
         try:

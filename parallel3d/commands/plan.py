@@ -23,7 +23,7 @@ from parallel3d.plan.measured.machine import check_type, read
 from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.reasons import reason
-from parallel3d.plan.search import Priced, best, divisors, layouts, price
+from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
 from parallel3d.sizes.flops import flops_per_token
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
@@ -214,7 +214,7 @@ def fits_nowhere(
             f"{config.cluster.file}: the one that needs least (tp={choice.tp} pp={choice.pp} "
             f"micro_batch_size={choice.micro_batch} recompute={choice.recompute} "
             f"zero={choice.zero}) misses by {over:.1f} GiB of {room / GIB:.1f} a rank; "
-            f"{_fewer_layers(config, fixed, priced)}"
+            f"{_fewer_layers(config, choice, sizes)}"
         )
     node = config.cluster.gpus_per_node or 8
     words = f"none was found up to {_MOST_NODES} nodes"
@@ -235,18 +235,13 @@ def fits_nowhere(
     )
 
 
-def _fewer_layers(config: Config, fixed: Mapping[str, int | str], priced: Priced) -> str:
-    """The largest model of the same kind that would fit as many ranks."""
-    choice = priced.choices[0]
-    ranks, layers = choice.tp * choice.pp * choice.dp, config.model.num_layers
-    while layers > 1:
-        layers = layers * 3 // 4
+def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) -> str:
+    """The deepest model of the same kind that would fit in the layout that needs least."""
+    machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
+    for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))
-        try:
-            if searched(smaller, fixed, ranks)[0].order:
-                return f"model.num_layers must be less, the nearest that fits is {layers}"
-        except UserError:
-            continue
+        if price_measured([choice], sizes, smaller, machine).order:
+            return f"model.num_layers must be less, the nearest that fits is {layers}"
     return "model.hidden_size must be less: no number of layers fits"
 
 

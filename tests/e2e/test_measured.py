@@ -42,14 +42,18 @@ REFUSED = {
     "a batch": ("plan", ("global_batch_size=7", "dp=2"), "global_batch_size=7 must be .*nearest"),
     "too large": (
         "plan",
-        ("model.num_layers=8", "model.hidden_size=4096"),
+        ("model.num_layers=8", "model.hidden_size=4096", "tp=1", "pp=1", "micro_batch_size=1"),
         "fits no layout .*misses by .* GiB of .*nearest that fits is",
     ),
     "tp does not divide": ("train", ("layout=auto", "tp=3", "launch.ranks=4"),
                            "tp=3 must divide the 4 ranks .*nearest is 2"),
     "nothing measured": ("train", ("layout=auto", "cluster=laptop"),
                          "layout=auto needs to know .*nearest is cluster=calibrated.yaml"),
+    "heads": ("train", ("layout=auto", "model.hidden_size=100"), "hidden_size=100 .*nearest"),
+    "a schedule": ("train", ("layout=auto", "schedule=auto"), "schedule=auto must be .*1f1b"),
+    "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
     "verify": ("verify", ("layout=auto",), "layout=auto must be given but for parallel3d train"),
+    "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
     "a word": ("train", ("layout=best",), "layout=best must be one of given, auto"),
     "tp": ("calibrate", ("tp=2",), "tp=2: calibrate measures .*nearest is calibrate.ranks=4"),
     "ranks": ("calibrate", ("calibrate.ranks=6",), "calibrate.ranks=6 must be a power of two"),
@@ -66,9 +70,8 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     verb, words, said = REFUSED[case]
     measured(shell.cwd)
-    usual = {} if verb == "calibrate" else {"cluster": FILE}
-    if "cluster=laptop" in words:
-        usual = {}
+    reads = verb in ("plan", "train") and "cluster=laptop" not in words
+    usual = {"cluster": FILE} if reads else {}
     keys = usual | {"device": "cpu"} | dict(word.split("=", 1) for word in words)
     ended = answer(shell, capfd, verb, *(f"{key}={value}" for key, value in keys.items()))
     assert ended.code == 2 and ended.out == "", ended.err

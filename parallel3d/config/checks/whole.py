@@ -98,6 +98,11 @@ def _check_given(config: Config) -> None:
             f"layout={config.layout} must be given but for parallel3d train, which asks the "
             "planner; the nearest is parallel3d plan, which lists the best layouts."
         )
+    if config.launch.ranks is not None:
+        raise UserError(
+            f"launch.ranks={config.launch.ranks} must be left out but with layout=auto: tp, pp and "
+            f"dp say how many ranks there are; the nearest is dp={config.launch.ranks}."
+        )
 
 
 def _check_communication(config: Config, world_size: int | None) -> Config:

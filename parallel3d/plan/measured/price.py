@@ -33,6 +33,8 @@ def measured_layouts(
     for choice in layouts(sizes, ranks, ranks, batch, held):
         if choice.zero > 1 and "zero" not in fixed:
             continue
+        if fixed.get("vpp", choice.vpp) != choice.vpp:
+            continue
         if choice.pp == 1:
             if name in (None, "1f1b", choice.schedule):
                 yield choice
@@ -66,6 +68,7 @@ def price_measured(
     """Times and bytes of every choice that can run, and the order of those that fit.
 
     Recomputation costs time and nothing else, so it is looked at where less of it does not fit.
+    Raises UserError where the run would refuse every one of them.
     """
     room = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
     bytes: list[Held | None] = [None] * len(choices)
@@ -80,6 +83,9 @@ def price_measured(
         if checked is not None and bytes[i].total <= room:
             parts[i] = step_parts(checked, machine)
             enough.add(same)
+    if choices and not any(bytes):  # for a reason that has nothing to do with the layout
+        first = configured(config, choices[0])
+        check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
     fits = np.array([p is not None for p in parts])
     seconds = _column(parts, "total")
     time = StepTime(*(_column(parts, name) for name in STEP))
