@@ -22,6 +22,7 @@ from parallel3d.plan.devices import DEVICES, Device
 from parallel3d.plan.measured.machine import check_type, read
 from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
+from parallel3d.plan.own.table import memories
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
 from parallel3d.sizes.flops import flops_per_token
@@ -91,7 +92,15 @@ def searched(
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
-    return price(choices, sizes, batch, load()), sizes
+    return priced_by_shapes(config, choices, sizes), sizes
+
+
+def priced_by_shapes(
+    config: Config, choices: list[Choice], sizes: Mapping[str, float]
+) -> Priced:
+    """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
+    held = memories(config, choices, 1e9 * config.dryrun.reserve_gb)
+    return price(choices, sizes, config.global_batch_size, load(), held)
 
 
 def _gpus(config: Config) -> tuple[int, int]:
@@ -222,7 +231,8 @@ def fits_nowhere(
     while more <= _MOST_NODES:
         batch = max(config.global_batch_size, more * node)
         tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
-        if tried and price(tried, sizes, batch, load()).order:
+        grown = replace(config, global_batch_size=batch)
+        if tried and priced_by_shapes(grown, tried, sizes).order:
             words = f"the nearest that would is cluster.nodes={more}"
             words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,9 @@ from parallel3d.plan.own.layer import (
 )
 from parallel3d.plan.own.moments import Moments, moments
 from parallel3d.plan.own.sharded import Parameters, added, sharded
+from parallel3d.sizes.balance import balance_chunks
 from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.stage_costs import head_cost, layer_cost
 from parallel3d.sizes.stages import layers_of_stages, placement_of, recomputing
 from parallel3d.sizes.transfer import ACTIVATION_BYTES
 
@@ -58,13 +61,25 @@ class Chunk:
     turns: bool  # its input is what the rank's other chunk has made and keeps
 
 
+def layers_by_stage(config: Config) -> Sequence[int]:
+    """How many layers each stage has; a search asks often for the same."""
+    if config.schedule.layers_per_stage is not None:
+        return [len(layers) for layers in layers_of_stages(config)]
+    model = config.model
+    costs = layer_cost(model), head_cost(model)
+    return _balanced(costs[0], model.num_layers, placement_of(config), 0.0, costs[1])
+
+
+_balanced = functools.lru_cache(maxsize=1024)(balance_chunks)
+
+
 def chunks_of(config: Config, index: int) -> list[Chunk]:
     """The stages of rank `index` along pp. Raises UserError where a stage would be empty."""
-    placement, split = placement_of(config), layers_of_stages(config)
+    placement, split = placement_of(config), layers_by_stage(config)
     made = []
     for chunk in range(placement.chunks):
         stage = placement.stage(index, chunk)
-        count = len(split[stage])
+        count = split[stage]
         again = recomputing(config.recompute_layers, stage, count)
         before = placement.neighbour(index, chunk, -1)
         turns = before is not None and before[0] == index
