@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from parallel3d.commands.plan_page import check_page, write_page
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
@@ -40,6 +41,7 @@ _HELD = {
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
+    check_page(config)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
@@ -54,6 +56,10 @@ def plan(config: Config, typed: Sequence[str]) -> int:
         raise UserError(fits_nowhere(config, sizes, priced, fixed, nodes))
     for line in table(config, priced, gpus, sizes):
         print(line, file=sys.stdout)
+    if config.plan.html:
+        rows = best(priced, ROWS)
+        shown = [mfu(config, sizes, gpus, float(priced.seconds[i])) for i in rows]
+        write_page(config, priced, rows, shown, gpus, sizes, command(priced, rows[0]), assumed)
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
@@ -95,9 +101,7 @@ def searched(
     return priced_by_shapes(config, choices, sizes), sizes
 
 
-def priced_by_shapes(
-    config: Config, choices: list[Choice], sizes: Mapping[str, float]
-) -> Priced:
+def priced_by_shapes(config: Config, choices: list[Choice], sizes: Mapping[str, float]) -> Priced:
     """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
     held = memories(config, choices, 1e9 * config.dryrun.reserve_gb)
     return price(choices, sizes, config.global_batch_size, load(), held)
@@ -258,8 +262,6 @@ def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) ->
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
     """The lines that are printed."""
     rows = best(priced, ROWS)
-    tokens = config.global_batch_size * config.model.seq_length
-    useful = tokens * flops_per_token(config.model, config.model.seq_length)
     where = f"{gpus} GPUs of {config.cluster.name}"
     if config.cluster.file is not None:
         where = f"{gpus} ranks of the machine in {config.cluster.file}"
@@ -272,15 +274,21 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
     ]
     for place, i in enumerate(rows, 1):
         c, seconds = priced.choices[i], float(priced.seconds[i])
-        mfu = 100 * useful / (seconds * gpus * sizes["peak"])
         held = float(priced.memory.total[i]) / GIB
         why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
         lines.append(
             f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
-            f"{held:4.{2 if held < 1 else 0}f}  {why}"
+            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} "
+            f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
         )
     return [*lines, "", command(priced, rows[0])]
+
+
+def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:
+    """Useful work of the peak, per cent."""
+    tokens = config.global_batch_size * config.model.seq_length
+    useful = tokens * flops_per_token(config.model, config.model.seq_length)
+    return 100 * useful / (seconds * gpus * sizes["peak"])
 
 
 def command(priced: Priced, index: int) -> str:
