@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from parallel3d.commands.plan_page import check_page, write_page
+from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
@@ -24,12 +24,9 @@ from parallel3d.plan.measured.machine import check_type, read
 from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.own.table import memories
-from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
-from parallel3d.sizes.flops import flops_per_token
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
-ROWS = 10
 TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
 _HELD = {
@@ -257,45 +254,3 @@ def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) ->
         if price_measured([choice], sizes, smaller, machine).order:
             return f"model.num_layers must be less, the nearest that fits is {layers}"
     return "model.hidden_size must be less: no number of layers fits"
-
-
-def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
-    """The lines that are printed."""
-    rows = best(priced, ROWS)
-    where = f"{gpus} GPUs of {config.cluster.name}"
-    if config.cluster.file is not None:
-        where = f"{gpus} ranks of the machine in {config.cluster.file}"
-    lines = [
-        f"{config.model.name} on {where}, {config.precision.name}, "
-        f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
-        f"{len(priced.choices)} layouts, {len(priced.order)} fit",
-        "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute zero  step s   MFU %  GiB  why",
-    ]
-    for place, i in enumerate(rows, 1):
-        c, seconds = priced.choices[i], float(priced.seconds[i])
-        held = float(priced.memory.total[i]) / GIB
-        why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
-        lines.append(
-            f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} "
-            f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
-        )
-    return [*lines, "", command(priced, rows[0])]
-
-
-def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:
-    """Useful work of the peak, per cent."""
-    tokens = config.global_batch_size * config.model.seq_length
-    useful = tokens * flops_per_token(config.model, config.model.seq_length)
-    return 100 * useful / (seconds * gpus * sizes["peak"])
-
-
-def command(priced: Priced, index: int) -> str:
-    """What to type for a layout."""
-    c: Any = priced.choices[index]
-    words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
-    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
-    words += ["sp=true"] * (c.tp > 1) + [f"zero={c.zero}"] * (c.zero > 0)
-    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
-    return "parallel3d train … " + " ".join(words)

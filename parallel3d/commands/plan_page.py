@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.plan.constants import load
+from parallel3d.plan.inside import inside
 from parallel3d.plan.measured.price import configured as configured_here
 from parallel3d.plan.own.memory import held
 from parallel3d.plan.own.table import configured
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.report.page import MARK, Page, render
 from parallel3d.plan.report.pictures import cluster_map, mapped, spread, timeline
-from parallel3d.plan.search import Priced
+from parallel3d.plan.search import Priced, works
 from parallel3d.topology.map.output import check_free, write
 
 MADE_BY = "parallel3d plan"
@@ -58,8 +60,15 @@ def write_page(
         map=picture,
         assumed=assumed,
         spread=placed,
+        inside={} if is_measured else _inside(priced, first, sizes, config.global_batch_size),
     )
     write("plan.html", str(config.plan.html), render(page))
+
+
+def _inside(priced: Priced, first: int, sizes: Mapping[str, float], batch: int) -> dict[str, float]:
+    """What the best layout computes, by kind."""
+    work = works([priced.choices[first]], sizes, batch)
+    return inside(work, load(), float(priced.time.compute[first]))
 
 
 def _map(best: Config) -> tuple[str, str]:

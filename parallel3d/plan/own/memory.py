@@ -226,6 +226,7 @@ def _inside(
         return [
             ("backward", layer.backward + layer.again - received, 0.0),
             ("products", layer.again - t.inner + (1 + 2 * t.sp) * t.whole, 0.0),
+            ("made", t.stream - inner / chunk.layers, 0.0),
             ("reduction", t.stream - inner / chunk.layers, 0.0),
             ("later", t.stream - min(2, chunk.layers) * inner / chunk.layers, 0.0),
             ("ends", 2 * t.stream - inner, 0.0),

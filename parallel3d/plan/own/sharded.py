@@ -72,12 +72,15 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
         "buffers": ahead + wide + sums - before,
         "activations": cast,
     }
+    found["made"] = {"parameters": whole + own, "buffers": ahead + item * one, "activations": cast}
     if layers > 1:
         found["later"] = {
-            "parameters": whole + own,
+            "parameters": whole + gathered,
             "buffers": late + wide + (sums if every or once else 0.0) - before,
             "activations": cast,
         }
+    if config.zero == 2 and not once:  # the last micro-batch has freed what is reduced
+        return found
     scattered = 0.0 if first else reduced / dp
     alone = first and not model.tie_embeddings  # the table's gradient is one of its own
     found["ends"] = {

@@ -25,8 +25,8 @@ class Change:
     meaning: str
     best: str
     other: str
-    slower: float | None  # of the step, as a share; None: does not fit
-    over: float  # bytes that are missing where it does not fit
+    slower: float  # of the step, as a share
+    over: float  # bytes that are missing where it does not fit, else 0
     alone: bool  # nothing else has to change
 
 
@@ -48,13 +48,14 @@ def changes(priced: Priced, first: int, room: float) -> list[Change]:
         if refused is not None:
             over = float(priced.memory.total[refused]) - room
             value = _said(priced.choices[refused], names)
-            made.append(Change(knob, meaning, mine, value, None, over, True))
+            slower = float(priced.seconds[refused] / priced.seconds[first]) - 1
+            if slower < 0:
+                made.append(Change(knob, meaning, mine, value, slower, over, True))
     return made
 
 
 def _refused(priced: Priced, best: Choice, names: tuple[str, ...]) -> int | None:
-    """The fastest that differs from the best in this alone, and would be faster, but does not
-    fit."""
+    """The fastest that differs from the best in this alone and does not fit."""
     found = [
         i
         for i, choice in enumerate(priced.choices)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
 from parallel3d.config.schema import Config
@@ -12,7 +12,7 @@ from parallel3d.plan.own.memory import Held
 from parallel3d.plan.report.bars import bar, held, legend, table
 from parallel3d.plan.report.changes import Change, changes
 from parallel3d.plan.report.style import css
-from parallel3d.plan.report.words import KINDS, PARTS, setting, verdict
+from parallel3d.plan.report.words import INSIDE, KINDS, PARTS, setting, verdict
 from parallel3d.plan.search import Priced
 
 MARK = "data-by='parallel3d plan'"
@@ -28,6 +28,7 @@ class Page:
         room: bytes of a GPU, of which `reserve` are no tensor's.
         timeline: SVG or "", with the micro-batches that it shows. map: SVG, or why there is none.
         assumed: what was taken for granted. spread: a line on the placement of ranks, or "".
+        inside: seconds of what the busiest GPU computes by kind, or none.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class Page:
     map: str
     assumed: Sequence[str]
     spread: str = ""
+    inside: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> int:
@@ -119,7 +121,7 @@ def _rivals(page: Page) -> str:
         return ""
     words = (
         "Each choice beside its nearest rival: the fastest layout that differs from the best one "
-        "there, all else chosen anew; and what the best one could not be, for lack of memory."
+        "there, all else chosen anew; and what would be faster if it fitted."
     )
     return (
         f"<section><h2>Why it is the best</h2><p class='soft'>{words}</p>"
@@ -131,11 +133,11 @@ def _rivals(page: Page) -> str:
 def _rival(change: Change) -> list[str]:
     name = f"<code>{change.knob}</code>"
     other = escape(change.other)
-    if change.slower is None:
-        effect = "<span class='worse'>does not fit</span>"
+    slower = f"{100 * change.slower:+.1f} %" if abs(change.slower) > 0.0005 else "as fast"
+    if change.over > 0:
+        effect = f"<span class='worse'>{slower}, but does not fit</span>"
         why = f"misses by {change.over / GIB:.1f} GiB with all else as in the best"
     else:
-        slower = f"{100 * change.slower:+.1f} %" if change.slower > 0.0005 else "as fast"
         effect = f"<b>{slower}</b>"
         why = "nothing else changes" if change.alone else "with what then suits it best"
     return [name, escape(change.best), other, effect, f"{escape(change.meaning)}; {why}"]
@@ -172,11 +174,14 @@ def parts_of(priced: Priced, index: int) -> dict[str, float]:
 
 
 def _step(page: Page) -> str:
-    parts, total = parts_of(page.priced, page.best), float(page.priced.seconds[page.best])
+    total = float(page.priced.seconds[page.best])
+    parts = {**page.inside, **parts_of(page.priced, page.best)}
+    if page.inside:
+        del parts["compute"]
     rows = [
         [
             legend([(kind, kind)]), f"{value:.3g} s", f"{100 * value / total:.1f} %",
-            escape(PARTS[kind]),
+            escape((INSIDE | PARTS)[kind]),
         ]
         for kind, value in parts.items()
     ]  # fmt: skip
@@ -248,7 +253,7 @@ def _map(page: Page) -> str:
     return (
         "<section><h2>Where the ranks sit</h2><p class='soft'>Rank 0 with the groups that it "
         "belongs to, and what a step sends over the wires, as wide as its bytes.</p>"
-        f"<div class='paper'>{page.map}</div></section>"
+        f"<div class='paper map'>{page.map}</div></section>"
     )
 
 

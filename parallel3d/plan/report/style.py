@@ -5,6 +5,13 @@ from __future__ import annotations
 # Parts of a step and kinds of memory, told apart by lightness too: (light page, dark page).
 COLOURS = {
     "compute": ("#2f6db3", "#5b9bd5"),
+    "matrix products": ("#1f4e80", "#4f8fd0"),
+    "attention": ("#2f8f8a", "#55b8b2"),
+    "between the products": ("#7fb3e0", "#9cc8ee"),
+    "made again": ("#c7a13c", "#e0c067"),
+    "sums over tp": ("#7a5ea8", "#a98fd3"),
+    "head and embedding": ("#8aa3b8", "#b4c6d6"),
+    "launches": ("#a0522d", "#cc8359"),
     "bubble": ("#d9d4c7", "#565b63"),
     "messages": ("#e08e2b", "#f0a94a"),
     "gradients": ("#b5475b", "#df7a8b"),
@@ -74,6 +81,8 @@ vertical-align:-1px}
 .held .room{position:absolute;top:-3px;bottom:-3px;width:2px;background:var(--bad)}
 .held .bar{height:20px;background:none;border-radius:3px}
 .paper{background:#fff;border-radius:8px;padding:8px;overflow-x:auto;margin-top:12px}
+.map{max-height:760px;overflow:auto}
+.held{min-width:430px}
 .paper svg{display:block;max-width:100%;height:auto}
 ul.why{margin:8px 0 0;padding-left:20px}
 ul.why li{margin:5px 0}

@@ -12,6 +12,15 @@ PARTS = {
     "optimizer": "the optimizer's pass over its state",
     "fixed": "what a step takes whatever its size",
 }
+INSIDE = {
+    "matrix products": "GEMMs of the layers, forward and both of the backward",
+    "attention": "scores, softmax and values, forward and backward",
+    "between the products": "norms, activations, residuals: bytes through the GPU's memory",
+    "made again": "forwards that run again, as their results were not kept",
+    "sums over tp": "waits for the other GPUs of a layer, as far as no product hides them",
+    "head and embedding": "logits, loss and table, where the busiest stage has them",
+    "launches": "the host, where it launches slower than the GPU computes, and gathers of zero=3",
+}
 KINDS = {
     "parameters": "parameters in the type that is computed with",
     "weight gradients": "gradients, fp32",
