@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
-from parallel3d.plan.own.layer import layer_bytes, tensors
 from parallel3d.plan.own.launches import launches
+from parallel3d.plan.own.layer import layer_bytes, tensors
 from parallel3d.plan.own.memory import held
 from parallel3d.plan.own.moments import few, moments
 from parallel3d.plan.own.table import fullest
