@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel3d.config.schema import Config
-from parallel3d.plan.measured.machine import Machine
+from parallel3d.plan.measured.machine import SHARED, Machine
 from parallel3d.sizes.local_shapes import stage_parameters
 
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
@@ -65,15 +65,12 @@ class Costs:
         return self.rows * self.config.model.hidden_size * item
 
     def collective(self, name: str, ranks: int, bytes: float) -> float:
-        """Seconds of a core: where more ranks than cores were measured, they took turns."""
+        """Seconds of one; of work, where the ranks of the run share cores."""
         if ranks == 1:
             return 0.0
-        seconds = self.machine[name](ranks, max(bytes, FEW))
-        return seconds * self._share(ranks)
-
-    def _share(self, ranks: int) -> float:
-        count = self.machine.made.count
-        return min(1.0, count / ranks) if self.machine.shares else 1.0
+        world = self.config.tp * self.config.pp * (self.config.dp or 1)
+        shares = self.machine.shares and world > self.machine.made.count
+        return self.machine[name + SHARED * shares](ranks, max(bytes, FEW))
 
     def hop(self) -> float:
         """A message to the next stage."""
