@@ -27,6 +27,7 @@ SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
 # Calls of a window, too short to be disturbed always; the best window counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
+MOST_WAIT = 3.0  # times a call's work: what the wall shows beyond is a neighbour's
 MOVED = 1 << 22  # elements of a sum that no cache holds
 SQUARE = 384  # of a product that a cache holds
 
@@ -60,6 +61,8 @@ def collectives(
             reduction = "sum" if name.startswith(("all_reduce", "reduce")) else None
             run = prepare(Operation(name, reduction, own=True), site, size).run
             seconds = _slowest(run, groups, count, device, shares)
+            if not shares and (work := found.get(name + SHARED)):
+                seconds = min(seconds, MOST_WAIT * work[count, size])
             found.setdefault(name + SHARED * shares, {})[count, size] = seconds
         if boxes is not None:
             boxes.memory.close()
