@@ -113,6 +113,16 @@ def test_recomputation_costs_a_forward_more() -> None:
     assert 1.25 < again / plain < 1.4
 
 
+def test_a_gpu_hides_launches_behind_its_kernels_and_a_core_does_not() -> None:
+    slow = {"launch.forward": 1e-5, "launch.backward": 1e-5}
+    gpu = dataclasses.replace(MADE, device="cuda", count=8)
+    for made, hides in ((gpu, True), (MADE, False)):
+        with_, without = (
+            step_parts(config(), machine(made=made, **more)).core for more in (slow, {})
+        )
+        assert (with_ == without) is hides
+
+
 def test_layouts_on_shared_cores_are_told_apart() -> None:
     here = machine()
     dp2, tp2, pp2 = (

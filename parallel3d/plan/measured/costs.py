@@ -103,10 +103,16 @@ class Costs:
         )
         biases = sum(out for out, _ in products) if model.bias else 0
         back = self.attend("backward") + self.around("backward") + 2 * self._sums()
-        back += m["bias"](self.rows * biases) + m.numbers["launch.backward"]
+        back += m["bias"](self.rows * biases)
+        back += self._launched("backward", input + weight + back)
         ahead = self.attend("forward") + self.around("forward") + 2 * self._sums()
-        ahead += m.numbers["launch.forward"]
+        ahead += self._launched("forward", forward + ahead)
         return Passes(Pass(forward, ahead), Pass(input, back), Pass(weight, 0.0))
+
+    def _launched(self, way: str, kernels: float) -> float:
+        """What launches add: on a CPU themselves, on a GPU what its kernels do not hide."""
+        seconds = self.machine.numbers[f"launch.{way}"]
+        return seconds if self.machine.shares else max(0.0, seconds - kernels)
 
     def attend(self, way: str) -> float:
         """Splitting heads, rotating, attention."""
