@@ -62,7 +62,7 @@ DRYRUN_KEYS = (
 )
 PLAN_KEYS = (
     *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
-    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu"),
+    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu", "plan.html"),
 )
 CALIBRATE_KEYS = (
     *("calibrate.file", "calibrate.replace", "calibrate.ranks", "calibrate.passes"),
@@ -107,7 +107,8 @@ EXAMPLES = {
     "plan": """\
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
         parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
-        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1""",
+        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1
+        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
     "calibrate": """\
         parallel3d calibrate
         parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from parallel3d.commands.plan_page import check_page, write_page
+from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
@@ -22,12 +23,10 @@ from parallel3d.plan.devices import DEVICES, Device
 from parallel3d.plan.measured.machine import check_type, read
 from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
-from parallel3d.plan.reasons import reason
+from parallel3d.plan.own.table import memories
 from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
-from parallel3d.sizes.flops import flops_per_token
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
-ROWS = 10
 TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
 _HELD = {
@@ -39,6 +38,7 @@ _HELD = {
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
+    check_page(config)
     config, assumed = assume_model(config, typed)
     if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
@@ -53,6 +53,10 @@ def plan(config: Config, typed: Sequence[str]) -> int:
         raise UserError(fits_nowhere(config, sizes, priced, fixed, nodes))
     for line in table(config, priced, gpus, sizes):
         print(line, file=sys.stdout)
+    if config.plan.html:
+        rows = best(priced, ROWS)
+        shown = [mfu(config, sizes, gpus, float(priced.seconds[i])) for i in rows]
+        write_page(config, priced, rows, shown, gpus, sizes, command(priced, rows[0]), assumed)
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
@@ -91,7 +95,13 @@ def searched(
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
-    return price(choices, sizes, batch, load()), sizes
+    return priced_by_shapes(config, choices, sizes), sizes
+
+
+def priced_by_shapes(config: Config, choices: list[Choice], sizes: Mapping[str, float]) -> Priced:
+    """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
+    held = memories(config, choices, 1e9 * config.dryrun.reserve_gb)
+    return price(choices, sizes, config.global_batch_size, load(), held)
 
 
 def _gpus(config: Config) -> tuple[int, int]:
@@ -222,7 +232,8 @@ def fits_nowhere(
     while more <= _MOST_NODES:
         batch = max(config.global_batch_size, more * node)
         tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
-        if tried and price(tried, sizes, batch, load()).order:
+        grown = replace(config, global_batch_size=batch)
+        if tried and priced_by_shapes(grown, tried, sizes).order:
             words = f"the nearest that would is cluster.nodes={more}"
             words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
             break
@@ -243,41 +254,3 @@ def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) ->
         if price_measured([choice], sizes, smaller, machine).order:
             return f"model.num_layers must be less, the nearest that fits is {layers}"
     return "model.hidden_size must be less: no number of layers fits"
-
-
-def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
-    """The lines that are printed."""
-    rows = best(priced, ROWS)
-    tokens = config.global_batch_size * config.model.seq_length
-    useful = tokens * flops_per_token(config.model, config.model.seq_length)
-    where = f"{gpus} GPUs of {config.cluster.name}"
-    if config.cluster.file is not None:
-        where = f"{gpus} ranks of the machine in {config.cluster.file}"
-    lines = [
-        f"{config.model.name} on {where}, {config.precision.name}, "
-        f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
-        f"{len(priced.choices)} layouts, {len(priced.order)} fit",
-        "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute zero  step s   MFU %  GiB  why",
-    ]
-    for place, i in enumerate(rows, 1):
-        c, seconds = priced.choices[i], float(priced.seconds[i])
-        mfu = 100 * useful / (seconds * gpus * sizes["peak"])
-        held = float(priced.memory.total[i]) / GIB
-        why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
-        lines.append(
-            f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
-            f"{held:4.{2 if held < 1 else 0}f}  {why}"
-        )
-    return [*lines, "", command(priced, rows[0])]
-
-
-def command(priced: Priced, index: int) -> str:
-    """What to type for a layout."""
-    c: Any = priced.choices[index]
-    words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
-    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
-    words += ["sp=true"] * (c.tp > 1) + [f"zero={c.zero}"] * (c.zero > 0)
-    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
-    return "parallel3d train … " + " ".join(words)

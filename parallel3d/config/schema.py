@@ -23,6 +23,7 @@ from parallel3d.config.engines import (
     DryrunConfig,
     GenerateConfig,
     LossConfig,
+    PlanConfig,
     PrecisionConfig,
     RecoveryConfig,
     ScheduleConfig,
@@ -191,6 +192,7 @@ class Config:
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     dryrun: DryrunConfig = field(default_factory=DryrunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def num_microbatches(self) -> int:

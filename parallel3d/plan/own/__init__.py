@@ -1,1 +1,1 @@
-"""What a rank of parallel3d's own code holds and launches, from shapes: `dryrun`, in closed form."""
+"""Bytes and launches of a rank of parallel3d itself, from shapes: `dryrun` in closed form."""

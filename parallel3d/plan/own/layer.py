@@ -69,7 +69,8 @@ def tensors(config: Config) -> Tensors:
         head_norms=qkv + WIDE * rows * heads if model.qk_norm else 0.0,
         copies=int(sp and b > 1),
         sp=sp,
-        sent=stream / slices,
+        # A part of a single sequence is a view, which keeps the whole.
+        sent=stream / slices if b > 1 else stream,
     )
 
 
@@ -148,9 +149,9 @@ def head_bytes(config: Config, t: Tensors) -> HeadBytes:
         rows, columns, config.loss.chunk_tokens, item=item, on_accelerator=config.device != "cpu"
     )[0]
     statistics = chunk * (25 + 24 * tp)
-    reduced = t.stream + t.copies * t.whole if t.sp else 0.0
+    reduced = t.stream if t.sp else 0.0
     kept = t.stream + t.norm + t.stream  # the norm's input and the gradient of it
-    states = t.stream + t.norm + t.stream + t.sp * t.whole + t.whole
+    states = t.stream + t.norm + t.stream + t.sp * t.whole + t.whole + t.copies * t.whole
     return HeadBytes(kept, states, item * chunk * columns + statistics + reduced)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,10 @@ from parallel3d.plan.own.layer import (
     tensors,
 )
 from parallel3d.plan.own.moments import Moments, moments
+from parallel3d.plan.own.sharded import Parameters, added, sharded
+from parallel3d.sizes.balance import balance_chunks
 from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.stage_costs import head_cost, layer_cost
 from parallel3d.sizes.stages import layers_of_stages, placement_of, recomputing
 from parallel3d.sizes.transfer import ACTIVATION_BYTES
 
@@ -57,23 +61,25 @@ class Chunk:
     turns: bool  # its input is what the rank's other chunk has made and keeps
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Elements of a rank: of one layer, of the largest product, and all; of what is no layer."""
+def layers_by_stage(config: Config) -> Sequence[int]:
+    """How many layers each stage has; a search asks often for the same."""
+    if config.schedule.layers_per_stage is not None:
+        return [len(layers) for layers in layers_of_stages(config)]
+    model = config.model
+    costs = layer_cost(model), head_cost(model)
+    return _balanced(costs[0], model.num_layers, placement_of(config), 0.0, costs[1])
 
-    layer: int
-    ends: int
-    table: int
-    all: int
+
+_balanced = functools.lru_cache(maxsize=1024)(balance_chunks)
 
 
 def chunks_of(config: Config, index: int) -> list[Chunk]:
     """The stages of rank `index` along pp. Raises UserError where a stage would be empty."""
-    placement, split = placement_of(config), layers_of_stages(config)
+    placement, split = placement_of(config), layers_by_stage(config)
     made = []
     for chunk in range(placement.chunks):
         stage = placement.stage(index, chunk)
-        count = len(split[stage])
+        count = split[stage]
         again = recomputing(config.recompute_layers, stage, count)
         before = placement.neighbour(index, chunk, -1)
         turns = before is not None and before[0] == index
@@ -114,13 +120,20 @@ def held(config: Config, index: int) -> Held:
     chunks, t = chunks_of(config, index), tensors(config)
     parameters = parameters_of(config, chunks)
     layer, head = layer_bytes(t, config.recompute), head_bytes(config, t)
+    if config.zero > 1 and (config.dp or 1) > 1:  # each forward has made its table's gradient
+        cast = ACTIVATION_BYTES[config.precision.name] * parameters.table
+        head = head._replace(kept=head.kept + cast)
     name, pp, count = config.schedule.name, config.pp, config.num_microbatches
     seen = moments(name, pp, len(chunks), count, index)
     state = _state(config, parameters)
-    extra = _sharded(config, parameters, chunks) if config.zero > 1 and (config.dp or 1) > 1 else {}
+    extra = (
+        sharded(config, parameters, chunks[0].layers, chunks[0].first)
+        if config.zero > 1 and (config.dp or 1) > 1
+        else {}
+    )
     best: Held | None = None
-    for chunk_index, chunk in enumerate(chunks):
-        for made in _fullest(config, chunk_index, chunks, t, layer, head, seen, state, extra):
+    for chunk in range(len(chunks)):
+        for made in _fullest(config, chunk, chunks, t, layer, head, seen, state, extra):
             if best is None or made.total > best.total:
                 best = made
     assert best is not None
@@ -184,7 +197,7 @@ def _fullest(
                 continue
             most = float(base[mine].max())
             for name, activations, logits in _inside(chunk, kind, inner, t, layer, head):
-                more = _more(extra, name, bool(begun))
+                more = added(extra, name, bool(begun))
                 made.append(
                     replace(
                         state,
@@ -212,54 +225,11 @@ def _inside(
     if kind == 1:
         return [
             ("backward", layer.backward + layer.again - received, 0.0),
+            ("products", layer.again - t.inner + (1 + 2 * t.sp) * t.whole, 0.0),
+            ("made", t.stream - inner / chunk.layers, 0.0),
             ("reduction", t.stream - inner / chunk.layers, 0.0),
+            ("later", t.stream - min(2, chunk.layers) * inner / chunk.layers, 0.0),
+            ("ends", 2 * t.stream - inner, 0.0),
         ]
     late = (chunk.layers - 1) * (layer.put_off - inner / chunk.layers)
     return [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]
-
-
-def _more(extra: dict[str, dict[str, float]], name: str, begun: bool) -> dict[str, float]:
-    """What FSDP2 adds at a moment: what it always does, and behind the step's first backward."""
-    found: dict[str, float] = {}
-    for key in (name, "begun" if begun else ""):
-        for kind, nbytes in extra.get(key, {}).items():
-            found[kind] = found.get(kind, 0.0) + nbytes
-    return found
-
-
-def _sharded(
-    config: Config, parameters: Parameters, chunks: Sequence[Chunk]
-) -> dict[str, dict[str, float]]:
-    """What FSDP2 holds beside the shards, by moment (`data_parallel/fully_sharded.py`).
-
-    Its last all-gather's buffer lives until the next one; the input of its last reduce-scatter too.
-    """
-    item, one, ends = ACTIVATION_BYTES[config.precision.name], parameters.layer, parameters.ends
-    model, tp = config.model, config.tp
-    down = item * model.hidden_size * model.ffn_size // tp
-    cast = float(item * parameters.table)  # the table's gradient, until its reduction
-    more = config.ddp.reduces_every_microbatch(config.zero)
-    layers = chunks[0].layers
-    reduced = float(WIDE * (ends or one)) if more else 0.0
-    found: dict[str, dict[str, float]] = {"begun": {"buffers": reduced}}
-    if not more:
-        found["begun"]["gradients"] = float(WIDE * parameters.all)
-    if config.zero == 2:
-        whole, gathered, own = float(item * parameters.all), 0.0, 0.0
-    else:
-        whole, gathered, own = float(item * ends), float(item * one), float(item * one)
-    found["forward"] = {"parameters": whole + own, "buffers": gathered}
-    found["head"] = {
-        "parameters": whole,
-        "buffers": gathered,
-        "activations": float(WIDE * parameters.table),
-    }
-    ahead = gathered if layers > 1 else 0.0
-    found["backward"] = {"parameters": whole + own, "buffers": ahead + down, "activations": cast}
-    sums = float(WIDE * one) if more else 0.0
-    found["reduction"] = {
-        "parameters": whole + own,
-        "buffers": ahead + item * one + sums - reduced,
-        "activations": cast,
-    }
-    return found
