@@ -18,6 +18,8 @@ from parallel3d.plan.measured.steps import speed_of, step_parts
 from parallel3d.plan.measured.tables import Table
 from parallel3d.schedules.schedule import FORMS, make
 from parallel3d.schedules.simulate import Costs, ScheduleError, clock
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import MADE, RATE, machine, seconds
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
@@ -99,13 +101,37 @@ def test_a_step_of_products_alone_takes_their_flops() -> None:
     def of(name: str, at: tuple[float, ...]) -> float:
         return seconds(name, at) if name.startswith(("gemm", "together", "threads")) else 1e-12
 
-    made = config(model={"ffn_hidden_size": 1024})
+    made = config(model={"ffn_hidden_size": 1024, "vocab_size": 8000})
     h, layers = 256, 4
     weights = layers * 12 * h * h + h * made.model.padded_vocab_size
     flops = 6.0 * weights * 8 * 256
     parts = step_parts(made, machine(of, dataclasses.replace(MADE, count=1)))
     assert parts.core == pytest.approx(flops / RATE, rel=0.01)
     assert parts.total == pytest.approx(flops / RATE, rel=0.01)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"sp": True}, {"recompute": "full"}, {"sp": True, "recompute": "full"}]
+)
+def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
+    op: str, keys: dict[str, object]
+) -> None:
+    """Against `sizes.traffic`, which tests/distributed/test_traffic.py holds against real runs."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        plain = name.startswith(("together", "threads"))
+        return 1.0 if plain or name.removesuffix(".shared") == op else 1e-12
+
+    made = config(2, tp=2, **keys)
+    none = dict.fromkeys(
+        ("launch.forward", "launch.backward", "launch.action", "launch.step"), 1e-12
+    )
+    calls = step_parts(made, machine(of, **none)).core / 2  # of two ranks
+    sent = [t for t in transfers(made, Layout(tp=2), 0) if t.op == op]
+    activations = sum(t.count for t in sent if t.count >= made.num_microbatches)
+    few = 1 if op == "all_reduce" else 0  # loss and norm; gradients of replicas are not priced
+    assert round(calls) == activations + few
 
 
 def test_recomputation_costs_a_forward_more() -> None:
