@@ -10,6 +10,7 @@ from parallel3d.plan.measured.machine import NUMBERS, TABLES, Machine, Provenanc
 from parallel3d.plan.measured.tables import Table
 
 AXIS = (16.0, 256.0, 4096.0)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 RATE = 50e9  # FLOP/s of a product
 MOVED = 2e9  # elements a second
 LATENCY = 20e-6
@@ -23,7 +24,7 @@ def seconds(name: str, at: tuple[float, ...]) -> float:
     if name.startswith(("attention", "rotary")):
         heads, tokens, width = at
         return 4 * heads * tokens**2 * width / RATE
-    if name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+    if name.removesuffix(".shared") in COLLECTIVES:
         return LATENCY + at[1] * at[0] / 8 / MOVED
     if name.startswith("together") or name == "threads":
         return 1.0
@@ -39,7 +40,7 @@ def machine(
     tables = {}
     for name, count in TABLES.items():
         axes: tuple[tuple[float, ...], ...] = (AXIS,) * count
-        if name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+        if name.removesuffix(".shared") in COLLECTIVES:
             axes = ((2.0, 4.0, 8.0), (64.0, 65536.0, 1e6))
         elif name.startswith("together") or name == "threads":
             axes = ((1.0, 2.0),)

@@ -18,6 +18,8 @@ from parallel3d.plan.measured.steps import speed_of, step_parts
 from parallel3d.plan.measured.tables import Table
 from parallel3d.schedules.schedule import FORMS, make
 from parallel3d.schedules.simulate import Costs, ScheduleError, clock
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.layout import Layout
 from tests.unit.measured_machine import MADE, RATE, machine, seconds
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
@@ -99,7 +101,7 @@ def test_a_step_of_products_alone_takes_their_flops() -> None:
     def of(name: str, at: tuple[float, ...]) -> float:
         return seconds(name, at) if name.startswith(("gemm", "together", "threads")) else 1e-12
 
-    made = config(model={"ffn_hidden_size": 1024})
+    made = config(model={"ffn_hidden_size": 1024, "vocab_size": 8000})
     h, layers = 256, 4
     weights = layers * 12 * h * h + h * made.model.padded_vocab_size
     flops = 6.0 * weights * 8 * 256
@@ -108,9 +110,43 @@ def test_a_step_of_products_alone_takes_their_flops() -> None:
     assert parts.total == pytest.approx(flops / RATE, rel=0.01)
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"sp": True}, {"recompute": "full"}, {"sp": True, "recompute": "full"}]
+)
+def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
+    op: str, keys: dict[str, object]
+) -> None:
+    """Against `sizes.traffic`, which tests/distributed/test_traffic.py holds against real runs."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        plain = name.startswith(("together", "threads"))
+        return 1.0 if plain or name.removesuffix(".shared") == op else 1e-12
+
+    made = config(2, tp=2, **keys)
+    none = dict.fromkeys(
+        ("launch.forward", "launch.backward", "launch.action", "launch.step"), 1e-12
+    )
+    calls = step_parts(made, machine(of, **none)).core / 2  # of two ranks
+    sent = [t for t in transfers(made, Layout(tp=2), 0) if t.op == op]
+    activations = sum(t.count for t in sent if t.count >= made.num_microbatches)
+    few = 1 if op == "all_reduce" else 0  # loss and norm; gradients of replicas are not priced
+    assert round(calls) == activations + few
+
+
 def test_recomputation_costs_a_forward_more() -> None:
     plain, again = (step_parts(config(recompute=kind), machine()).core for kind in ("none", "full"))
     assert 1.25 < again / plain < 1.4
+
+
+def test_a_gpu_hides_launches_behind_its_kernels_and_a_core_does_not() -> None:
+    slow = {"launch.forward": 1e-5, "launch.backward": 1e-5}
+    gpu = dataclasses.replace(MADE, device="cuda", count=8)
+    for made, hides in ((gpu, True), (MADE, False)):
+        with_, without = (
+            step_parts(config(), machine(made=made, **more)).core for more in (slow, {})
+        )
+        assert (with_ == without) is hides
 
 
 def test_layouts_on_shared_cores_are_told_apart() -> None:

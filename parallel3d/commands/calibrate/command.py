@@ -29,7 +29,7 @@ from parallel3d.errors import say
 from parallel3d.files.durable import replace_durably
 from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
-from parallel3d.plan.measured.machine import Machine, Provenance
+from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Provenance
 from parallel3d.plan.measured.tables import Table
 from parallel3d.run.launch import Worker
 
@@ -53,7 +53,8 @@ def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int
         made = provenance(config, device)
         numbers |= launches(config, device, made, tables, tell)
         if not sizes:
-            tables |= dict.fromkeys(together.COLLECTIVES, SINGLE_RANK)
+            names = [name + way for name in COLLECTIVES for way in ("", SHARED)]
+            tables |= dict.fromkeys(names, SINGLE_RANK)
         path = written_to(config)
         replace_durably(path, Machine(made, tables, numbers).text().encode())
         seconds = time.perf_counter() - began

@@ -19,7 +19,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.plan.measured.machine import Machine, Provenance
+from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Provenance
 from parallel3d.plan.measured.steps import step_parts
 from parallel3d.plan.measured.tables import Table
 from parallel3d.topology.layout import Layout
@@ -55,7 +55,7 @@ def launches(
     empty = {f"launch.{name}": value for name, value in none.items()}
     rest = {"rank_gb": 1.0, "memory_gb": 1.0, "peak_tflops": 1.0}
     one = Table(((1, 2), (64, 128)), (LEAST,) * 4)
-    collectives = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "send_recv"), one)
+    collectives = {name + way: one for name in COLLECTIVES for way in ("", SHARED)}
     alone = Table(((1,),), (1.0,))
     more = {"together.gemm": alone, "together.move": alone, "threads": alone}
     machine = Machine(

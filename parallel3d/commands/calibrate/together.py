@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.operations import Operation, Site, prepare
 from parallel3d.commands.calibrate.kernels import Point, table_of
 from parallel3d.commands.calibrate.timing import clock_of, seconds_of
@@ -18,7 +19,7 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.host.devices import cores
 from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.plan.measured.machine import COLLECTIVES
+from parallel3d.plan.measured.machine import COLLECTIVES, SHARED
 from parallel3d.plan.measured.tables import Table
 from parallel3d.topology.layout import Layout
 
@@ -26,6 +27,7 @@ SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
 # Calls of a window, too short to be disturbed always; the best window counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
+MOST_WAIT = 3.0  # times a call's work: what the wall shows beyond is a neighbour's
 MOVED = 1 << 22  # elements of a sum that no cache holds
 SQUARE = 384  # of a product that a cache holds
 
@@ -37,10 +39,11 @@ def collectives(
 ) -> dict[str, Table]:
     """Seconds of each collective over the first so many ranks; collective over the world.
 
-    Where more ranks than cores take part, it is what they work in all, shared out over the cores:
-    their own wait for each other would count a neighbour's work as theirs.
+    Ranks that share cores (the tables named shared) sleep where they wait, and what counts is the
+    work of each: their wait for a core would count a neighbour's work as theirs. Ranks with a core
+    or a GPU each look for their peers, and the clock on the wall counts.
     """
-    found: dict[str, dict[Point, float]] = {name: {} for name in COLLECTIVES}
+    found: dict[str, dict[Point, float]] = {}
     world, sizes = dist.get_world_size(), SIZES
     if accelerator.is_accelerator(device):
         sizes = LARGE_SIZES
@@ -51,37 +54,57 @@ def collectives(
         if device.type == "cpu" and launch.shared_memory:
             tp = groups.tp
             boxes = Mailboxes.open(tp.handle, tp.index, tp.size, launch.timeout_s)
-        for name in COLLECTIVES:
+        for name, size, shares in product(COLLECTIVES, sizes, _ways(count, device)):
+            tell(f"{name} over {count} ranks")
             site = Site(groups.tp, device, boxes, chain=name == "send_recv")
+            _spin(site, 0.0 if shares else SPIN_S)
             reduction = "sum" if name.startswith(("all_reduce", "reduce")) else None
-            for size in sizes:
-                tell(f"{name} over {count} ranks")
-                run = prepare(Operation(name, reduction, own=True), site, size).run
-                found[name][count, size] = _slowest(run, groups, count, device)
+            run = prepare(Operation(name, reduction, own=True), site, size).run
+            seconds = _slowest(run, groups, count, device, shares)
+            if not shares and (work := found.get(name + SHARED)):
+                seconds = min(seconds, MOST_WAIT * work[count, size])
+            found.setdefault(name + SHARED * shares, {})[count, size] = seconds
         if boxes is not None:
             boxes.memory.close()
         groups.close()
-    return {name: table_of(points) for name, points in found.items()}
+    tables = {name: table_of(points) for name, points in found.items()}
+    for name in COLLECTIVES if tables else ():  # one core, or GPUs: there is one way
+        tables.setdefault(name, tables.get(name + SHARED))
+        tables.setdefault(name + SHARED, tables[name])
+    return tables
+
+
+def _ways(count: int, device: torch.device) -> list[bool]:
+    """Whether ranks share cores: both where they need not."""
+    if accelerator.is_accelerator(device):
+        return [False]
+    return [True, False] if count <= cores() else [True]
+
+
+def _spin(site: Site, seconds: float) -> None:
+    """How long ranks look before they sleep, as in a run of so many."""
+    for one in (site.group.shared, site.boxes):
+        if one is not None:
+            one.memory.spin_s = seconds
 
 
 def _slowest(
-    run: Callable[[], object], groups: ProcessGroups, count: int, device: torch.device
+    run: Callable[[], object], groups: ProcessGroups, count: int, device: torch.device, shares: bool
 ) -> float:
     """Seconds of one call in the first group, of its slowest rank; the same on every rank."""
     seconds = 0.0
     if groups.rank < count:
-        seconds = _seconds(run, groups, count, device)
+        seconds = _seconds(run, groups, device, shares)
     return max(all_gather_json(seconds, dist.group.WORLD, device))
 
 
 def _seconds(
-    run: Callable[[], object], groups: ProcessGroups, count: int, device: torch.device
+    run: Callable[[], object], groups: ProcessGroups, device: torch.device, shares: bool
 ) -> float:
-    on_cpu = not accelerator.is_accelerator(device)
     wall, work = [], []
     run()
     dist.barrier(group=groups.tp.handle)
-    for _ in range(WINDOWS if count <= cores() or not on_cpu else FEW_WINDOWS):
+    for _ in range(FEW_WINDOWS if shares else WINDOWS):
         accelerator.synchronize(device)
         begun, worked = time.perf_counter(), time.process_time()
         for _ in range(CALLS):
@@ -89,11 +112,7 @@ def _seconds(
         accelerator.synchronize(device)
         wall.append((time.perf_counter() - begun) / CALLS)
         work.append((time.process_time() - worked) / CALLS)
-    if not on_cpu:
-        return min(wall)
-    if count > cores():
-        return statistics.median(work) * count / cores()
-    return max(min(wall), sorted(work)[len(work) // 4])
+    return sorted(work)[len(work) // 4] if shares else min(wall)
 
 
 def slowing(device: torch.device, tell: Tell) -> dict[str, Table]:

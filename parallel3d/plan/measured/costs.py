@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel3d.config.schema import Config
-from parallel3d.plan.measured.machine import Machine
+from parallel3d.plan.measured.machine import SHARED, Machine
 from parallel3d.sizes.local_shapes import stage_parameters
 
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
@@ -65,31 +65,26 @@ class Costs:
         return self.rows * self.config.model.hidden_size * item
 
     def collective(self, name: str, ranks: int, bytes: float) -> float:
-        """Seconds of a core: where more ranks than cores were measured, they took turns."""
+        """Seconds of one; of work, where the ranks of the run share cores."""
         if ranks == 1:
             return 0.0
-        seconds = self.machine[name](ranks, max(bytes, FEW))
-        return seconds * self._share(ranks)
-
-    def _share(self, ranks: int) -> float:
-        count = self.machine.made.count
-        return min(1.0, count / ranks) if self.machine.shares else 1.0
+        world = self.config.tp * self.config.pp * (self.config.dp or 1)
+        shares = self.machine.shares and world > self.machine.made.count
+        return self.machine[name + SHARED * shares](ranks, max(bytes, FEW))
 
     def hop(self) -> float:
         """A message to the next stage."""
         share = self.config.tp if self.config.sp else 1
         return self.collective("send_recv", 2, self.message / share) if self.config.pp > 1 else 0.0
 
-    def _sums(self) -> float:
-        """The reduction behind a row-parallel product, or in front of a column-parallel one."""
-        return self._sum(self.message)
-
-    def _sum(self, bytes: float) -> float:
-        tp = self.config.tp
+    def _tensor(self, sums: int, gathers: int, scatters: int) -> float:
+        """Collectives of a micro-batch's hidden states over tp: so many sums or, under sequence
+        parallelism, so many gathers and scatters instead."""
+        names = {"all_reduce": sums}
         if self.config.sp:
-            both = ("all_gather", "reduce_scatter")
-            return sum(self.collective(name, tp, bytes) for name in both)
-        return self.collective("all_reduce", tp, bytes)
+            names = {"all_gather": gathers, "reduce_scatter": scatters}
+        tp = self.config.tp
+        return sum(n * self.collective(name, tp, self.message) for name, n in names.items())
 
     def layer(self) -> Passes:
         """One transformer layer without recomputation."""
@@ -105,11 +100,17 @@ class Costs:
             for part in ("forward", "input", "weight")
         )
         biases = sum(out for out, _ in products) if model.bias else 0
-        back = self.attend("backward") + self.around("backward") + 2 * self._sums()
-        back += m["bias"](self.rows * biases) + m.numbers["launch.backward"]
-        ahead = self.attend("forward") + self.around("forward") + 2 * self._sums()
-        ahead += m.numbers["launch.forward"]
+        back = self.attend("backward") + self.around("backward") + self._tensor(2, 4, 2)
+        back += m["bias"](self.rows * biases)
+        back += self._launched("backward", input + weight + back)
+        ahead = self.attend("forward") + self.around("forward") + self._tensor(2, 2, 2)
+        ahead += self._launched("forward", forward + ahead)
         return Passes(Pass(forward, ahead), Pass(input, back), Pass(weight, 0.0))
+
+    def _launched(self, way: str, kernels: float) -> float:
+        """What launches add: on a CPU themselves, on a GPU what its kernels do not hide."""
+        seconds = self.machine.numbers[f"launch.{way}"]
+        return seconds if self.machine.shares else max(0.0, seconds - kernels)
 
     def attend(self, way: str) -> float:
         """Splitting heads, rotating, attention."""
@@ -132,18 +133,20 @@ class Costs:
 
     def again(self) -> Pass:
         """What a layer's backward computes once more."""
-        if self.config.recompute == "full":
-            return self.layer().forward
+        if self.config.recompute == "full":  # up to the last product, whose input is what is wanted
+            model, tp = self.config.model, self.config.tp
+            last = self.machine["gemm.forward"](self.rows, model.hidden_size, model.ffn_size // tp)
+            return self.layer().forward.plus(Pass(-last, -self._tensor(1, 0, 1)))
         if self.config.recompute == "selective":
             return Pass(0.0, self.attend("forward"))
         return Pass()
 
     def embedding(self) -> Passes:
         """The look-up and its gradient."""
-        size, summed = self.rows * self.config.model.hidden_size, self._sum(self.message)
+        size = self.rows * self.config.model.hidden_size
         ahead, back = (self.machine[f"embedding.{way}"](size) for way in ("forward", "backward"))
-        back_sum = self._sum(self.message) if self.config.sp else 0.0
-        return Passes(Pass(0.0, ahead + summed), Pass(0.0, back + back_sum), Pass())
+        ahead, back = ahead + self._tensor(1, 0, 1), back + self._tensor(0, 1, 0)
+        return Passes(Pass(0.0, ahead), Pass(0.0, back), Pass())
 
     def head(self) -> Passes:
         """The final norm, logits, the loss and both gradients, all of it in the forward."""
@@ -153,7 +156,9 @@ class Costs:
             m[f"gemm.{p}"](self.rows, columns, h) for p in ("forward", "input", "weight")
         )
         rest = m["loss"](self.rows, columns) + m[f"{model.norm}.forward"](self.rows, h)
-        rest += self.collective("all_gather", tp, STATISTICS * tp * self.rows) + self._sums()
+        rest += self.collective("all_gather", tp, STATISTICS * tp * self.rows) + self._tensor(
+            1, 1, 1
+        )
         back = Pass(0.0, m[f"{model.norm}.backward"](self.rows, h))
         return Passes(Pass(products, rest), back, Pass())
 

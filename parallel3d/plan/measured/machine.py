@@ -18,6 +18,8 @@ FORMAT = "parallel3d calibration"
 VERSION = 1
 LARGEST = 4 << 20  # bytes; what is written has some hundred thousand
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+SHARED = ".shared"  # behind the name of a collective: among ranks that share cores, a rank's work
 # What a file must hold: tables by name, with the number of their axes.
 TABLES = {
     **{f"gemm.{part}": 3 for part in ("forward", "input", "weight")},  # rows, outputs, inputs
@@ -38,12 +40,11 @@ TABLES = {
     "loss": 2,  # tokens, columns of this rank
     "adamw": 1,
     "sgd": 1,
-    **{name: 2 for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv")},
+    **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
     "together.gemm": 1,  # how many times longer with so many ranks at work, a core each
     "together.move": 1,
     "threads": 1,  # how many times longer with so many threads
 }
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 # Seconds of the host: a layer's pass, an action of the pipeline, a step; and bytes of a bare rank.
 NUMBERS = (
     *("launch.forward", "launch.backward", "launch.action", "launch.step"),
@@ -81,7 +82,7 @@ class Machine:
     @property
     def ranks(self) -> int:
         """The most ranks whose collectives were measured."""
-        return int(self.tables["all_reduce"].axes[0][-1])
+        return int(self.tables["all_reduce" + SHARED].axes[0][-1])
 
     def __getitem__(self, name: str) -> Table:
         return self.tables[name]
