@@ -231,6 +231,7 @@ def _inside(
             ("reduction", t.stream - inner / chunk.layers, 0.0),
             ("later", t.stream - min(2, chunk.layers) * inner / chunk.layers, 0.0),
             ("ends", 2 * t.stream - inner, 0.0),
+            ("out", 2 * t.stream - inner, 0.0),
         ]
     late = (chunk.layers - 1) * (layer.put_off - inner / chunk.layers)
     return [("backward", layer.halved + layer.again - received + max(late, 0.0), 0.0)]

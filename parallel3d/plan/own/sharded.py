@@ -27,7 +27,7 @@ class Parameters:
 def added(extra: Extra, name: str, begun: bool) -> dict[str, float]:
     """What FSDP2 adds at a moment: what it always does, and behind the step's first backward."""
     found: dict[str, float] = {}
-    behind = begun or name in ("reduction", "later", "ends")
+    behind = begun or name in ("reduction", "later", "ends", "out")
     for key in (name, "begun" if behind else ""):
         for kind, nbytes in extra.get(key, {}).items():
             found[kind] = found.get(kind, 0.0) + nbytes
@@ -85,11 +85,13 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
         }
     if config.zero == 2 and not once:  # the last micro-batch has freed what is reduced
         return found
-    table = item * model.hidden_size * model.padded_vocab_size / tp
-    scattered = 0.0 if first else reduced / dp
-    found["ends"] = {
-        "parameters": 0.0 if once else head,
-        "buffers": (scattered + reduced if ends else 0.0) - before,
-        "activations": cast + (1 + both) * first * table,
-    }
+    table = item * model.hidden_size * model.padded_vocab_size / tp * first
+    scattered = reduced / dp if ends else 0.0
+    start = {"parameters": 0.0 if once else head, "buffers": (reduced if ends else 0.0) - before}
+    found["ends"] = start | {"activations": cast + (1 + both) * table}
+    # The gradients are copied and free, the scattered sums are there.
+    late = cast + (1 + both) * table - max(cast, table)
+    found["out"] = start | {"activations": late, "buffers": start["buffers"] + scattered}
+    if not first:  # autograd holds them until its last node is done
+        found["ends"]["buffers"] += scattered
     return found
