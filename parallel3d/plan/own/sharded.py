@@ -42,8 +42,7 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
     up = down * (2 if model.activation == "swiglu" else 1)
     cast = float(item * parameters.table)  # the table's gradient, until its reduction
     every, once = config.ddp.reduces_every_microbatch(config.zero), config.num_microbatches == 1
-    sums, reduced = float(WIDE * one), float(WIDE * (ends or one))
-    found: dict[str, dict[str, float]] = {}
+    sums, reduced, found = float(WIDE * one), float(WIDE * (ends or one)), Extra()
     if every:
         found["begun"] = {"buffers": reduced}
     elif not once:
@@ -90,8 +89,8 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
     start = {"parameters": 0.0 if once else head, "buffers": (reduced if ends else 0.0) - before}
     found["ends"] = start | {"activations": cast + (1 + both) * table}
     # The gradients are copied and free, the scattered sums are there.
-    late = cast + (1 + both) * table - max(cast, table)
-    found["out"] = start | {"activations": late, "buffers": start["buffers"] + scattered}
+    found["out"] = start | {"activations": min(cast, table) + both * table}
+    found["out"]["buffers"] += scattered
     if not first:  # autograd holds them until its last node is done
         found["ends"]["buffers"] += scattered
     return found
