@@ -31,6 +31,7 @@ from parallel3d.cli.hydra_words import (
     order_words,
     without_alias,
 )
+from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
@@ -120,10 +121,8 @@ def _run_hydra(app: str, words: list[str]) -> None:
     Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
     Hydra, which would otherwise go on with a sweep's next job.
     """
-    prompt = None
-    if app == GENERATE:
-        words, prompt = take_prompt(words)
-    words = order_words([without_alias(word) for word in words])
+    words, prompt = take_prompt(words) if app == GENERATE else (words, None)
+    words = order_words([without_alias(word, app) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
     register_schema()
@@ -166,32 +165,38 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
     try:
         config = OmegaConf.to_object(composed)
         place = detect(os.environ)
+        typed = HydraConfig.get().overrides.task
+        # Under srun every task gets here, and all know the same.
+        first = place is None or place.rank == 0
         if app == TOPOLOGY:
             from parallel3d.topology.map.report import topology
 
-            # Under srun every task gets here, and all know the same.
-            first = place is None or place.rank == 0
-            return topology(config, HydraConfig.get().overrides.task) if first else 0
+            return topology(config, typed) if first else 0
         if app == SCHEDULE:
             from parallel3d.commands.schedule import schedule
 
-            return schedule(config) if place is None or place.rank == 0 else 0
+            return schedule(config) if first else 0
         if app == PLAN:
             from parallel3d.commands.plan import plan
 
-            first = place is None or place.rank == 0
-            return plan(config, HydraConfig.get().overrides.task) if first else 0
+            return plan(config, typed) if first else 0
         if app == DRYRUN:
             from parallel3d.commands.dryrun.command import dryrun
 
-            first = place is None or place.rank == 0
-            return dryrun(config, HydraConfig.get().overrides.task) if first else 0
+            return dryrun(config, typed) if first else 0
         if app == GENERATE:
             _refuse_launched(place)
-            return start_generate(config, HydraConfig.get().overrides.task, prompt)
+            return start_generate(config, typed, prompt)
         world_size = place.world_size if place else None
-        config = check_config(config, world_size, communication_only=app not in NEED_DATA)
-        check_bench_ddp(app, config)
+        if app == CALIBRATE:
+            config = calibrate_config(config, typed, world_size)
+        else:
+            if app == "train" and config.layout == "auto":
+                from parallel3d.commands.best_layout import take_layout
+
+                config = take_layout(config, typed, place)
+            config = check_config(config, world_size, communication_only=app not in NEED_DATA)
+            check_bench_ddp(app, config)
         if place is None:
             return _start(app, config)
         config = numbered(config)
@@ -294,6 +299,4 @@ def _unknown_subcommand(word: str) -> str:
 
 
 def _exit_code(stop: SystemExit) -> int:
-    if isinstance(stop.code, int):
-        return stop.code
-    return 0 if stop.code is None else 1
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

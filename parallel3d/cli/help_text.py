@@ -18,6 +18,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d topology [key=value …] map the layout onto a cluster's wires and price it
   parallel3d schedule [key=value …] draw a pipeline schedule and compare all of them
   parallel3d plan [key=value …]     the ten best layouts of a model on a cluster, and why
+  parallel3d calibrate [key=value …] measure this machine into a file for plan and layout=auto
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
   parallel3d bench ddp [key=value …]   where a step of data parallelism goes, in pictures
@@ -41,6 +42,8 @@ ABOUT = {
     "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
     "plan": "price every layout of a model on a cluster and list the ten best, with time, MFU and "
     "memory; keys that are typed hold, the others are searched",
+    "calibrate": "measure this machine (products, attention, memory, launches, collectives) into a "
+    "cluster file, which plan and train layout=auto read as cluster=FILE",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, beside the model's price, "
@@ -62,7 +65,11 @@ DRYRUN_KEYS = (
 )
 PLAN_KEYS = (
     *("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size", "recompute", "zero"),
-    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu"),
+    *("model.num_layers", "model.seq_length", "cluster.nodes", "cluster.gpu", "plan.html"),
+)
+CALIBRATE_KEYS = (
+    *("calibrate.file", "calibrate.replace", "calibrate.ranks", "calibrate.passes"),
+    *("precision.name", "device"),
 )
 SCHEDULE_KEYS = (
     *("pp", "vpp", "schedule.num_microbatches", "schedule.name", "schedule.costs", "schedule.hop"),
@@ -81,6 +88,7 @@ _KEYS = {
     "dryrun": DRYRUN_KEYS,
     "schedule": SCHEDULE_KEYS,
     "plan": PLAN_KEYS,
+    "calibrate": CALIBRATE_KEYS,
 }
 
 EXAMPLES = {
@@ -88,6 +96,7 @@ EXAMPLES = {
         parallel3d train tp=2 pp=2
         parallel3d train tp=2 dp=2 model=llama_tiny train.steps=500
         parallel3d train data=text data.path=book.txt logger=wandb
+        parallel3d train layout=auto cluster=calibrated.yaml launch.ranks=4
         parallel3d train --multirun tp=1,2 pp=1,2
         torchrun --nproc-per-node 8 -m parallel3d train tp=2 pp=2
         srun -n 8 parallel3d train tp=2 pp=2""",
@@ -101,7 +110,12 @@ EXAMPLES = {
     "plan": """\
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
         parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
-        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1""",
+        parallel3d plan model=llama3_8b cluster=dgx_h100 cluster.nodes=2 schedule=1f1b zero=1
+        parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 plan.html=plan.html""",
+    "calibrate": """\
+        parallel3d calibrate
+        parallel3d calibrate precision=bf16 calibrate.file=here-bf16.yaml calibrate.ranks=4
+        parallel3d plan cluster=calibrated.yaml model=gpt_tiny""",
     "schedule": """\
         parallel3d schedule pp=4 num_microbatches=8 schedule=zb_h1
         parallel3d schedule pp=8 vpp=2 num_microbatches=32 schedule=zbv schedule.svg=zbv.svg

@@ -21,12 +21,16 @@ ALIASES = {
     "num_microbatches": "schedule.num_microbatches",
     "algorithms": "bench.algorithms",
 }
+READ_FILES = ("plan", "train")  # of machines that were measured, as cluster=FILE.yaml
 
 
-def without_alias(word: str) -> str:
-    """The override with its key's own name."""
+def without_alias(word: str, app: str = "train") -> str:
+    """The override with its key's own name; a machine's file is read by `READ_FILES` alone."""
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
+    is_file = value.endswith((".yaml", ".yml")) or "/" in value
+    if app in READ_FILES and bare == "cluster" and is_file:
+        return f"cluster.file={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 

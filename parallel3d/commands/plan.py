@@ -9,23 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from parallel3d.commands.plan_page import check_page, write_page
+from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.plan.constants import NETWORKS, SPEEDS, load
 from parallel3d.plan.devices import DEVICES, Device
+from parallel3d.plan.measured.machine import check_type, read
+from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
 from parallel3d.plan.memory import GIB
-from parallel3d.plan.reasons import reason
-from parallel3d.plan.search import Priced, best, divisors, layouts, price
-from parallel3d.sizes.flops import flops_per_token
+from parallel3d.plan.own.table import memories
+from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
-ROWS = 10
 TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
 _HELD = {
@@ -37,25 +38,25 @@ _HELD = {
 def plan(config: Config, typed: Sequence[str]) -> int:
     """Print the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys = chosen_keys(typed)
+    check_page(config)
     config, assumed = assume_model(config, typed)
-    if "precision" not in keys and "precision.name" not in keys:
+    if not {"precision", "precision.name"} & keys and config.cluster.file is None:
         config = replace(config, precision=replace(config.precision, name="bf16"))
     check_fields(config)
     check_model(config.model)
     fixed = held(config, keys)
     nodes, node = _gpus(config)
-    sizes = sizes_of(config)
     gpus = nodes * node
     check_fixed(config, fixed, gpus)
-    domain = int(sizes["gpus_per_node"])
-    choices = list(layouts(sizes, gpus, domain, config.global_batch_size, fixed))
-    if not choices:
-        raise UserError(_no_layout(config, gpus, fixed))
-    priced = price(choices, sizes, config.global_batch_size, load())
+    priced, sizes = searched(config, fixed, gpus)
     if not priced.order:
-        raise UserError(_fits_nowhere(config, sizes, priced, fixed, nodes))
+        raise UserError(fits_nowhere(config, sizes, priced, fixed, nodes))
     for line in table(config, priced, gpus, sizes):
         print(line, file=sys.stdout)
+    if config.plan.html:
+        rows = best(priced, ROWS)
+        shown = [mfu(config, sizes, gpus, float(priced.seconds[i])) for i in rows]
+        write_page(config, priced, rows, shown, gpus, sizes, command(priced, rows[0]), assumed)
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
@@ -71,8 +72,42 @@ def held(config: Config, keys: set[str]) -> dict[str, int | str]:
     return found
 
 
+def searched(
+    config: Config, fixed: Mapping[str, int | str], ranks: int
+) -> tuple[Priced, dict[str, float]]:
+    """Every layout of `ranks`, priced by the cluster's datasheet or its measured file, and what all
+    of them share. Raises UserError for a cluster that cannot be priced."""
+    file, batch = config.cluster.file, config.global_batch_size
+    if file is not None:
+        machine = read(file)
+        check_type(machine, file, config.precision.name)
+        if (config.cluster.nodes or 1) > 1:
+            raise UserError(
+                f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "
+                "network was measured; the nearest is cluster.nodes=1"
+            )
+        sizes = measured_sizes(config, machine, ranks)
+        choices = list(measured_layouts(sizes, ranks, batch, fixed))
+        if not choices:
+            raise UserError(no_layout(config, ranks, fixed))
+        return price_measured(choices, sizes, config, machine), sizes
+    sizes = sizes_of(config)
+    choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed))
+    if not choices:
+        raise UserError(no_layout(config, ranks, fixed))
+    return priced_by_shapes(config, choices, sizes), sizes
+
+
+def priced_by_shapes(config: Config, choices: list[Choice], sizes: Mapping[str, float]) -> Priced:
+    """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
+    held = memories(config, choices, 1e9 * config.dryrun.reserve_gb)
+    return price(choices, sizes, config.global_batch_size, load(), held)
+
+
 def _gpus(config: Config) -> tuple[int, int]:
     """(nodes, GPUs of a node)."""
+    if config.cluster.file is not None:
+        return 1, config.cluster.gpus_per_node or read(config.cluster.file).made.count
     return config.cluster.nodes or 1, config.cluster.gpus_per_node or 8
 
 
@@ -158,7 +193,7 @@ def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> No
         )
 
 
-def _no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
+def no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str:
     """The sentence for a batch, or a node count, that no layout divides."""
     batch = config.global_batch_size
     model = int(fixed.get("tp", 1)) * int(fixed.get("pp", 1))
@@ -172,7 +207,7 @@ def _no_layout(config: Config, gpus: int, fixed: Mapping[str, int | str]) -> str
     )
 
 
-def _fits_nowhere(
+def fits_nowhere(
     config: Config,
     sizes: Mapping[str, float],
     priced: Priced,
@@ -183,13 +218,22 @@ def _fits_nowhere(
     least = int(np.argmin(priced.memory.total))
     choice, room = priced.choices[least], float(sizes["memory_bytes"])
     over = (float(priced.memory.total[least]) - room) / GIB
+    if config.cluster.file is not None:
+        return (
+            f"model={config.model.name} fits no layout of the ranks of cluster="
+            f"{config.cluster.file}: the one that needs least (tp={choice.tp} pp={choice.pp} "
+            f"micro_batch_size={choice.micro_batch} recompute={choice.recompute} "
+            f"zero={choice.zero}) misses by {over:.1f} GiB of {room / GIB:.1f} a rank; "
+            f"{_fewer_layers(config, choice, sizes)}"
+        )
     node = config.cluster.gpus_per_node or 8
     words = f"none was found up to {_MOST_NODES} nodes"
     more = nodes * 2
     while more <= _MOST_NODES:
         batch = max(config.global_batch_size, more * node)
         tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
-        if tried and price(tried, sizes, batch, load()).order:
+        grown = replace(config, global_batch_size=batch)
+        if tried and priced_by_shapes(grown, tried, sizes).order:
             words = f"the nearest that would is cluster.nodes={more}"
             words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
             break
@@ -202,36 +246,11 @@ def _fits_nowhere(
     )
 
 
-def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:
-    """The lines that are printed."""
-    rows = best(priced, ROWS)
-    tokens = config.global_batch_size * config.model.seq_length
-    useful = tokens * flops_per_token(config.model, config.model.seq_length)
-    lines = [
-        f"{config.model.name} on {gpus} GPUs of {config.cluster.name}, {config.precision.name}, "
-        f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
-        f"{len(priced.choices)} layouts, {len(priced.order)} fit",
-        "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute zero  step s   MFU %  GiB  why",
-    ]
-    for place, i in enumerate(rows, 1):
-        c, seconds = priced.choices[i], float(priced.seconds[i])
-        mfu = 100 * useful / (seconds * gpus * sizes["peak"])
-        held = float(priced.memory.total[i]) / GIB
-        why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
-        lines.append(
-            f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} {mfu:7.1f} "
-            f"{held:4.0f}  {why}"
-        )
-    return [*lines, "", command(priced, rows[0])]
-
-
-def command(priced: Priced, index: int) -> str:
-    """What to type for a layout."""
-    c: Any = priced.choices[index]
-    words = [f"tp={c.tp}", f"pp={c.pp}", f"dp={c.dp}", f"micro_batch_size={c.micro_batch}"]
-    words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
-    words += ["sp=true"] * (c.tp > 1) + [f"zero={c.zero}"] * (c.zero > 0)
-    words += [f"recompute={c.recompute}"] * (c.recompute != "none")
-    return "parallel3d train … " + " ".join(words)
+def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) -> str:
+    """The deepest model of the same kind that would fit in the layout that needs least."""
+    machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
+    for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
+        smaller = replace(config, model=replace(config.model, num_layers=layers))
+        if price_measured([choice], sizes, smaller, machine).order:
+            return f"model.num_layers must be less, the nearest that fits is {layers}"
+    return "model.hidden_size must be less: no number of layers fits"

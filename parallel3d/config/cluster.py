@@ -58,6 +58,11 @@ class ClusterConfig:
     gpu_memory_gb_per_s: float | None = key(
         None, "dryrun: of a GPU to its memory, 1e9 B/s, as the datasheet has it", above=0
     )
+    file: str | None = key(
+        None,
+        "plan and layout=auto: a machine that parallel3d calibrate measured; may be typed "
+        "cluster=FILE.yaml",
+    )
     topology_file: str | None = key(
         None, "with source=slurm: a topology.conf, or what `scontrol show topology` printed"
     )
@@ -104,3 +109,21 @@ class BenchConfig:
         "backend's; typed as algorithms=true",
     )
     json: str | None = key(None, "file for all rows; null: bench.json in the run directory")
+
+
+@dataclass
+class CalibrateConfig:
+    """What `parallel3d calibrate` measures, in the type of `precision`."""
+
+    file: str = key("calibrated.yaml", "the cluster file that it writes")
+    replace: bool = key(False, "whether a file of that name may be written anew")
+    ranks: int | None = key(
+        None,
+        "the most ranks of a group, a power of two; null: four a core and eight at least, or as "
+        "many as there are GPUs",
+        minimum=1,
+        maximum=1024,
+    )
+    passes: int = key(
+        3, "how often each piece is measured, the others between; the best counts", minimum=1
+    )

@@ -1,5 +1,5 @@
 """The sections of the engines: tensor parallelism, the pipeline, precision, the loss, checkpoints,
-recovery, generation, and the dry run."""
+recovery, generation, the dry run and the plan."""
 
 from __future__ import annotations
 
@@ -155,6 +155,13 @@ class DryrunConfig:
         minimum=0,
     )
     json: str | None = key(None, "file for everything shown and more, as JSON")
+
+
+@dataclass
+class PlanConfig:
+    """What `parallel3d plan` writes."""
+
+    html: str | None = key(None, "plan: file for the whole plan as one page, with pictures")
 
 
 @dataclass

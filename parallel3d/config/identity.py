@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
-    *("preflight", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
+    *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
     *(
         "recompute",
         "recompute_layers",
@@ -29,7 +29,7 @@ FREE = (
         "loss.chunk_tokens",
     ),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "checkpoint."),
-    *("recovery.", "generate.", "topology.", "bench.", "verify.", "plan."),
+    *("recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify.", "plan."),
     # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the
     # text decides, not where it lies.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),

@@ -130,6 +130,11 @@ class LaunchConfig:
         minimum=0,
         maximum=65535,
     )
+    ranks: int | None = key(
+        None,
+        "layout=auto: ranks to start on this host; null: one a GPU or core",
+        minimum=1,
+    )
     timeout_s: float = key(
         600.0,
         "seconds after which a stuck collective fails",

@@ -11,13 +11,19 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel3d.config.cluster import BenchConfig, ClusterConfig, TopologyConfig
+from parallel3d.config.cluster import (
+    BenchConfig,
+    CalibrateConfig,
+    ClusterConfig,
+    TopologyConfig,
+)
 from parallel3d.config.data import DataConfig
 from parallel3d.config.engines import (
     CheckpointConfig,
     DryrunConfig,
     GenerateConfig,
     LossConfig,
+    PlanConfig,
     PrecisionConfig,
     RecoveryConfig,
     ScheduleConfig,
@@ -35,6 +41,7 @@ from parallel3d.config.sections import ModelConfig, OptimConfig, key
 __all__ = [
     "SECTIONS",
     "BenchConfig",
+    "CalibrateConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -141,6 +148,13 @@ class Config:
         megatron="--deterministic-mode",
         differs="there it also refuses settings that are not deterministic",
     )
+    layout: str = key(
+        "given",
+        "train: auto takes the planner's best layout that fits, by what cluster= tells of the "
+        "machine; what is typed of tp, pp, dp, vpp, micro_batch_size, schedule, recompute and zero "
+        "holds",
+        choices=("given", "auto"),
+    )
     placement: str = key(
         "default",
         "which GPU holds which rank: default (the launcher's order), auto (searched), an order "
@@ -175,8 +189,10 @@ class Config:
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     dryrun: DryrunConfig = field(default_factory=DryrunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def num_microbatches(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import platform
 import runpy
 import socket
 from collections.abc import Callable
@@ -175,6 +176,31 @@ def compute_capability() -> int | None:
         return None
     answer = nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
     return major.value if answer == 0 else None
+
+
+def device_name(kind: str) -> str | None:
+    """The processor's or the first GPU's name, the same from day to day; None: not known here."""
+    if kind == "cuda":
+        return _gpu_name()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            found = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    except OSError:
+        found = []
+    return found[0] if found and found[0] else platform.machine() or None
+
+
+def _gpu_name() -> str | None:
+    """As NVML has it, which is what torch shows; None where it cannot be asked."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    gpu, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)) != 0:
+        return None
+    failed = nvml.nvmlDeviceGetName(gpu, name, len(name))
+    return None if failed else name.value.decode(errors="replace")
 
 
 def cores() -> int:

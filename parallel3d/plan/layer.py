@@ -50,17 +50,26 @@ class LayerTime:
 
 def layer(work: Work, c: Constants) -> LayerTime:
     """One layer's forward and backward."""
-    forward, backward = _products(work, c)
-    attend, back = kernels.attention(work, c)
-    rows = _elementwise(work, c)
+    forward, backward = products(work, c)
+    (attend, back), rows = attention_and_rows(work, c)
     forward = forward + attend + rows
     again = np.where(work.full_recompute > 0, forward, work.recompute_attention * attend)
     backward = backward + back + 2 * rows + again
-    exposed = _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
+    exposed = waits(work, c)
     return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
 
 
-def _products(work: Work, c: Constants) -> tuple[Any, Any]:
+def attention_and_rows(work: Work, c: Constants) -> tuple[tuple[Any, Any], Any]:
+    """Attention's (forward, backward), and what stands between the GEMMs of a forward."""
+    return kernels.attention(work, c), _elementwise(work, c)
+
+
+def waits(work: Work, c: Constants) -> Any:
+    """Collectives inside of a layer, forward and backward, that nothing hides."""
+    return _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
+
+
+def products(work: Work, c: Constants) -> tuple[Any, Any]:
     """The four GEMMs forward; their input and weight gradients."""
     rows, h = tokens(work), work.hidden
     qkv, queries, up = sizes(work)

@@ -10,12 +10,14 @@ import numpy as np
 
 from parallel3d.plan.constants import ENGINES, Constants
 from parallel3d.plan.memory import PARALLEL3D, Memory, memory
-from parallel3d.plan.stages import split_balanced
+from parallel3d.plan.stages import share_left, split_balanced
 from parallel3d.plan.step import StepTime, step
 from parallel3d.plan.work import Number, Work
+from parallel3d.schedules.schedule import V_SHAPED
 
 FULL, SELECTIVE, NONE = "full", "selective", "none"
 RECOMPUTE = (NONE, SELECTIVE, FULL)
+WHOLE = ("gpipe", "1f1b", "interleaved")  # whose backwards are not split
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 SAME = 1.005  # layouts this close in time are equal: the simpler one stands first
@@ -76,7 +78,7 @@ def _filled(
     chunks = chunks if pp > 1 else [1]
     micro = [b for b in _allowed(fixed.get("micro_batch"), MICRO_BATCHES) if mine % b == 0]
     kinds = _allowed(fixed.get("recompute"), RECOMPUTE)
-    stages = [z for z in _allowed(fixed.get("zero"), (0, 1, 3)) if dp > 1 or z == 0]
+    stages = [z for z in _allowed(fixed.get("zero"), (0, 1, 2, 3)) if dp > 1 or z == 0]
     for v, b, kind, zero in product(chunks or [1], micro, kinds, stages or [0]):
         if v > 1 and mine // b < pp:
             continue
@@ -91,7 +93,9 @@ def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
         return ("1f1b",)
     if zero >= 2:
         return ("1f1b",) if vpp == 1 else ()
-    return ("1f1b", "zb_h1") if vpp == 1 else ("interleaved", "interleaved_zb")
+    if vpp == 1:
+        return ("1f1b", "zb_h1")
+    return ("interleaved", "interleaved_zb", *(V_SHAPED if vpp == 2 else ()))
 
 
 def divisors(n: int) -> list[int]:
@@ -116,7 +120,9 @@ def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work
         column[name] = np.array([float(getattr(c, name)) for c in choices])
     column["chunks"] = np.array([float(c.vpp) for c in choices])
     column["microbatches"] = batch / (column["dp"] * column["micro_batch"])
-    column["split"] = np.array([float("zb" in c.schedule) for c in choices])
+    counts = column["microbatches"].astype(int).tolist()
+    left = [share_left(c.schedule, c.pp, n) for c, n in zip(choices, counts, strict=True)]
+    column["split"] = np.array(left)
     column["full_recompute"] = np.array([float(c.recompute == FULL) for c in choices])
     column["recompute_attention"] = np.array([float(c.recompute == SELECTIVE) for c in choices])
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
@@ -131,10 +137,19 @@ def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work
     return Work(**column)
 
 
-def price(choices: list[Choice], sizes: Mapping[str, float], batch: int, c: Constants) -> Priced:
-    """Times and bytes of every choice, and the order of those that fit."""
+def price(
+    choices: list[Choice],
+    sizes: Mapping[str, float],
+    batch: int,
+    c: Constants,
+    held: Memory | None = None,
+) -> Priced:
+    """Times and bytes of every choice, and the order of those that fit.
+
+    `held`: what they hold (`own.table.memories`); None: by the form that is fitted to others' code.
+    """
     work = works(choices, sizes, batch)
-    time, held = step(work, c), memory(work, PARALLEL3D)
+    time, held = step(work, c), memory(work, PARALLEL3D) if held is None else held
     seconds = np.asarray(time.total)
     share = held.total / work.memory_bytes
     fits = share <= PARALLEL3D["memory.full"]
@@ -146,11 +161,11 @@ def price(choices: list[Choice], sizes: Mapping[str, float], batch: int, c: Cons
         held,
         fits,
         share > PARALLEL3D["memory.tight"],
-        _simple_first(choices, seconds, order),
+        simple_first(choices, seconds, order),
     )
 
 
-def _simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
+def simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
     """Runs of nearly equal times in the order of simplicity."""
     made: list[int] = []
     while order:
@@ -164,7 +179,7 @@ def _simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> l
 def complexity(choice: Choice) -> float:
     """How much of a layout there is to set up and to go wrong: its dimensions and switches."""
     found = (choice.tp > 1) + 2 * (choice.pp > 1) + (choice.vpp > 1) + (choice.zero > 0)
-    found += (choice.recompute != NONE) + ("zb" in choice.schedule) + (choice.zero > 1)
+    found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
     return found + np.log2(choice.tp * choice.pp) / 16
 
 

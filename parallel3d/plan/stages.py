@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from parallel3d.plan.work import Number
+from parallel3d.schedules.schedule import make
+from parallel3d.schedules.simulate import Costs, clock
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,35 @@ def _of(counts: list[int]) -> Split:
 
 
 # What splitting backwards leaves of the bubble: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which
-# the clock of schedules/ gives for zb_h1 and interleaved_zb within 0.02.
+# the clock of schedules/ gives for zb_h1 and interleaved_zb within 0.02; zbv's is 0.2 of 1F1B's.
 SPLIT_BUBBLE = 0.47
+_COSTS = (1.0, 1.2, 0.8)
+_CLOCKED = 16  # ranks up to which V-Half, which has no closed form, is timed
+
+
+def share_left(schedule: str, ranks: int, microbatches: int) -> float:
+    """What a schedule of split backwards leaves of the bubble of as many chunks; 0: not split."""
+    if schedule == "v_half":
+        return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
+    return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
+
+
+@functools.lru_cache(maxsize=256)
+def _v_half(ranks: int, microbatches: int) -> float:
+    """By the clock; what it idles between micro-batches grows with their number."""
+    if ranks == 1:
+        return 1.0
+    idle = [_idle(ranks, count) for count in (2 * ranks, 3 * ranks)]
+    more = (idle[1] - idle[0]) / ranks
+    return max(idle[0] + more * (microbatches - 2 * ranks), 0.1) * 2 / (ranks - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _idle(ranks: int, microbatches: int) -> float:
+    """Micro-batches' worth of a rank's time that V-Half takes beyond its compute."""
+    made = make("v_half", ranks, microbatches, 2)
+    _, ends = clock(made.orders, made.placement, Costs.even(made.placement, *_COSTS))
+    return max(end[-1] for end in ends) / sum(_COSTS) - microbatches
 
 
 def pipeline_time(
@@ -106,7 +136,8 @@ def pipeline_time(
 
     Costs are a micro-batch's forward and backward on the first, the slowest middle and the last
     stage, and on all together: the slowest works all the time, and the others fill and drain.
+    `split`: what split backwards leave of that (`share_left`), 0 where they are whole.
     """
-    left = np.where(np.asarray(split) > 0, SPLIT_BUBBLE, 1.0)
+    left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)
     return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left

@@ -36,7 +36,7 @@ class Work:
     dp: Number
     cp: Number
     chunks: Number  # model chunks a rank of the pipeline
-    split: Number  # backwards in two halves, weight gradients last (zero bubble)
+    split: Number  # what backwards in two halves leave of the bubble (zero bubble), 0: whole ones
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain

@@ -142,7 +142,9 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
         return watch.end()
 
     counted(1 if microbatches > few else few)
-    differences = (counted(1), counted(2)) if microbatches > few else None
+    # Under zero=2 the second micro-batch widens the gradients that the others add to.
+    one = 2 if config.zero == 2 else 1
+    differences = (counted(one), counted(one + 1)) if microbatches > few else None
     counts = counted(few)
     if differences is not None:
         counts = grown(counts, *differences, microbatches - few)

@@ -65,6 +65,7 @@ def check_config(
     check_plain(config)
     if communication_only:
         return _check_communication(config, world_size)
+    _check_given(config)
     check_model(config.model)
     check_tensor_parallel(config)
     _check_pipeline(config)
@@ -88,6 +89,20 @@ def check_config(
         max_position_embeddings=config.model.max_positions,
     )
     return dataclasses.replace(config, dp=dp, model=model)
+
+
+def _check_given(config: Config) -> None:
+    """A layout is there: `parallel3d train` puts one in the place of auto before it checks."""
+    if config.layout != "given":
+        raise UserError(
+            f"layout={config.layout} must be given but for parallel3d train, which asks the "
+            "planner; the nearest is parallel3d plan, which lists the best layouts."
+        )
+    if config.launch.ranks is not None:
+        raise UserError(
+            f"launch.ranks={config.launch.ranks} must be left out but with layout=auto: tp, pp and "
+            f"dp say how many ranks there are; the nearest is dp={config.launch.ranks}."
+        )
 
 
 def _check_communication(config: Config, world_size: int | None) -> Config:

@@ -1,0 +1,150 @@
+"""`python -m benchmarks.plan_dryrun`: the planner's memory, launches and bytes beside `dryrun`'s.
+
+Samples presets × layouts × schedules × zero × recompute, plays one rank of each on tensors without
+values, and prints a row each: what was played, and by how much the planner's formulas
+(`parallel3d/plan/own/`) differ. Models keep their widths and get `--layers` layers a stage, since a
+dry run takes as long as it launches. No GPU is needed; a row takes about a second of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
+from parallel3d.errors import UserError
+from parallel3d.plan.own.launches import launches
+from parallel3d.plan.own.memory import held
+from parallel3d.schedules.schedule import LOOPED, V_SHAPED
+from parallel3d.sizes.traffic import transfers
+from parallel3d.sizes.transfer import group_size, wire_bytes
+from parallel3d.topology.layout import layout_of
+
+PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")
+PRESETS += ("qwen2_5_0_5b", "megatron_1t")
+LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
+RECOMPUTE = ("none", "selective", "full")
+NAMES = ("memory", "launches", "bytes sent")
+Keys = dict[str, Any]
+
+
+def configured(keys: Keys) -> Config:
+    """The checked configuration of a case. Raises UserError for what cannot run."""
+    keys = dict(keys)
+    model = OmegaConf.to_container(OmegaConf.load(_conf("model", keys.pop("model"))))
+    model["num_layers"] = keys.pop("layers", model["num_layers"])  # type: ignore[index,call-overload]
+    cluster = OmegaConf.to_container(OmegaConf.load(_conf("cluster", "dgx_h100")))
+    config = Config(
+        cluster=ClusterConfig(**cluster),  # type: ignore[arg-type]
+        model=ModelConfig(**model),  # type: ignore[arg-type]
+        dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
+    )
+    config.precision.name = "bf16"
+    config.schedule.name = keys.pop("schedule", "1f1b")
+    return check_config(dataclasses.replace(config, **keys), own_samples=True)
+
+
+def _conf(group: str, name: str) -> str:
+    return str(conf_dir() / group / f"{name}.yaml")
+
+
+def sample(seed: int, layers: int) -> Iterator[Keys]:
+    """Cases without end, each of which can run; equal seeds give equal ones."""
+    chance = random.Random(seed)
+    while True:
+        tp, pp = chance.choice(LAYOUTS)
+        schedule = chance.choice(SCHEDULES if pp > 1 else ("1f1b",))
+        vpp = 2 if schedule in (*V_SHAPED, *LOOPED) else 1
+        dp, batch = chance.choice((1, 2, 8)), chance.choice((1, 1, 2))
+        count = pp * chance.choice((1, 2, 3))
+        keys = {
+            "model": chance.choice(PRESETS), "layers": layers * pp * vpp, "tp": tp, "pp": pp,
+            "vpp": vpp, "dp": dp, "sp": chance.random() < 0.6 and tp > 1, "schedule": schedule,
+            "zero": chance.choice((0, 1, 2, 3)) if dp > 1 else 0,
+            "recompute": chance.choice(RECOMPUTE), "micro_batch_size": batch,
+            "global_batch_size": batch * dp * count,
+            "rank": chance.choice((0, pp // 2, pp - 1)) * tp * dp,
+        }  # fmt: skip
+        try:
+            configured(keys)
+        except UserError:
+            continue
+        yield keys
+
+
+def compare(keys: Keys) -> dict[str, tuple[float, float]]:
+    """By `NAMES`, what was played and what the planner says: bytes, launches, bytes."""
+    config = configured(keys)
+    facts, layout = find_facts(config), layout_of(config)
+    index = layout.coordinates(facts["rank"]).pp
+    played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]))
+    sent = sum(wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, index))
+    said = (held(config, index).total, sum(launches(config, index).values()), sent)
+    return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
+
+
+def _sum(groups: dict[str, dict[str, float]]) -> float:
+    return sum(group["bytes_sent"] for group in groups.values())
+
+
+def off(played: float, said: float) -> float:
+    """Per cent that the planner is off."""
+    return 100 * (said / played - 1) if played else 0.0 if not said else float("inf")
+
+
+def _row(keys: Keys) -> tuple[str, list[float]]:
+    found = compare(keys)
+    errors = [off(*found[name]) for name in NAMES]
+    plain = {"sp": False, "vpp": 1, "zero": 0, "recompute": "none", "dp": 1, "rank": 0}
+    words = [f"{k}={v}" for k, v in keys.items() if plain.get(k) != v and k != "model"]
+    played = f"{found['memory'][0] / 1e9:.2f} | {found['launches'][0]:,.0f}"
+    cells = " | ".join(f"{error:+.2f}" for error in errors)
+    return f"| {keys['model']} | {' '.join(words)} | {played} | {cells} |", errors
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns 0 if all errors are within `--limit` per cent, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2, help="layers a stage")
+    parser.add_argument("--limit", type=float, default=3.0, help="per cent")
+    parser.add_argument("--case", action="append", default=[], help="JSON of one case instead")
+    options = parser.parse_args(words)
+    began = time.monotonic()
+    found = sample(options.seed, options.layers)
+    cases = [json.loads(case) for case in options.case]
+    cases = cases or [next(found) for _ in range(options.cases)]
+    print("| model | layout | GB | launches | memory % | launches % | bytes sent % |")
+    print("|---|---|---|---|---|---|---|")
+    errors = []
+    for keys in cases:
+        row, off_by = _row(keys)
+        errors.append(off_by)
+        print(row, flush=True)
+    table = np.abs(np.array(errors))
+    print()
+    for name, column in zip(NAMES, table.T, strict=True):
+        within = int((column <= options.limit).sum())
+        print(
+            f"{name}: median {np.median(column):.2f} %, worst {column.max():.2f} %, "
+            f"{within} of {len(column)} within {options.limit:g} %"
+        )
+    print(f"{time.monotonic() - began:.0f} s")
+    return int(bool((table > options.limit).any()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

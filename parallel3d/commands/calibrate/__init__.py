@@ -1,0 +1,1 @@
+"""`parallel3d calibrate`: this machine measured into a cluster file."""

@@ -1,0 +1,243 @@
+"""The planner on a measured machine: tables, the clock of shared cores, steps, and its file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.plan.measured.machine import check_device, check_type, read
+from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
+from parallel3d.plan.measured.sharing import shared_clock
+from parallel3d.plan.measured.steps import speed_of, step_parts
+from parallel3d.plan.measured.tables import Table
+from parallel3d.schedules.schedule import FORMS, make
+from parallel3d.schedules.simulate import Costs, ScheduleError, clock
+from parallel3d.sizes.traffic import transfers
+from parallel3d.topology.layout import Layout
+from tests.unit.measured_machine import MADE, RATE, machine, seconds
+
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256}
+
+
+def config(ranks: int = 1, **keys: object) -> Config:
+    given = {"global_batch_size": 8, "micro_batch_size": 1, "dp": 1} | keys
+    model = ModelConfig(**(MODEL | given.pop("model", {})))  # type: ignore[operator]
+    schedule = given.pop("schedule", "1f1b")
+    made = Config(**given, model=model)  # type: ignore[arg-type]
+    made.schedule.name = schedule  # type: ignore[assignment]
+    return check_config(made, ranks, own_samples=True)
+
+
+def test_a_table_of_powers_is_exact_between_and_beyond_its_points() -> None:
+    def power(m: float, n: float) -> float:
+        return 3e-9 * m**1.0 * n**1.5
+
+    table = Table(((2, 16, 64), (8, 32)), tuple(power(m, n) for m in (2, 16, 64) for n in (8, 32)))
+    for at in ((2, 8), (5, 20), (40, 31), (1000, 900)):
+        assert table(*at) == pytest.approx(power(*at))
+    assert table(1, 4) == pytest.approx(power(2, 8)), "what is so small costs its launch"
+    assert table(0, 8) == 0
+
+
+@pytest.mark.parametrize("bad", [((2, 1), (1e-3, 1e-3)), ((1, 2), (1e-3,)), ((1, 2), (1e-3, -1))])
+def test_a_table_that_is_none_is_refused(bad: tuple[tuple[int, ...], tuple[float, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"axis|times"):
+        Table((bad[0],), bad[1])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_with_a_core_for_each_rank_the_clock_is_the_schedules_own(name: str) -> None:
+    vpp = {"interleaved": 2, "interleaved_zb": 2, "zbv": 2, "v_half": 2}.get(name, 1)
+    schedule = make(name, 3, 6, vpp)
+    stages = schedule.placement.stages
+    costs = Costs(
+        tuple(1.0 + 0.1 * s for s in range(stages)),
+        tuple(1.2 + 0.05 * s for s in range(stages)),
+        (0.8,) * stages,
+    )
+    _, ends = clock(schedule.orders, schedule.placement, costs)
+    apart = shared_clock(schedule.orders, schedule.placement, costs, 1, lambda busy: 1.0)
+    assert apart == pytest.approx(max(end[-1] for end in ends))
+
+
+def test_on_one_core_a_pipeline_takes_the_sum_of_its_work() -> None:
+    schedule = make("1f1b", 4, 8)
+    costs = Costs.even(schedule.placement, 1.0, 1.0, 1.0, hop=0.5)
+    ends = [1.0, 2.0, 3.0, 4.0]
+    alone = shared_clock(schedule.orders, schedule.placement, costs, 2, lambda busy: 1 / busy, ends)
+    # of two replicas; a message has two ends, and 3 boundaries are crossed there and back
+    assert alone == pytest.approx(2 * (4 * 8 * 3 + 8 * 3 * 2 * 0.5 + sum(ends)))
+
+
+def test_two_ranks_on_two_cores_idle_as_alone_and_four_fill_each_others_gaps() -> None:
+    schedule = make("1f1b", 4, 4)
+    costs = Costs.even(schedule.placement)
+    cores = speed_of(machine(), 4, 1.0)
+    shared = shared_clock(schedule.orders, schedule.placement, costs, 1, cores)
+    _, ends = clock(schedule.orders, schedule.placement, costs)
+    apart = max(end[-1] for end in ends)
+    work = 4 * 4 * 3.0
+    assert max(work / 2, apart) < shared < 2 * apart
+
+
+def test_ranks_that_wait_for_each_other_are_no_time() -> None:
+    schedule = make("gpipe", 2, 2)
+    backwards_first = [list(reversed(order)) for order in schedule.orders]
+    with pytest.raises(ScheduleError):
+        shared_clock(
+            backwards_first, schedule.placement, Costs.even(schedule.placement), 1, lambda n: 1.0
+        )
+
+
+def test_a_step_of_products_alone_takes_their_flops() -> None:
+    """Everything else of the machine takes next to no time."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        return seconds(name, at) if name.startswith(("gemm", "together", "threads")) else 1e-12
+
+    made = config(model={"ffn_hidden_size": 1024, "vocab_size": 8000})
+    h, layers = 256, 4
+    weights = layers * 12 * h * h + h * made.model.padded_vocab_size
+    flops = 6.0 * weights * 8 * 256
+    parts = step_parts(made, machine(of, dataclasses.replace(MADE, count=1)))
+    assert parts.core == pytest.approx(flops / RATE, rel=0.01)
+    assert parts.total == pytest.approx(flops / RATE, rel=0.01)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"sp": True}, {"recompute": "full"}, {"sp": True, "recompute": "full"}]
+)
+def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
+    op: str, keys: dict[str, object]
+) -> None:
+    """Against `sizes.traffic`, which tests/distributed/test_traffic.py holds against real runs."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        plain = name.startswith(("together", "threads"))
+        return 1.0 if plain or name.removesuffix(".shared") == op else 1e-12
+
+    made = config(2, tp=2, **keys)
+    none = dict.fromkeys(
+        ("launch.forward", "launch.backward", "launch.action", "launch.step"), 1e-12
+    )
+    calls = step_parts(made, machine(of, **none)).core / 2  # of two ranks
+    sent = [t for t in transfers(made, Layout(tp=2), 0) if t.op == op]
+    activations = sum(t.count for t in sent if t.count >= made.num_microbatches)
+    few = 1 if op == "all_reduce" else 0  # loss and norm; gradients of replicas are not priced
+    assert round(calls) == activations + few
+
+
+def test_recomputation_costs_a_forward_more() -> None:
+    plain, again = (step_parts(config(recompute=kind), machine()).core for kind in ("none", "full"))
+    assert 1.25 < again / plain < 1.4
+
+
+def test_a_gpu_hides_launches_behind_its_kernels_and_a_core_does_not() -> None:
+    slow = {"launch.forward": 1e-5, "launch.backward": 1e-5}
+    gpu = dataclasses.replace(MADE, device="cuda", count=8)
+    for made, hides in ((gpu, True), (MADE, False)):
+        with_, without = (
+            step_parts(config(), machine(made=made, **more)).core for more in (slow, {})
+        )
+        assert (with_ == without) is hides
+
+
+def test_layouts_on_shared_cores_are_told_apart() -> None:
+    here = machine()
+    dp2, tp2, pp2 = (
+        step_parts(config(2, **sizes), here).total
+        for sizes in ({"dp": 2}, {"tp": 2}, {"pp": 2, "global_batch_size": 8})
+    )
+    one = step_parts(config(), here).total
+    assert dp2 < tp2 < 2 * one and dp2 < pp2 < one * 1.3
+    four = step_parts(config(4, dp=4), here).total
+    assert four == pytest.approx(dp2, rel=0.1), "four ranks have no more cores than two"
+
+
+def test_parts_add_up_to_the_step() -> None:
+    parts = step_parts(config(4, pp=2, dp=2, schedule="zb_h1"), machine())
+    assert parts.total == pytest.approx(
+        parts.compute + parts.bubble + parts.messages + parts.gradients + parts.optimizer
+        + parts.fixed
+    )  # fmt: skip
+    assert min(parts.compute, parts.bubble + 1e-9, parts.gradients, parts.optimizer) > 0
+
+
+def test_the_search_holds_what_was_typed_and_takes_no_more_memory_than_there_is() -> None:
+    here, made = machine(), config()
+    sizes = measured_sizes(made, here, 4)
+    choices = list(measured_layouts(sizes, 4, 8, {"tp": 2, "schedule": "zbv"}))
+    assert choices and all(c.tp == 2 and (c.pp == 1 or c.schedule == "zbv") for c in choices)
+    free = list(measured_layouts(sizes, 4, 8, {}))
+    priced = price_measured(free, sizes, made, here)
+    names = {c.schedule for c in free}
+    assert names >= {"1f1b", "zb_h1", "interleaved", "zbv"}
+    assert priced.order and all(priced.fits[i] for i in priced.order)
+    times = [priced.seconds[i] for i in priced.order]
+    assert times[0] <= min(times) * 1.005
+    small = machine(memory_gb=0.9, rank_gb=0.2)
+    tight = price_measured(free, measured_sizes(made, small, 4), made, small)
+    assert len(tight.order) < len(priced.order)
+
+
+def test_a_file_gives_the_machine_again(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text(machine().text())
+    found = read(str(path))
+    assert found.made == MADE
+    for name, table in machine().tables.items():
+        assert found[name].axes == table.axes
+        assert found[name].seconds == pytest.approx(table.seconds, rel=1e-3)
+
+
+def replaced(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: text.replace(old, new, 1)
+
+
+DAMAGED = {
+    "another format": (replaced("parallel3d calibration", "torch"), "must be a file that"),
+    "a later version": (replaced("version: 1", "version: 7"), "has version 7"),
+    "no yaml": (lambda text: "{" + text, "is no file of parallel3d calibrate"),
+    "an object of Python": (lambda text: "a: !!python/object:os.system {}\n" + text, "is no file"),
+    "an alias": (lambda text: "a: &x [1]\nb: *x\n" + text, "aliases are not read"),
+    "a table less": (replaced("gemm.input", "gemm.other"), "is damaged"),
+    "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is no number"),
+    "an endless time": (replaced("rank_gb: 0.2", "rank_gb: .inf"), "positive and finite"),
+    "no count": (replaced("count: 2", "count: 0"), "made.count is below 1"),
+    "a list": (lambda text: "- 1", "must be a file that"),
+    "half of it": (lambda text: text[: len(text) // 2], "is (damaged|no file)"),
+    "too much": (lambda text: text + "#" * (5 << 20), "bytes, more than"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_file_is_refused_in_one_sentence(tmp_path: Path, how: str) -> None:
+    damage, said = DAMAGED[how]
+    path = tmp_path / "here.yaml"
+    path.write_text(damage(machine().text()))
+    with pytest.raises(UserError, match=said) as refused:
+        read(str(path))
+    assert "\n" not in str(refused.value) and "cluster=" in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be read: No such file"):
+        read(str(tmp_path / "none.yaml"))
+
+
+def test_another_device_and_another_type_are_refused() -> None:
+    here = machine()
+    check_device(here, "f.yaml", "cpu", "test", 2)
+    check_type(here, "f.yaml", "fp32")
+    for kind, name, count in (("cuda", None, 1), ("cpu", "other", 2), ("cpu", "test", 4)):
+        with pytest.raises(UserError, match="must be of this device"):
+            check_device(here, "f.yaml", kind, name, count)
+    with pytest.raises(UserError, match="must be fp32, in which"):
+        check_type(here, "f.yaml", "bf16")
