@@ -206,7 +206,7 @@ def _fullest(
                         activations=most + activations + more.get("activations", 0.0),
                         logits=logits,
                         buffers=state.buffers + more.get("buffers", 0.0) + reads,
-                        phase="head and loss" if name == "head" else PHASES[kind],
+                        phase="head and loss" if name in ("head", "cast") else PHASES[kind],
                     )
                 )
     return made
@@ -220,6 +220,7 @@ def _inside(
         found = [("forward", inner + layer.forward, 0.0)]
         if chunk.last:
             found.append(("head", inner + head.states, head.logits))
+            found.append(("cast", inner + head.states, 0.0))
         return found
     received = t.stream if chunk.last else 0.0  # the head has made it and keeps it
     if kind == 1:

@@ -59,8 +59,12 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
     before = reduced if every else 0.0  # counted behind the first backward, and free by then
     head = whole + own - gathered
     wide = item * one if every or once else 0.0  # of the layer, before they are widened
-    found["forward"] = {"parameters": whole + own, "buffers": gathered}
-    found["head"] = {"parameters": head, "buffers": gathered, "activations": 2 * cast}
+    last = float(item * one) if config.zero == 3 or once else 0.0
+    found["forward"] = {"parameters": whole + own, "buffers": last}
+    found["head"] = {"parameters": head, "buffers": last, "activations": 2 * cast}
+    found["cast"] = {"parameters": head, "buffers": last, "activations": 3 * cast}
+    both = first and model.tie_embeddings and cast > 0  # one table: its gradients meet at the end
+    cast = 0.0 if both else cast
     for name, products in (("backward", down), ("products", down + up)):
         found[name] = {
             "parameters": whole + own,
@@ -81,11 +85,11 @@ def sharded(config: Config, parameters: Parameters, layers: int, first: bool) ->
         }
     if config.zero == 2 and not once:  # the last micro-batch has freed what is reduced
         return found
+    table = item * model.hidden_size * model.padded_vocab_size / tp
     scattered = 0.0 if first else reduced / dp
-    alone = first and not model.tie_embeddings  # the table's gradient is one of its own
     found["ends"] = {
         "parameters": 0.0 if once else head,
         "buffers": (scattered + reduced if ends else 0.0) - before,
-        "activations": cast + alone * item * model.hidden_size * model.padded_vocab_size / tp,
+        "activations": cast + (1 + both) * first * table,
     }
     return found

@@ -199,12 +199,18 @@ def _pipeline(page: Page) -> str:
         return ""
     choice = page.priced.choices[page.best]
     count = page.config.global_batch_size // (choice.dp * choice.micro_batch)
-    all_of = "all" if shown == count else f"{shown} of the {count}"
+    drawn = f"Drawn: all {count} micro-batches, without messages."
+    if shown < count:
+        parts = parts_of(page.priced, page.best)
+        idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
+        drawn = (
+            f"Drawn: {shown} of the {count} micro-batches, without messages. In the whole step "
+            f"the middle goes on as it is, and {100 * idle:.1f} % is idle."
+        )
     return (
-        "<section><h2>The pipeline in time</h2><p class='soft'>A row is a stage, a box a "
-        f"micro-batch, white is idle. Drawn: {all_of} micro-batches, without messages; with more "
-        f"the middle goes on and the idle share falls.</p><div class='paper'>{svg}</div>"
-        "</section>"
+        "<section><h2>The pipeline in time</h2><p class='soft'>A row is a rank of the pipeline, a "
+        f"box a micro-batch with its number, white is idle. {drawn}</p>"
+        f"<div class='paper'>{svg}</div></section>"
     )
 
 

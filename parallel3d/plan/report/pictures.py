@@ -11,13 +11,14 @@ from parallel3d.topology.map.report import MADE_BY, Report, make_report, picture
 from parallel3d.topology.map.report_facts import facts_of
 
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # of forward, input's and weights' gradient (schedule.costs)
-MOST = 32  # micro-batches that are drawn
+BOXES = 7900  # that are drawn with their names
 
 
 def timeline(config: Config, seconds: float) -> tuple[str, int]:
     """The pipeline of a layout as SVG, and the micro-batches that it shows: as many as show how it
     fills, runs and drains. `seconds`: of a micro-batch on the busiest rank."""
-    shown = min(config.num_microbatches, max(2 * config.pp, 8), max(MOST, config.pp))
+    most = max(BOXES // (3 * config.pp * config.vpp), config.pp)
+    shown = min(config.num_microbatches, max(3 * config.pp, 8), most)
     schedule = make(config.schedule.name, config.pp, shown, config.vpp)
     drawn = time_orders(schedule.orders, schedule.placement, _costs(config, schedule, seconds))
     title = f"{config.schedule.name}, {config.pp} ranks, {shown} micro-batches"

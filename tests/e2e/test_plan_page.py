@@ -1,0 +1,104 @@
+"""`parallel3d plan … plan.html=FILE`: one page that stands alone and says what the table says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import Shell
+from tests.e2e.here import answer
+
+WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
+ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1")  # few layouts
+EMPTY = {"meta", "link", "br", "rect", "line", "path", "circle"}
+
+
+class Reader(HTMLParser):
+    """Tags must close in order; links, scripts and the texts of titles and cells are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.outside: list[str] = []
+        self.tables = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "xlink:href")]
+        self.outside += [tag] if tag in ("script", "link", "iframe") else []
+        self.tables += tag == "table"
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] in (["h1"], ["h2"]):
+            self.headings.append(data)
+
+
+@pytest.fixture
+def page(shell: Shell, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """(the page, what was printed)."""
+    ended = answer(shell, capfd, "plan", *ASKED, "plan.html=plan.html")
+    assert (ended.code, ended.err) == (0, "")
+    return (shell.cwd / "plan.html").read_text(), ended.out
+
+
+def test_one_page_that_needs_nothing_else(page: tuple[str, str]) -> None:
+    html, printed = page
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == [] and reader.outside == []
+    assert "@import" not in html and "url(" not in html
+    wanted = ("The best layout", "Why it is the best", "best layouts", "time goes", "in time")
+    wanted += ("Memory along", "Where the ranks sit")
+    assert all(any(words in heading for heading in reader.headings) for words in wanted)
+    assert html.count("<svg") == 2 and reader.tables == 4
+    assert "prefers-color-scheme:dark" in html
+    command = re.search(r"parallel3d train … .*", printed)
+    assert command is not None and command[0] in html
+    parts = re.search(r"class='big'>.*?class='bar'>(.*?)</div>", html, re.S)
+    assert parts is not None
+    widths = [float(w) for w in re.findall(r"width:([\d.]+)%", parts[1])]
+    assert sum(widths) == pytest.approx(100, abs=0.2)
+
+
+def test_a_page_of_its_own_is_written_anew_and_no_other_file(
+    shell: Shell, capfd: pytest.CaptureFixture[str], page: tuple[str, str]
+) -> None:
+    again = answer(shell, capfd, "plan", *ASKED, "plan.html=plan.html")
+    assert again.code == 0 and (shell.cwd / "plan.html").read_text() == page[0]
+    (shell.cwd / "mine.html").write_text("<p>mine</p>")
+    for path, said in (
+        ("mine.html", "was not written by parallel3d plan"),
+        ("nowhere/plan.html", "the folder nowhere does not exist"),
+        (".", "is a folder"),
+    ):
+        ended = answer(shell, capfd, "plan", *ASKED, f"plan.html={path}")
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err.count("\n") == 1 and said in ended.err
+    assert (shell.cwd / "mine.html").read_text() == "<p>mine</p>"
+
+
+def test_a_browser_reads_it_as_it_is_written(page: tuple[str, str], tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser here")
+    file = tmp_path / "plan.html"
+    file.write_text(page[0])
+    done = subprocess.run(
+        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+         "--dump-dom", file.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for tag in ("section", "table", "tr", "td", "svg", "dl", "pre"):
+        assert done.stdout.count(f"<{tag}") == page[0].count(f"<{tag}"), tag

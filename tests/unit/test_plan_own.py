@@ -1,0 +1,131 @@
+"""What the planner says of parallel3d's own code: by arithmetic, and as dry runs play it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan_dryrun import NAMES, configured, off, sample
+from parallel3d.plan.own.launches import launches
+from parallel3d.plan.own.layer import layer_bytes, tensors
+from parallel3d.plan.own.memory import held
+from parallel3d.plan.own.moments import few, moments
+from parallel3d.plan.own.table import fullest
+from parallel3d.schedules.schedule import make
+from parallel3d.sizes.flops import parameter_count
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
+PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
+
+# One of each kind: presets, tp with and without sp, every schedule, every stage of zero, recompute.
+PLAYED = (
+    {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
+     "global_batch_size": 4, "recompute": "full"},
+    {"model": "qwen3_8b", "layers": 8, "pp": 4, "dp": 2, "zero": 1, "schedule": "zb_h1", "tp": 2,
+     "sp": True, "micro_batch_size": 1, "global_batch_size": 10, "rank": 4},
+    {"model": "llama3_70b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "interleaved",
+     "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4, "recompute": "selective"},
+    {"model": "llama3_8b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "zbv",
+     "micro_batch_size": 1, "global_batch_size": 4, "rank": 1},
+    {"model": "llama3_8b", "layers": 4, "dp": 8, "zero": 3, "micro_batch_size": 1,
+     "global_batch_size": 16},
+    {"model": "gpt3_175b", "layers": 2, "tp": 4, "dp": 8, "zero": 2, "micro_batch_size": 1,
+     "global_batch_size": 16},
+)  # fmt: skip
+
+
+def test_dry_runs_play_what_is_said_within_three_per_cent() -> None:
+    """In a process of its own: the pretended device is enabled once and for all of it."""
+    words = [word for case in PLAYED for word in ("--case", json.dumps(case))]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.plan_dryrun", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(PLAYED) + 1
+    assert all(f"{name}: median" in done.stdout for name in NAMES)
+
+
+def test_state_and_activations_by_hand() -> None:
+    """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 40.20 GB of activations."""
+    found, count = held(configured(ONE), 0), parameter_count(configured(ONE).model)
+    state = found.parameters + found.gradients + found.masters + found.optimizer
+    assert state == 18 * count
+    assert found.activations == pytest.approx(40.20e9, rel=1e-3)
+    assert found.total == pytest.approx(64.55e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
+def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
+    seen = [moments(name, 4, 1, 12, rank) for rank in range(4)]
+    most = [int((m.live + m.put_off).sum(axis=1).max()) for m in seen]
+    assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
+    assert name != "1f1b" or most == [4, 3, 2, 1]
+    assert any(m.put_off.any() for m in seen) == (name == "zb_h1")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
+def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
+    vpp = 1 if name in ("1f1b", "zb_h1") else 2
+    assert few(name, 4, 64) < 64
+    all_of = make(name, 4, 64, vpp).orders[0]
+    live, most = 0, 0
+    for step in all_of:
+        live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
+        most = max(most, live)
+    seen = moments(name, 4, vpp, 64, 0)
+    counted = seen.live.sum(axis=1) + seen.put_off.sum(axis=1) + (seen.kind == 0)
+    assert int(counted.max()) == most
+
+
+def test_recomputation_keeps_less_and_full_least() -> None:
+    t = tensors(configured(ONE))
+    kept = [layer_bytes(t, how).kept for how in ("full", "selective", "none")]
+    assert kept == sorted(kept) and kept[0] < kept[1] < kept[2]
+    assert layer_bytes(t, "full").again > 0 == layer_bytes(t, "none").again
+
+
+def test_zero_cuts_what_it_says() -> None:
+    base = PIPELINE | {"pp": 1, "dp": 8, "global_batch_size": 16}
+    none, one, three = (held(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
+    assert one.optimizer == pytest.approx(none.optimizer / 8)
+    assert one.gradients == none.gradients
+    assert three.gradients == pytest.approx(none.gradients / 8)
+    assert three.parameters < none.parameters
+
+
+def test_the_fullest_rank_is_the_fullest_of_all() -> None:
+    for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
+        config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
+        index, most = fullest(config)
+        everyone = [held(config, i).total for i in range(4)]
+        assert most.total == max(everyone) == everyone[index]
+
+
+def test_launches_grow_by_a_micro_batch_as_the_first_ones_do() -> None:
+    counts = []
+    for batch in (16, 17, 18):
+        config = configured(PIPELINE | {"global_batch_size": batch})
+        counts.append(sum(launches(config, 1).values()))
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+
+
+def test_equal_seeds_sample_equal_cases_and_errors_have_a_sign() -> None:
+    first, again = sample(3, 2), sample(3, 2)
+    assert [next(first) for _ in range(3)] == [next(again) for _ in range(3)]
+    assert off(100.0, 103.0) == pytest.approx(3) and off(100.0, 97.0) == pytest.approx(-3)
+    assert off(0.0, 0.0) == 0 and off(0.0, 1.0) == float("inf")
+
+
+def test_a_wrong_formula_is_told() -> None:
+    """The comparison of the first test can fail: a layer that keeps nothing would."""
+    config = configured(PIPELINE)
+    layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))
+    assert abs(off(held(config, 0).total, held(layers, 0).total)) > 3
