@@ -36,8 +36,9 @@ KEEP = 0.98  # of the running means, a step: they reach back over about 50
 
 class Noise(NamedTuple):
     """What a step tells. scale: tr(Σ)/|G|² in sequences, of the running means of both; None where
-    that of |G|² is not positive, which happens while noise rules. trace, signal: this step's
-    estimates of tr(Σ), for a batch of one sequence, and of |G|²; either may be negative."""
+    either is not positive, which happens in the first steps and while noise rules. trace, signal:
+    this step's estimates of tr(Σ), for a batch of one sequence, and of |G|²; a single one errs by
+    its own size and more, also below zero."""
 
     scale: float | None
     trace: float
@@ -128,7 +129,10 @@ class NoiseScale:
 
     def __init__(self, batch: int, parts: int, norms: PartialNorms | None) -> None:
         self.batch, self.parts, self.norms = batch, parts, norms
-        self.trace = self.signal = 0.0  # running means, both too small by the same factor at first
+        # Running means of both estimates over the squared norm of their step, or the first steps,
+        # whose gradients are ten times as long, would outvote the next hundred. Both begin at zero,
+        # which leaves their quotient alone.
+        self.trace = self.signal = 0.0
         self.last: Noise | None = None
 
     @classmethod
@@ -152,7 +156,7 @@ class NoiseScale:
         return cls(config.global_batch_size, parts, norms)
 
     def squares(self) -> list[Tensor]:
-        """What this rank adds to the two numbers that `update` wants; nothing where not measured."""
+        """What this rank adds to the two numbers of `update`; nothing where not measured."""
         return [] if self.norms is None else [self.norms.squares()]
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
@@ -161,10 +165,11 @@ class NoiseScale:
         Args:
             squares: sums over all ranks. First, Σ over the replicas of the squared norms of their
                 gradients, or the squared norm of the first micro-batch's; second, that of the whole
-                batch's gradient. Each gradient is a sum over its own tokens, over the tokens of all.
+                batch's gradient. Each gradient is a sum over its own tokens, divided by the tokens
+                of all.
             loss_scale: in the gradients.
         """
-        if self.norms is None or not math.isfinite(sum(squares)):
+        if self.norms is None or not math.isfinite(sum(squares)) or squares[1] == 0:
             return
         part, whole = (square / loss_scale**2 for square in squares)
         n = self.parts
@@ -172,9 +177,9 @@ class NoiseScale:
         small = n * part if self.norms.by_replicas else n * n * part
         trace = self.batch * (small - whole) / (n - 1)
         signal = (n * whole - small) / (n - 1)
-        self.trace += (1 - KEEP) * (trace - self.trace)
-        self.signal += (1 - KEEP) * (signal - self.signal)
-        scale = self.trace / self.signal if self.signal > 0 else None
+        self.trace += (1 - KEEP) * (trace / whole - self.trace)
+        self.signal += (1 - KEEP) * (signal / whole - self.signal)
+        scale = self.trace / self.signal if min(self.trace, self.signal) > 0 else None
         self.last = Noise(scale, trace, signal)
 
     def progress(self) -> dict[str, float]:

@@ -295,7 +295,6 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """trainer.py: loss, token count, squared gradient norm and whether to stop, and the two squared
-    norms of the noise scale."""
+    """trainer.py: loss, tokens, squared norm, whether to stop; the two norms of the noise scale."""
     numbers = 6 if rank.config.train.noise_scale else 4
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -42,7 +42,9 @@ def column_backward(
     """
     rows = grad.flatten(0, -2)
     if sp is not None and waiting_jobs(weight) is not None:
-        grad_x, reducing = collectives.reduce_scatter_async(sequence_first(product(grad, weight)), group)
+        grad_x, reducing = collectives.reduce_scatter_async(
+            sequence_first(product(grad, weight)), group
+        )
         add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
         reducing.wait()
         return grad_x.transpose(0, 1).contiguous(), None

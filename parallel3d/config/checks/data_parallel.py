@@ -31,8 +31,8 @@ def _check_noise_scale(config: Config, dp: int) -> None:
     if config.global_batch_size == config.micro_batch_size:
         raise UserError(
             f"{asked} must have two parts of a batch to compare, replicas or micro-batches, but "
-            f"dp=1 and global_batch_size={config.global_batch_size} is one micro-batch; the nearest "
-            f"is global_batch_size={2 * config.micro_batch_size}."
+            f"dp=1 and global_batch_size={config.global_batch_size} is one micro-batch; the "
+            f"nearest is global_batch_size={2 * config.micro_batch_size}."
         )
 
 
