@@ -22,8 +22,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.batch_sizes_picture import Line, picture
+
 SEQUENCE = 256  # tokens of a sample of the default model
 TOKENS = {8: 250, 16: 250, 32: 300, 64: 350, 128: 500, 256: 700, 512: 1300}  # thousands, by batch
+
+
+LOSSES = (3.4, 3.2, 3.0)  # nats a byte that the runs are compared at
+NEAR = 0.15  # of such a loss: where the noise scale is read
 
 
 class Run(NamedTuple):
@@ -54,19 +60,6 @@ class Run(NamedTuple):
                 share = (curve[i - 1] - loss) / (curve[i - 1] - curve[i])
                 return tokens[i - 1] + share * (tokens[i] - tokens[i - 1])
         return None
-
-    def noise_scale(self, first: float, last: float) -> float | None:
-        """Sequences, from the steps in a range of tokens, each by its own squared norm."""
-        traces, signals = [], []
-        rows = zip(self.tokens, self.traces, self.signals, strict=True)
-        for tokens, trace, signal in rows:
-            if first <= tokens <= last:
-                square = signal + trace / self.batch  # of the whole batch's gradient
-                traces.append(trace / square)
-                signals.append(signal / square)
-        if not signals or sum(signals) <= 0:
-            return None
-        return sum(traces) / sum(signals)
 
 
 def rate(batch: int) -> float:
@@ -120,8 +113,71 @@ def main() -> None:
     show([read(args.runs / f"batch-{batch}") for batch in args.batches], args.svg)
 
 
+class Fit(NamedTuple):
+    """Tokens to a loss as least · (1 + batch / critical) (McCandlish et al. 2018, §2.3)."""
+
+    least: float
+    critical: float
+
+    def tokens(self, batch: float) -> float:
+        return self.least * (1 + batch / self.critical)
+
+
+def fitted(reached: dict[int, float]) -> Fit:
+    """By least squares of the logarithms, over a fine grid of critical batches."""
+
+    def at(critical: float) -> tuple[float, Fit]:
+        logs = [math.log(t / (1 + b / critical)) for b, t in reached.items()]
+        mean = statistics.fmean(logs)
+        return sum((log - mean) ** 2 for log in logs), Fit(math.exp(mean), critical)
+
+    return min(at(2 ** (i / 20)) for i in range(-40, 220))[1]
+
+
 def show(runs: list[Run], svg: Path | None) -> None:
-    raise NotImplementedError
+    """Prints both tables, and draws."""
+    heads = " | ".join(f"k tokens to {loss}" for loss in LOSSES)
+    print(f"| batch | learning rate | steps | last loss | {heads} |\n|{'---|' * (4 + len(LOSSES))}")
+    for run in runs:
+        found = (run.reaches(loss) for loss in LOSSES)
+        cells = " | ".join("" if t is None else f"{t / 1000:.0f}" for t in found)
+        last = run.smooth()[-1]
+        print(f"| {run.batch} | {rate(run.batch):.2g} | {len(run.losses)} | {last:.2f} | {cells} |")
+    print("\n| loss | least k tokens | least steps | critical batch, fitted | noise scale there |")
+    print("|---|---|---|---|---|")
+    reached, fits, scales = [], [], []
+    for loss in LOSSES:
+        points = {run.batch: t for run in runs if (t := run.reaches(loss)) is not None}
+        if len(points) < 4:
+            continue
+        fit = fitted(points)
+        seen = around(runs, loss)
+        scales += [] if seen is None else [seen]
+        steps = fit.least / fit.critical / SEQUENCE
+        words = "" if seen is None else f"{seen:.1f}"
+        print(f"| {loss} | {fit.least / 1000:.0f} | {steps:.0f} | {fit.critical:.1f} | {words} |")
+        reached.append(Line(f"loss {loss}", [(b, t / 1000) for b, t in points.items()]))
+        batches = [6 * 1.05**i for i in range(98)]
+        fits.append(Line("", [(b, fit.tokens(b) / 1000) for b in batches]))
+    if svg is not None:
+        curves = []
+        for run in runs:
+            points = zip(run.tokens, run.smooth(), strict=True)
+            curves.append(Line(f"{run.batch}", [(t / 1000, loss) for t, loss in points if t]))
+        svg.write_text(picture(curves, reached, fits, (min(scales), max(scales))))
+
+
+def around(runs: list[Run], loss: float) -> float | None:
+    """The noise scale of the steps in which a run's loss was near `loss`, of all runs
+    together: Σ trace / Σ signal, each over the squared norm of its step."""
+    traces = signals = 0.0
+    for run in runs:
+        rows = zip(run.smooth(), run.traces, run.signals, strict=True)
+        for at, trace, signal in rows:
+            if abs(at - loss) < NEAR:
+                square = signal + trace / run.batch
+                traces, signals = traces + trace / square, signals + signal / square
+    return traces / signals if min(traces, signals) > 0 else None
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ OTHERWISE = {
 # What the launch leaves to the defaults of that code (megatron/arguments.py of the commit).
 DEFAULTS = {
     "--ffn-hidden-size": 4096,  # four times the hidden size
-    "--kv-channels": 64,  # hidden size / heads
+    "--kv-channels": None,  # hidden size / heads
     "--make-vocab-size-divisible-by": 128,
     "--hidden-dropout": 0.1,
     "--init-method-std": 0.02,
