@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory_in_all parallel3d train tp=2 pp=2 …
 
-Sums Pss over the process tree, in which pages that several processes share count once, every half a
-second; prints at the end the largest sum, and what each process held then. Linux only.
+Sums Pss over the process tree, in which pages that several processes share count once, every five
+seconds; prints at the end the largest sum, and what each process held then. Linux only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-PERIOD_S = 0.5
+PERIOD_S = 5.0  # to add up the pages of a large process takes a while, and holds it up
 
 
 def children(pid: int) -> list[int]:
