@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests: ./launch/test.sh, or with pytest's arguments: ./launch/test.sh tests/unit -k layout
-# All of them are shared by two processes (tests/conftest.py says how), a choice runs in one.
+# All of them are shared by three processes (tests/conftest.py says how), a choice runs in one.
 # The first start makes .venv beside this folder. Works from any directory.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 case " $*" in
 *" tests"* | *" -k"* | *" -n"*) ;;
-*) set -- -n 2 "$@" ;;
+*) set -- -n 3 "$@" ;;
 esac
 exec "$VENV/bin/python" -m pytest -q "$@"

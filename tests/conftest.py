@@ -27,8 +27,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How two processes share the tests (`-n 2`): each file goes to whoever is free, but those of
-    real ranks stay together, for they share a pool, and so do commands, whose ranks are many."""
+    """How three processes share the tests (`-n 3`): each file goes to whoever is free, but those of
+    real ranks stay together, for they share a pool, and so do commands, whose ranks are many and
+    which often wait for a clock: three fill two cores."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Folders(LoadScopeScheduling):

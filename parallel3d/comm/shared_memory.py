@@ -31,7 +31,9 @@ from parallel3d.comm.exchange import all_gather_json
 CPU = torch.device("cpu")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
-SPIN_S = 100e-6  # peers that compute the same arrive together: look for a while before sleeping
+# Peers that compute the same arrive together: look for a while before sleeping. Where ranks wait
+# for each other's cores, looking would only keep one from its peer.
+SPIN_S = 100e-6
 
 
 class _Timespec(ctypes.Structure):
@@ -71,6 +73,7 @@ class SharedMemory:
     semaphores: int
     length: int
     timeout_s: float
+    spin_s: float = SPIN_S
     libc: ctypes.CDLL = field(default_factory=_libc)
 
     def __post_init__(self) -> None:
@@ -106,7 +109,7 @@ class SharedMemory:
         semaphore = self._semaphore(number)
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
-            if time.perf_counter() - start > SPIN_S:
+            if time.perf_counter() - start >= self.spin_s:
                 break
             os.sched_yield()
         else:
@@ -175,7 +178,8 @@ def open_shared_memory(
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, index)
     attached = all_gather_json(descriptor >= 0, handle, CPU)
     if all(attached):
-        return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s)
+        spin_s = SPIN_S if dist.get_world_size() <= (os.cpu_count() or 1) else 0.0
+        return SharedMemory(index, size, descriptor, len(semaphores), length, timeout_s, spin_s)
     if descriptor >= 0:
         os.close(descriptor)
     return None
