@@ -28,7 +28,7 @@ SEQUENCE = 256  # tokens of a sample of the default model
 TOKENS = {8: 250, 16: 250, 32: 300, 64: 350, 128: 500, 256: 700, 512: 1300}  # thousands, by batch
 
 
-LOSSES = (3.4, 3.2, 3.0)  # nats a byte that the runs are compared at
+LOSSES = (3.4, 3.2, 3.0, 2.6)  # nats a byte that the runs are compared at
 NEAR = 0.15  # of such a loss: where the noise scale is read
 
 
@@ -148,13 +148,14 @@ def show(runs: list[Run], svg: Path | None) -> None:
     reached, fits, scales = [], [], []
     for loss in LOSSES:
         points = {run.batch: t for run in runs if (t := run.reaches(loss)) is not None}
+        seen = around(runs, loss)
+        words = "" if seen is None else f"{seen:.1f}"
         if len(points) < 4:
+            print(f"| {loss} | | | | {words} |")
             continue
         fit = fitted(points)
-        seen = around(runs, loss)
         scales += [] if seen is None else [seen]
         steps = fit.least / fit.critical / SEQUENCE
-        words = "" if seen is None else f"{seen:.1f}"
         print(f"| {loss} | {fit.least / 1000:.0f} | {steps:.0f} | {fit.critical:.1f} | {words} |")
         reached.append(Line(f"loss {loss}", [(b, t / 1000) for b, t in points.items()]))
         batches = [6 * 1.05**i for i in range(98)]

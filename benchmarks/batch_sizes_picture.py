@@ -77,13 +77,13 @@ def picture(
             f'<rect x="396" y="{TOP + 8 + 17 * i}" width="18" height="3" fill="{COLOURS[i]}"/>'
         )
         parts.append(text(420, TOP + 13 + 17 * i, line.name, 11))
-    x, y = Axis(6, 700, 560, 920), Axis(20, 1500, BOTTOM, TOP)
+    x, y = Axis(6, 700, 560, 920), Axis(10, 1500, BOTTOM, TOP)
     low, high = (x.at(min(max(b, x.low), x.high)) for b in predicted)
     parts.append(
         f'<rect x="{low:.1f}" y="{TOP}" width="{max(high - low, 2):.1f}" height="{BOTTOM - TOP}" '
         'fill="#ffe8cc"/>'
     )
-    parts += grid(x, y, (8, 16, 32, 64, 128, 256, 512), (20, 50, 100, 200, 500, 1000))
+    parts += grid(x, y, (8, 16, 32, 64, 128, 256, 512), (10, 20, 50, 100, 200, 500, 1000))
     parts.append(text(560, 30, "thousands of tokens to a loss, by global batch", 14))
     parts.append(text(low + 4, TOP + 14, "noise scale seen", 11))
     for i, (line, fit) in enumerate(zip(reached, fits, strict=True)):
