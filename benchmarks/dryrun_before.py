@@ -47,7 +47,7 @@ def norm_in_pieces() -> Iterator[None]:
         plain(self, *args)
 
     with (
-        patch.object(optimizer, "_sum_of_squares", sum_of_squares),
+        patch.object(optimizer, "sum_of_squares", sum_of_squares),
         patch.object(Optimizer, "step", step),
     ):
         yield

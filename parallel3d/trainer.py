@@ -27,12 +27,8 @@ from parallel3d.data.corpora.reading import sources_of
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data_parallel.engine import data_parallel_engine
 from parallel3d.data_parallel.measured_order import in_measured_order
-from parallel3d.device.precision import (
-    LossScale,
-    compute_dtype,
-    set_determinism,
-    set_matmul_precision,
-)
+from parallel3d.data_parallel.noise_scale import Noise, NoiseScale
+from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
 from parallel3d.models.transformer import BuildContext, compile_blocks, stages_of_rank
 from parallel3d.optim.lr_schedule import learning_rate
@@ -60,6 +56,7 @@ class StepResult(NamedTuple):
     loss: mean over the unmasked tokens of the global batch, in nats. grad_norm: before clipping.
     tokens: tokens read, masked ones included. skipped: the gradients were not finite, and the
     parameters stay as they were. stop: some rank was asked to end the run (`stop_requested`).
+    noise: what the gradients say of the batch size, with `train.noise_scale`.
     """
 
     step: int
@@ -69,6 +66,7 @@ class StepResult(NamedTuple):
     tokens: int
     skipped: bool = False
     stop: bool = False
+    noise: Noise | None = None
 
 
 @dataclass
@@ -100,9 +98,7 @@ class Trainer:
         self.groups = with_clock(self.groups, self.clock)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
-        set_matmul_precision(config.precision)
-        if config.deterministic:
-            set_determinism(self.device)
+        set_numerics(config.precision, self.device, config.deterministic)
         self.loss_scale = LossScale(config.precision)
         self.steps_done = 0
         self.consumed_samples = 0
@@ -125,6 +121,7 @@ class Trainer:
             config, self.stages, initializer, self.dtype, groups, tied
         )
         self.parameters = self.data_parallel.parameters
+        self.noise = NoiseScale.of_run(config, self.data_parallel, groups, self.tied_name)
         for stage in self.stages:
             stage.before_use = self.data_parallel.wait_for
         if config.compile:
@@ -192,8 +189,6 @@ class Trainer:
         sum_shared_gradients(self.data_parallel.segments, self.groups.tp)
         if self.tied_name is not None:
             table = self.data_parallel.tied_gradient(self.tied_name)
-            met = torch.zeros(1, dtype=torch.float64, device=self.device)
-            collectives.all_reduce_few(met, self.groups.embedding)  # waiting, told from the sum
             sum_tied_gradients(table, self.groups.embedding)
         loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
@@ -210,7 +205,8 @@ class Trainer:
         self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
         self.consumed_samples += self.config.global_batch_size
-        return StepResult(step + 1, loss, grad_norm, lr, self.tokens_per_step, not finite, stop)
+        figures = (loss, grad_norm, lr, self.tokens_per_step)
+        return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 
     def evaluate(self, part: str | None = None) -> float:
         """Mean loss over `train.eval_batches` global batches of held-out samples; collective.
@@ -257,10 +253,12 @@ class Trainer:
             squared = squared * 0.0  # the others too where theirs is not finite
         # By a kernel: a number copied from the host would be waited for.
         stop = torch.full_like(squared, float(self.stop_requested))
-        sums = torch.cat((self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop))))
+        own = (self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
+        sums = torch.cat((*own, *self.noise.squares()))
         collectives.all_reduce_few(sums, self.groups.world)
         with blocking(self.groups.world):
-            loss, count, square, stops = sums.tolist()
+            loss, count, square, stops, *squares = sums.tolist()
+        self.noise.update(squares, self.loss_scale.scale)
         return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
 
     def parameter_slices(self) -> list[ParameterSlice]:
@@ -276,6 +274,7 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "updates": self.optimizer.updates,
             **self.loss_scale.progress(),
+            **self.noise.progress(),
         }
 
     def restore(self, progress: dict[str, int | float]) -> None:
@@ -287,6 +286,7 @@ class Trainer:
         self.consumed_samples = int(progress["consumed_samples"])
         self.optimizer.restore(int(progress["updates"]))
         self.loss_scale.restore(progress)
+        self.noise.restore(progress)
         self.data_parallel.publish()
         self.data_parallel.wait_for_all()
 

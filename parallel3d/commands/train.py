@@ -199,6 +199,7 @@ def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, second
         loss_scale=trainer.progress()["loss_scale"] if is_fp16 else None,
         times=trainer.clock.last,
         memory=peak_memory(trainer.device),
+        noise=None if result.noise is None else result.noise._asdict(),
     )
 
 

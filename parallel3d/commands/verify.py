@@ -23,7 +23,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
-from parallel3d.config.schema import Config, OptimConfig
+from parallel3d.config.schema import Config, OptimConfig, PrecisionConfig
 from parallel3d.data.corpora.blend import Blend
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.corpus import open_corpus
@@ -132,10 +132,15 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
                     config,
                     train=train,
                     optim=optim,
-                    precision=dataclasses.replace(config.precision, name=precision),
+                    precision=in_type(config.precision, precision),
                 ),
                 EXACT if precision == "fp64" else tolerance,
             )
+
+
+def in_type(own: PrecisionConfig, name: str) -> PrecisionConfig:
+    """The run's own precision, or another type, whose loss is not in half precision."""
+    return own if name == own.name else dataclasses.replace(own, name=name, lm_cross_entropy="fp32")
 
 
 def compare(

@@ -233,7 +233,8 @@ class PrecisionConfig:
     )
     lm_cross_entropy: str = key(
         "fp32",
-        "type of the loss",
+        "type in which the training loss is made of the logits: fp32, or (fp16) each logit, "
+        "exponential, sum and loss rounded to fp16, with precision=fp16; held-out losses are fp32",
         choices=("fp32", "fp16"),
         megatron="--fp16-lm-cross-entropy",
         differs="--fp16-lm-cross-entropy is precision.lm_cross_entropy=fp16",

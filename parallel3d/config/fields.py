@@ -56,9 +56,6 @@ def _is(value: Any) -> Callable[[Any], bool]:
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
-    "precision.lm_cross_entropy=fp16": NotYet(
-        "precision.lm_cross_entropy", _is("fp16"), "precision.lm_cross_entropy=fp32 works"
-    ),
 }
 
 

@@ -26,6 +26,7 @@ FREE = (
         "train.progress",
         "train.log_every",
         "train.save_weights",
+        "train.noise_scale",
         "loss.chunk_tokens",
     ),
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "checkpoint."),

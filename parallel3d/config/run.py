@@ -115,6 +115,11 @@ class TrainConfig:
         megatron="--log-interval",
     )
     progress: bool = key(True, "progress bar (on a terminal)")
+    noise_scale: bool = key(
+        False,
+        "measure the gradient noise scale (McCandlish et al. 2018), the batch beyond which a "
+        "larger one saves few steps: from the gradients of replicas, with dp=1 of micro-batches",
+    )
     save_weights: bool = key(
         False, "write the first and the last weights, unsharded, as safetensors (small models)"
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -31,6 +32,14 @@ The default is `collectives.all_reduce_bucket`; a hook may compress or reduce hi
 """
 
 
+class Watcher(Protocol):
+    """Sees gradients before they are reduced."""
+
+    def start_step(self) -> None: ...
+    def added(self, name: str, times: int) -> None: ...
+    def full(self, bucket: Bucket) -> None: ...
+
+
 class Reducer:
     """Watches gradients arrive and reduces full buckets.
 
@@ -42,6 +51,7 @@ class Reducer:
 
     Attributes:
         arrivals: names in the order in which the last step's gradients were complete.
+        watcher: is told of gradients before they are reduced.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class Reducer:
         self.missing: list[dict[str, int]] = []
         self.works: list[Work] = []
         self.arrivals: list[str] = []
+        self.watcher: Watcher | None = None
         self.use(buckets, comm_hook)
         for bucket in buckets:
             for name, parameter in bucket.params.items():
@@ -97,6 +108,8 @@ class Reducer:
         }
         self.missing = [{n: self.expected[n] for n in b.params} for b in self.buckets]
         self.works, self.arrivals = [], []
+        if self.watcher is not None:
+            self.watcher.start_step()
         self.running = True
 
     def _arrived(self, name: str) -> None:
@@ -104,6 +117,8 @@ class Reducer:
         if name not in waiting:
             raise RuntimeError(f"{name}: its gradient came once more than the forward used it")
         waiting[name] -= 1
+        if self.watcher is not None:
+            self.watcher.added(name, self.expected[name] - waiting[name])
         if waiting[name] == 0:
             del waiting[name]
             self.arrivals.append(name)
@@ -116,6 +131,8 @@ class Reducer:
 
     def _reduce_next(self) -> None:
         bucket = self.buckets[len(self.works)]
+        if self.watcher is not None:
+            self.watcher.full(bucket)
         work = collectives.Done()
         if self.group.size > 1:
             with self.clock.within("dp"):  # a hook may do more than communicate

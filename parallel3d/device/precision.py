@@ -30,6 +30,13 @@ def set_matmul_precision(precision: PrecisionConfig) -> None:
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
 
 
+def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic: bool) -> None:
+    """What this process computes with from here on, as far as it is one state of the process."""
+    set_matmul_precision(precision)
+    if deterministic:
+        set_determinism(device)
+
+
 def set_determinism(device: torch.device) -> None:
     """Has this process compute the same bits from the same inputs, whatever runs beside it.
 

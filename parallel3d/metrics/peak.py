@@ -16,6 +16,7 @@ import torch
 
 from parallel3d.device import accelerator
 from parallel3d.device.precision import COMPUTE
+from parallel3d.device.products import is_widened, product
 from parallel3d.metrics.text import si
 
 TERA = 1e12
@@ -175,7 +176,10 @@ def _time(a: torch.Tensor, out: torch.Tensor) -> float:
     """Seconds of one a @ a, waiting for the device on both sides."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
-    torch.mm(a, a, out=out)
+    if is_widened(a):
+        product(a, a)
+    else:
+        torch.mm(a, a, out=out)
     accelerator.synchronize(a.device)
     return time.perf_counter() - start
 

@@ -135,6 +135,8 @@ class Bar:
         ]
         if record.loss_scale is not None:
             parts.insert(1, ("scale", f"{record.loss_scale:g}", ""))
+        if record.noise_scale is not None:
+            parts.insert(-2, ("noise", f"{record.noise_scale:.3g}", ""))
         if self._skipped:
             parts.insert(1, ("skipped", f"{self._skipped:,}", "bold red" if record.skipped else ""))
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -182,6 +184,7 @@ class Lines:
             f"grad {record.grad_norm:#8.3g}  lr {record.lr:.2e}  "
             f"{si(record.tokens_per_s):>6} tok/s  MFU {percent(record.mfu):>6}  left {left:>7}"
             + (f"  scale {record.loss_scale:g}" if record.loss_scale is not None else "")
+            + (f"  noise {record.noise_scale:.3g}" if record.noise_scale is not None else "")
             + ("  SKIPPED: gradients not finite" if record.skipped else "")
         )
 

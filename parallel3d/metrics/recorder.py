@@ -24,12 +24,7 @@ from parallel3d.metrics.memory import summary_of as memory_summary_of
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console, make_progress, say
 from parallel3d.metrics.provenance import Provenance
-from parallel3d.metrics.records import (
-    Evaluation,
-    StepRecord,
-    Throughput,
-    is_whole,
-)
+from parallel3d.metrics.records import Evaluation, StepRecord, Throughput, is_whole
 from parallel3d.metrics.summary import held_out, layout_of, mfu, mfu_with_terms, paths_of
 from parallel3d.metrics.text import Curve
 from parallel3d.metrics.wandb_logger import WandbLogger
@@ -141,19 +136,20 @@ class Recorder:
         loss_scale: float | None = None,
         times: Mapping[str, float] | None = None,
         memory: Memory | None = None,
+        noise: Mapping[str, float | None] | None = None,
     ) -> None:
         """Record optimizer step `step` (counts from 1).
 
         `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
         the step computed (global batch × sequence length), masked ones too: throughput and MFU are
         about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale`,
-        `times` and `memory`: see `StepRecord`.
+        `times`, `memory` and `noise`: see `StepRecord`.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
-        record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
-        record = record._replace(skipped=skipped, loss_scale=loss_scale, times=times, memory=memory)
+        figures = (step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
+        record = StepRecord(*figures, skipped, loss_scale, times, memory, noise)
         self._skipped += skipped
         self._last = record
         self._throughput.add(tokens, step_time_s)
@@ -294,6 +290,8 @@ class Recorder:
             "code": self._provenance._asdict(),
             "wandb": self._wandb.place() if self._wandb else None,
         }
+        if last is not None and last.noise is not None:
+            content["noise_scale"] = last.noise_scale
         if self._error is not None:
             content["error"] = self._error
         return finite(content)

@@ -30,6 +30,12 @@ class StepRecord(NamedTuple):
     loss_scale: float | None = None  # of fp16, after the step
     times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
     memory: Memory | None = None  # of rank 0's accelerator so far
+    noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
+
+    @property
+    def noise_scale(self) -> float | None:
+        """In sequences; None where it is not measured or not known yet."""
+        return None if self.noise is None else self.noise["scale"]
 
     def row(self) -> dict[str, Any]:
         """As a line of metrics.jsonl: what a step has not, is not there."""
@@ -40,6 +46,8 @@ class StepRecord(NamedTuple):
             row["times"] = {kind: round(seconds, 6) for kind, seconds in self.times.items()}
         if self.memory is not None:
             row["memory"] = self.memory._asdict()
+        if self.noise is not None:
+            row["noise"] = {part: v for part, v in self.noise.items() if v is not None}
         return {key: value for key, value in row.items() if value is not None}
 
 

@@ -41,7 +41,11 @@ _NAMES = {
     "mfu": "speed/mfu",
     "step_time_s": "speed/step_time_s",
 }
-_TABLES = {"times": "time", "memory": "memory"}  # figures with parts, each part one of W&B's
+_TABLES = {
+    "times": "time",
+    "memory": "memory",
+    "noise": "noise",
+}  # figures with parts, each part one of W&B's
 
 
 def has_credentials() -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.products import is_widened
 from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.ops import Rotary, split_heads_rotary
@@ -78,14 +79,16 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _is_slow_below_fp32(q: Tensor) -> bool:
-    """Whether PyTorch's CPU kernel is faster in fp32 than in q's own, narrower type.
+    """Whether PyTorch's CPU kernel is faster in fp32 than in q's own, narrower type: in fp16, whose
+    products it makes one element at a time, always (`device.products`).
 
     Forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts,
     (1, 8, 1024, 64) 24 and 43 ms (one core with AMX): short sequences of narrow heads spend their
     time packing.
     """
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return narrow and q.device.type == "cpu" and q.shape[-1] < 64 and q.shape[-2] < 1024
+    short = q.shape[-1] < 64 and q.shape[-2] < 1024
+    narrow = q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    return is_widened(q) or (narrow and short)
 
 
 def _probabilities(q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:

@@ -22,6 +22,7 @@ class BuildContext:
     recompute: str = "none"  # see `recompute.py`
     recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
     loss: LossConfig = field(default_factory=LossConfig)
+    half_loss: bool = False  # see `cross_entropy.Objective`
     overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
     gather_qk: bool = False  # see `Attention.project`
 
@@ -35,6 +36,7 @@ class BuildContext:
             config.recompute,
             tuple(config.recompute_layers or ()),
             config.loss,
+            config.precision.lm_cross_entropy == "fp16",
             overlap_of(config, tp, init.device),
             gather_qk=config.tensor_parallel.attention == "gather_qk",
         )

@@ -65,7 +65,7 @@ class Head(nn.Module):
             self.table = _word_table(model, ctx, "head.weight", replicated=False)
         loss = ctx.loss
         self.loss = HeadLoss(
-            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss),
+            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
             model.padded_vocab_size,
             group=ctx.tp,
             sp=ctx.sp,

@@ -89,7 +89,7 @@ class Optimizer:
                 (counted if counts and first else rest).append(segment.grad[run])
         device = self.device
         # 0 · inf and 0 · NaN are NaN
-        return _sum_of_squares(counted, device) + 0.0 * _sum_of_squares(rest, device)
+        return sum_of_squares(counted, device) + 0.0 * sum_of_squares(rest, device)
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
@@ -171,7 +171,7 @@ class Optimizer:
         )
 
 
-def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
+def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
     """Float64 scalar on `device`, where the gradients are; 0 of nothing."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -236,4 +236,6 @@ def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
 def sum_tied_gradients(table_grad: Tensor | None, embedding: Group) -> None:
     """Adds the two gradients of a tied table that first and last stage hold (Megatron-LM's tie)."""
     if table_grad is not None and embedding.size > 1:
+        met = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
+        collectives.all_reduce_few(met, embedding)  # waiting, told from the sum
         collectives.all_reduce(table_grad, embedding)

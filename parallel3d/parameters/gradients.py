@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
+from parallel3d.device.products import is_widened, product
 
 Job = Callable[[], None]
 
@@ -57,12 +58,12 @@ def add_weight_gradient(
     """
     main_grad, jobs = getattr(weight, "main_grad", None), waiting_jobs(weight)
     if main_grad is None and jobs is None:
-        return grad.t() @ (x if isinstance(x, Tensor) else x())
+        return product(grad.t(), x if isinstance(x, Tensor) else x())
 
     def add() -> None:
         rows = x if isinstance(x, Tensor) else x()
         if main_grad is None:
-            add_gradient(weight, grad.t() @ rows)
+            add_gradient(weight, product(grad.t(), rows))
         else:
             add_product(main_grad, grad, rows)
             weight.gradient_added()
@@ -84,13 +85,16 @@ def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Adds gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to `out` in fp32 or better.
 
     Where the device's GEMM adds products of half precision to an fp32 matrix, nothing is rounded
-    on the way and nothing but `out` is written. Elsewhere the product is rounded to the type of its
-    factors before it is added: 8 bits in bf16, and infinite beyond 65,504 in fp16.
+    on the way and nothing but `out` is written; fp16 on a CPU is widened and not rounded either.
+    Elsewhere the product is rounded to the type of its factors before it is added: 8 bits in bf16,
+    and infinite beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)
     elif adds_wide_products(out.device, grad.dtype, out.dtype):
         torch.addmm(out, grad.t(), x, out_dtype=out.dtype, out=out)
+    elif is_widened(grad):
+        out.addmm_(grad.float().t(), x.float())
     else:
         out.add_(grad.t() @ x)
 

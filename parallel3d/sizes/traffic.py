@@ -164,9 +164,10 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
             yield Transfer("tp", "all_gather", table, microbatches, "replicated table's gradient")
     if model.parallel_output:
         # Maximum, sum of exponentials and target of each token, and for label smoothing the sum,
-        # from every rank, fp32 or better.
+        # from every rank, fp32 or better unless the loss is in half precision.
         columns //= tp
-        token, what = tp * (4 if loss.label_smoothing else 3) * max(4, rank.item), "loss"
+        item = 2 if rank.config.precision.lm_cross_entropy == "fp16" else max(4, rank.item)
+        token, what = tp * (4 if loss.label_smoothing else 3) * item, "loss"
     else:
         token, what = columns * rank.item, "logits"
     # Where the run has yet to find out (device=auto), a topology is one of accelerators.
@@ -294,5 +295,6 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """trainer.py: loss, token count, squared gradient norm and whether to stop."""
-    yield Transfer("world", "all_reduce", 4 * SCALAR_BYTES, 1, "loss and gradient norm")
+    """trainer.py: loss, tokens, squared norm, whether to stop; the two norms of the noise scale."""
+    numbers = 6 if rank.config.train.noise_scale else 4
+    yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -28,15 +28,18 @@ class Objective:
         vocab_size: tokens that exist; columns beyond them reach neither softmax nor mean.
         label_smoothing: ε.
         z_loss: λ.
+        half: logits of half precision stay so, statistics and losses too, as Megatron-LM's
+            --fp16-lm-cross-entropy has it; else all of these are fp32 or better.
     """
 
     vocab_size: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    half: bool = False
 
     @property
     def plain(self) -> Objective:
-        """Cross-entropy alone, for held-out samples."""
+        """Cross-entropy alone, in fp32 or better, for held-out samples."""
         return Objective(self.vocab_size)
 
     @property
@@ -96,7 +99,8 @@ class ChunkLoss:
     """Losses of some tokens, and their gradients in place of the logits.
 
     `statistics` of all ranks go into `losses`, after which `gradient` may be called. Maximum,
-    exponentials and sums are fp32 or better whatever the logits are. With fused kernels the logits
+    exponentials and sums are fp32 or better whatever the logits are, unless the objective is
+    `half`: then each of them is rounded to the type of the logits. With fused kernels the logits
     are read once, and once more to become gradients. Without, they go through the cache in pieces:
     in fp32 and fp64 they become exponentials and then gradients in one buffer; in half precision
     they stay what they are until they become gradients, and fp32 exists a piece at a time.
@@ -111,8 +115,8 @@ class ChunkLoss:
         self.objective, columns = objective, logits.shape[1]
         self.logits = logits
         self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
-        self.whole = fuses(logits.device)
-        self.kept = logits.dtype in (torch.float32, torch.float64)
+        self.whole = fuses(logits.device) and not objective.half
+        self.kept = objective.half or logits.dtype in (torch.float32, torch.float64)
         self.dtype = logits.dtype if self.kept else torch.float32
         self.inside = (labels >= first) & (labels < first + self.real)
         self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
@@ -183,7 +187,7 @@ class ChunkLoss:
             piece.mul_(factor[run].unsqueeze(1))
             if smoothing:
                 piece.sub_(spread[run])
-            piece.scatter_add_(1, self.target[run], at_target[run])
+            piece.scatter_add_(1, self.target[run], at_target[run].to(piece.dtype))
             if not self.kept:
                 self.logits[run, : self.real] = piece
         self.logits[:, self.real :] = 0.0

@@ -21,6 +21,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
+from parallel3d.device.products import is_widened, product
 from parallel3d.parameters.gradients import add_product
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
@@ -147,7 +148,7 @@ class _Run:
     def forward(self, chunk: slice) -> ChunkLoss:
         """Writes the losses of a chunk; one collective."""
         group, rows = self.head.group, self.table.shape[0]
-        logits = self.x[chunk] @ self.table.t()
+        logits = product(self.x[chunk], self.table.t())
         if self.head.gather_logits and group.size > 1:
             parts = collectives.all_gather(logits.unsqueeze(0), group)
             logits = torch.cat(parts.unbind(0), dim=1)
@@ -171,7 +172,10 @@ class _Run:
         work, reduced = Done(), grad_x
         for chunk in chunks:
             grad = self._gradient(chunk, factor)
-            torch.mm(grad, self.table, out=grad_x[chunk])
+            if is_widened(grad):
+                grad_x[chunk] = product(grad, self.table)
+            else:
+                torch.mm(grad, self.table, out=grad_x[chunk])
             if chunk is chunks[-1]:  # travels while the last weight-gradient GEMM runs
                 reduced, work = self._reduce(grad_x.view_as(self.full))
             add_product(out, grad, self.x[chunk])

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.device.products import linear, product
 from parallel3d.parameters.gradients import add_weight_gradient, waiting_jobs
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter
@@ -27,7 +27,7 @@ def column_forward(
 ) -> Tensor:
     """f and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
     if sp is None:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     return gather_linear(x, weight, bias, group, sp)[0]
 
 
@@ -42,18 +42,20 @@ def column_backward(
     """
     rows = grad.flatten(0, -2)
     if sp is not None and waiting_jobs(weight) is not None:
-        grad_x, reducing = collectives.reduce_scatter_async(sequence_first(grad @ weight), group)
+        grad_x, reducing = collectives.reduce_scatter_async(
+            sequence_first(product(grad, weight)), group
+        )
         add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
         reducing.wait()
         return grad_x.transpose(0, 1).contiguous(), None
     if sp is not None:
         gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
-        grad_full = sequence_first(grad @ weight)
+        grad_full = sequence_first(product(grad, weight))
         gathering.wait()
         grad_x, reducing = collectives.reduce_scatter_async(grad_full, group)
         full = gathered.transpose(0, 1)
     else:
-        grad_x, full = grad @ weight, x
+        grad_x, full = product(grad, weight), x
         reducing = collectives.all_reduce_async(grad_x, group)
     grad_weight = add_weight_gradient(weight, rows, full.flatten(0, -2))
     reducing.wait()
@@ -63,7 +65,7 @@ def column_backward(
 def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
     """The GEMM and g: (b, s, in/tp) → (b, s or s/tp, out)."""
     if sp is None:
-        return collectives.all_reduce(F.linear(x, weight), group)
+        return collectives.all_reduce(linear(x, weight), group)
     return linear_scatter(x, weight, group, sp)
 
 
@@ -72,7 +74,7 @@ def row_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight."""
     if sp is None:
-        grad_x, full = grad @ weight, grad
+        grad_x, full = product(grad, weight), grad
     else:
         grad_x, full = gather_linear(grad, weight.t(), None, group, sp, keep=True)
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))

@@ -20,13 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import Group
 from parallel3d.config.schema import Config
+from parallel3d.device.products import linear
 from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.mappings import (
     all_gather_sequence,
@@ -78,7 +78,7 @@ def gather_linear(
     if overlap.chunks > 1:
         return _gather_linear_in_pieces(x, weight, bias, group, overlap.chunks, keep)
     full = all_gather_sequence(x, group)
-    return F.linear(full, weight, bias), full if keep else None
+    return linear(full, weight, bias), full if keep else None
 
 
 def linear_scatter(x: Tensor, weight: Tensor, group: Group, overlap: Overlap) -> Tensor:
@@ -87,7 +87,7 @@ def linear_scatter(x: Tensor, weight: Tensor, group: Group, overlap: Overlap) ->
         return symmetric.linear_scatter(x, weight, group)
     if overlap.chunks > 1:
         return _linear_scatter_in_pieces(x, weight, group, overlap.chunks)
-    return reduce_scatter_sequence(F.linear(x, weight), group)
+    return reduce_scatter_sequence(linear(x, weight), group)
 
 
 def _gather_linear_in_pieces(
@@ -104,7 +104,7 @@ def _gather_linear_in_pieces(
         piece = gathered
         if i + 1 < chunks:  # travels while the GEMM of this piece runs
             gathered, gathering = collectives.all_gather_async(pieces[i + 1], group)
-        _put(F.linear(piece, weight, bias), y, i)
+        _put(linear(piece, weight, bias), y, i)
         if full is not None:
             _put(piece, full, i)
     return y.flatten(1, 3), None if full is None else full.flatten(1, 3)
@@ -115,7 +115,7 @@ def _linear_scatter_in_pieces(x: Tensor, weight: Tensor, group: Group, chunks: i
     scattered: list[Tensor] = []
     reducing: Work = Done()
     for i in range(chunks):
-        y = F.linear(_take(whole, i), weight)  # runs while the piece before is summed
+        y = linear(_take(whole, i), weight)  # runs while the piece before is summed
         reducing.wait()
         part, reducing = collectives.reduce_scatter_async(y, group)
         scattered.append(part)

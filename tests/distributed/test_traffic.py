@@ -128,6 +128,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.ddp.bucket_cap_mb = changes.get("bucket_cap_mb", 0.004)
     config.tensor_parallel.attention = changes.get("attention", "heads")
     config.loss.chunk_tokens = changes.get("chunk_tokens")
+    config.precision.lm_cross_entropy = changes.get("lm_cross_entropy", "fp32")
+    config.train.noise_scale = changes.get("noise_scale", False)
     config.schedule.layers_per_stage = changes.get("layers_per_stage")
     config.schedule.name, config.vpp = changes.get("schedule", "1f1b"), changes.get("vpp", 1)
     config.schedule.slices = changes.get("slices")
@@ -235,6 +237,11 @@ CASES = [
     pytest.param(Layout(tp=2, dp=2), {"zero": 3, "sp": True, **LLAMA}, id="tp2 dp2 sp zero3"),
     pytest.param(Layout(pp=2, dp=2), {"zero": 3, "precision": "bf16"}, id="pp2 dp2 zero3 bf16"),
     pytest.param(Layout(pp=2, dp=2), {"comm_hook": "powersgd"}, id="pp2 dp2 powersgd"),
+    pytest.param(
+        Layout(tp=2, dp=2),
+        {"precision": "fp16", "lm_cross_entropy": "fp16", "noise_scale": True},
+        id="tp2 dp2 fp16, its loss too, noise scale",
+    ),
     pytest.param(Layout(tp=2, pp=2, dp=2), {}, id="tp2 pp2 dp2"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {**LLAMA, **UNTIED}, id="tp2 pp2 dp2 untied"),
     pytest.param(Layout(tp=2, pp=2, dp=2), {"sp": True}, id="tp2 pp2 dp2 sp"),

@@ -121,6 +121,21 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["schedule.layers_per_stage=[4]", "1 entries", "even split", "[2,2]"],
     ),
     (
+        {"train.noise_scale": True, "zero": 2, "dp": 2},
+        2,
+        ["train.noise_scale=true", "zero=2", "nearest is zero=1"],
+    ),
+    (
+        {"train.noise_scale": True, "ddp.comm_hook": "powersgd", "dp": 2},
+        2,
+        ["train.noise_scale=true", "exact sums", "nearest is ddp.comm_hook=bf16"],
+    ),
+    (
+        {"train.noise_scale": True, "global_batch_size": 4},
+        None,
+        ["two parts", "global_batch_size=4", "nearest is global_batch_size=8"],
+    ),
+    (
         {"schedule.name": "zb_h1", "zero": 2, "dp": 2},
         2,
         ["zero=2", "schedule=zb_h1", "nearest is zero=1, or schedule=1f1b"],
@@ -162,7 +177,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"precision.lm_cross_entropy": "fp16"},
         None,
-        ["precision.lm_cross_entropy=fp16", "later version", "=fp32"],
+        ["precision=fp32", "nearest is precision.lm_cross_entropy=fp32"],
     ),
     # the model
     (

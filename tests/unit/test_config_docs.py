@@ -61,9 +61,8 @@ def test_opposite_and_refused_flags_say_so() -> None:
     rows = {r[1]: r[0] for r in re.finditer(r"^\| `(--[\w-]+)` .*$", page, re.MULTILINE)}
     assert "the opposite" in rows["--untie-embeddings-and-output-weights"]
     assert "precision=bf16" in rows["--fp16"]
-    cross_entropy = NOT_YET["precision.lm_cross_entropy=fp16"].sentence("fp16")
-    assert cross_entropy in rows["--fp16-lm-cross-entropy"]
-    assert "refused" not in rows["--lr"]
+    assert NOT_YET["cp > 1"].sentence(2).split(";")[0] in rows["--context-parallel-size"]
+    assert "refused" not in rows["--fp16-lm-cross-entropy"] + rows["--lr"]
 
 
 def test_every_key_and_every_preset_and_every_refusal_is_on_the_page() -> None:

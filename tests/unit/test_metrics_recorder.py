@@ -329,6 +329,21 @@ def test_more_ranks_than_rows_are_least_mean_and_most(tmp_path: Path) -> None:
     assert "stage 0, mean" in (tmp_path / "breakdown.svg").read_text()
 
 
+def test_the_noise_scale_is_in_the_lines_the_summary_and_on_the_screen(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(2))
+    known = {"scale": 12.345, "trace": 60.0, "signal": 4.0}
+    with recorder:
+        recorder.start({})
+        unknown = {"scale": None, "trace": -1.0, "signal": 4.0}
+        recorder.step(1, 5.0, 0.5, 1e-3, 4096, 0.5, noise=unknown)
+        recorder.step(2, 5.0, 0.5, 1e-3, 4096, 0.5, noise=known)
+        assert recorder.finish()["noise_scale"] == 12.345
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["noise"] for row in rows] == [{"trace": -1.0, "signal": 4.0}, known]
+    first, second = (line for line in screen.getvalue().splitlines() if line.startswith("step"))
+    assert "noise" not in first and second.endswith("noise 12.3")
+
+
 def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(40))
     with recorder:

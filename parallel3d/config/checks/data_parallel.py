@@ -10,6 +10,30 @@ def check_data_parallel(config: Config, dp: int) -> None:
     """Hooks, bucket order and shards fit the engine of `zero`; raises UserError."""
     _check_hook(config)
     _check_fully_sharded(config, dp)
+    _check_noise_scale(config, dp)
+
+
+def _check_noise_scale(config: Config, dp: int) -> None:
+    """Gradients of a part of the batch, and the exact sum, are seen."""
+    asked = "train.noise_scale=true"
+    if not config.train.noise_scale:
+        return
+    if config.zero > 1 and dp > 1:
+        raise UserError(
+            f"{asked} must see the gradients of one replica before they are summed, which zero="
+            f"{config.zero} does not show; the nearest is zero=1."
+        )
+    if config.ddp.comm_hook == "powersgd":
+        raise UserError(
+            f"{asked} must see exact sums, and ddp.comm_hook=powersgd approximates them; the "
+            "nearest is ddp.comm_hook=bf16."
+        )
+    if config.global_batch_size == config.micro_batch_size:
+        raise UserError(
+            f"{asked} must have two parts of a batch to compare, replicas or micro-batches, but "
+            f"dp=1 and global_batch_size={config.global_batch_size} is one micro-batch; the "
+            f"nearest is global_batch_size={2 * config.micro_batch_size}."
+        )
 
 
 def _check_fully_sharded(config: Config, dp: int) -> None:

@@ -64,8 +64,13 @@ def check_learning_rate(config: Config) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """The loss scale is fp16's; raises UserError."""
+    """The loss scale and the loss in half precision are fp16's; raises UserError."""
     precision = config.precision
+    if precision.lm_cross_entropy == "fp16" and precision.name != "fp16":
+        raise UserError(
+            f"precision.lm_cross_entropy=fp16 must stand beside precision=fp16, whose logits are "
+            f"fp16, but precision={precision.name}; the nearest is precision.lm_cross_entropy=fp32."
+        )
     if precision.loss_scale is not None and precision.name != "fp16":
         raise UserError(
             f"precision.loss_scale={show(precision.loss_scale)} is read by precision=fp16 alone, "

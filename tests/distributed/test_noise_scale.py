@@ -1,0 +1,156 @@
+"""The gradient noise scale: squared norms of real ranks against autograd on the reference model,
+and the estimate against gradients whose noise is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import GLOBAL_BATCH, Case, Problem, UnequalMasks
+from tests.distributed.harness import array, make_trainer
+from tests.distributed.pool import Pool
+from tests.reference.train import batch_loss, build
+
+ON = ("train.noise_scale", True)
+GPT = Problem("gpt_tiny", "sgd", tied=True)
+LLAMA = Problem("llama_tiny", "sgd", tied=False, model=(("num_query_groups", 2),))
+CASES = {
+    (1, 1, 2): [Case(GPT, keys=(ON,)), Case(GPT, keys=(ON, ("zero", 1)))],
+    (2, 1, 2): [Case(GPT, sp=True, keys=(ON,)), Case(LLAMA, keys=(ON, ("zero", 1)))],
+    (4, 1, 1): [Case(LLAMA, microbatches=4, keys=(ON,))],
+    (1, 2, 3): [Case(GPT, bucket_cap_mb=0.01, keys=(ON,))],
+    (1, 2, 1): [
+        Case(LLAMA, schedule="zb_h1", keys=(ON,)),
+        Case(LLAMA, schedule="gpipe", keys=(ON,)),
+    ],
+    (1, 1, 1): [Case(GPT, microbatches=3, keys=(ON,))],
+}
+
+
+def measured(sizes: tuple[int, int, int], cases: list[Case]) -> list[tuple]:
+    """Of each case on every rank: initial weights, the two squared norms of its first step as its
+    estimate has them, and what a checkpoint would carry."""
+    groups, found = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300), []
+    for case in cases:
+        trainer = make_trainer(case, groups)
+        weights = {name: array(w) for name, w in trainer.full_parameters().items()}
+        noise = trainer.train_step().noise
+        found.append((weights, noise.trace, noise.signal, trainer.noise.progress()))
+    groups.close()
+    return found
+
+
+def is_left_out(name: str, case: Case, sizes: tuple[int, int, int]) -> bool:
+    """Parameters whose gradient is not whole on a replica before the reduction, by their names."""
+    tp, pp, dp = sizes
+    tied = case.problem.tied
+    table = name == ("embedding.word.weight" if tied else "head.weight")  # the head's
+    if table and (dp == 1 or (pp > 1 and tied)):
+        return True
+    shared = tp > dict(case.problem.model).get("num_query_groups", 8)
+    if shared and (".attention.k." in name or ".attention.v." in name):
+        return True
+    replicated = "norm" in name or "position" in name or name.endswith(
+        ("attention.out.bias", "mlp.down.bias")
+    )  # fmt: skip
+    return case.sp and tp > 1 and replicated
+
+
+def expected(case: Case, sizes: tuple[int, int, int], weights: dict) -> tuple[float, float]:
+    """Trace and signal by their definitions, from the gradients of parts of the batch."""
+    config = case.config(Layout(*sizes))
+    model = build(config.model, {n: torch.from_numpy(w) for n, w in weights.items()}, torch.float64)
+    source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+    counts = [int(source.sample(i).loss_mask.sum()) for i in range(GLOBAL_BATCH)]
+
+    def gradient(first: int, count: int) -> dict[str, torch.Tensor]:
+        """Of the sum of the losses of some samples, over the tokens of all."""
+        share = sum(counts[first : first + count]) / sum(counts)
+        loss = batch_loss(model, source, first, count, config.loss) * share
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(loss, parameters)
+        found = dict(zip(names, gradients, strict=True))
+        return {n: g for n, g in found.items() if not is_left_out(n, case, sizes)}
+
+    def square(gradients: dict[str, torch.Tensor]) -> float:
+        return sum(float(g.square().sum()) for g in gradients.values())
+
+    dp = sizes[2]
+    parts = dp if dp > 1 else config.num_microbatches
+    size = GLOBAL_BATCH // parts
+    used = range(dp) if dp > 1 else range(1)  # of micro-batches the first
+    small = np.mean([parts**2 * square(gradient(r * size, size)) for r in used])
+    big = square(gradient(0, GLOBAL_BATCH))
+    trace = (small - big) / (1 / size - 1 / GLOBAL_BATCH)
+    signal = (GLOBAL_BATCH * big - size * small) / (GLOBAL_BATCH - size)
+    return trace, signal
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_norms_of_parts_and_whole_are_those_of_the_reference(
+    sizes: tuple[int, int, int], pool: Pool
+) -> None:
+    cases = CASES[sizes]
+    ranks = pool.run(sizes[0] * sizes[1] * sizes[2], measured, sizes, cases)
+    for i, case in enumerate(cases):
+        trace, signal = expected(case, sizes, ranks[0][i][0])
+        for rank, found in enumerate(ranks):
+            assert found[i][1:3] == pytest.approx((trace, signal), rel=1e-9), f"{case} {rank}"
+            assert found[i][3] == ranks[0][i][3], "one estimate for all ranks"
+
+
+class ByReplicas(PartialNorms):
+    """Norms that a test makes itself."""
+
+    def __init__(self, by_replicas: bool) -> None:
+        self.by_replicas = by_replicas
+
+
+@pytest.mark.parametrize("by_replicas", [True, False])
+def test_the_estimate_is_that_of_gradients_whose_noise_is_known(by_replicas: bool) -> None:
+    """|G|² = 3 and tr(Σ) = 60 in 400 dimensions of unequal noise; batches of 12, in 4 parts."""
+    rng, batch, parts = np.random.default_rng(0), 12, 4
+    variance = rng.uniform(0, 1, 400)
+    variance *= 60 / variance.sum()
+    direction = rng.normal(size=400)
+    direction *= np.sqrt(3 / np.square(direction).sum())
+    noise = NoiseScale(batch, parts, ByReplicas(by_replicas))
+    traces, signals, noise_scales = [], [], []
+    for _ in range(1000):
+        samples = direction + rng.normal(size=(batch, 400)) * np.sqrt(variance)
+        sums = samples.reshape(parts, -1, 400).sum(1) / batch
+        part = np.square(sums).sum() if by_replicas else np.square(sums[0]).sum()
+        scale = 1024.0
+        noise.update([part * scale**2, np.square(sums.sum(0)).sum() * scale**2], scale)
+        traces.append(noise.last.trace)
+        signals.append(noise.last.signal)
+        noise_scales.append(noise.last.scale)
+    assert np.mean(traces) == pytest.approx(60, rel=0.03)
+    assert np.mean(signals) == pytest.approx(3, rel=0.05)
+    mean = np.mean(noise_scales[100:])
+    assert mean == pytest.approx(20, rel=0.1)
+
+
+def test_a_step_that_is_not_finite_leaves_the_means_alone_and_a_run_goes_on_from_them() -> None:
+    noise = NoiseScale(8, 2, ByReplicas(True))
+    noise.update([3.0, 4.0])
+    before = noise.last, noise.progress()
+    noise.update([float("nan"), 4.0])
+    assert (noise.last, noise.progress()) == before
+    again = NoiseScale(8, 2, ByReplicas(True))
+    again.restore(noise.progress())
+    again.update([5.0, 6.0])
+    noise.update([5.0, 6.0])
+    assert again.last == noise.last
+    noise.restore({"steps": 3})  # of a run that did not measure
+    assert noise.progress() == {"noise_trace": 0.0, "noise_signal": 0.0}
+
+
+def test_what_is_not_measured_sends_and_keeps_nothing() -> None:
+    off = NoiseScale(8, 2, None)
+    off.update(())
+    assert (off.squares(), off.progress(), off.last) == ([], {}, None)
