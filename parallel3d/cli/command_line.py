@@ -31,13 +31,11 @@ from parallel3d.cli.hydra_words import (
     order_words,
     without_alias,
 )
-from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
+from parallel3d.commands.checked import NEED_DATA, checked
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
-from parallel3d.config.checks.bench import check_bench_ddp
-from parallel3d.config.checks.whole import check_config
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
@@ -66,7 +64,6 @@ SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
 )
-NEED_DATA = ("train", "verify")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -187,16 +184,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         if app == GENERATE:
             _refuse_launched(place)
             return start_generate(config, typed, prompt)
-        world_size = place.world_size if place else None
-        if app == CALIBRATE:
-            config = calibrate_config(config, typed, world_size)
-        else:
-            if app == "train" and config.layout == "auto":
-                from parallel3d.commands.best_layout import take_layout
-
-                config = take_layout(config, typed, place)
-            config = check_config(config, world_size, communication_only=app not in NEED_DATA)
-            check_bench_ddp(app, config)
+        config = checked(app, config, typed, place)
         if place is None:
             return _start(app, config)
         config = numbered(config)

@@ -28,11 +28,11 @@ FILES = sorted(HOUSE.rglob("*.py"))
 INNER = {
     "the file starts without torch: for `--help`, a refusal, a launcher": {
         "__main__.py": "parallel3d.cli.command_line",
-        "cli/command_line.py": "parallel3d.commands.best_layout "
-        "parallel3d.commands.dryrun.command parallel3d.commands.plan "
+        "cli/command_line.py": "parallel3d.commands.dryrun.command parallel3d.commands.plan "
         "parallel3d.commands.schedule "
         "parallel3d.topology.map.report",
         "comm/job_store.py": "torch.distributed",
+        "commands/checked.py": "parallel3d.commands.best_layout",
         "commands/checkpoint/command.py": "parallel3d.commands.checkpoint.listing "
         "parallel3d.commands.checkpoint.compare parallel3d.commands.checkpoint.huggingface",
         "commands/data/command.py": "parallel3d.commands.data.making parallel3d.commands.data.show",
