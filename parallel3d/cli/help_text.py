@@ -125,7 +125,8 @@ EXAMPLES = {
           micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
-        parallel3d bench comm dp=8 bench.sizes=[1048576]""",
+        parallel3d bench comm dp=8 bench.sizes=[1048576]
+        parallel3d bench comm dp=4 algorithms=true""",
     "generate": """\
         parallel3d generate run=my_run prompt="def "
         parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
