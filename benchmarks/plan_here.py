@@ -1,13 +1,15 @@
 """The plan of this machine against steps measured on it, and how good layout=auto chooses.
 
     parallel3d calibrate calibrate.file=here.yaml
-    python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] [--only steps|auto]
+    python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] [--only one|steps|auto]
 
-`steps`: twelve layouts of 2, 4 and 8 ranks, those with a pipeline under five schedules. `auto`: on
-2, 4 and 8 ranks the best of every (tp, pp) by the plan, and what the plan's first choice loses to
-the fastest of them. Each round runs every contender once, so that what disturbs the machine
-disturbs all; the best step of each counts. Two figures: the step on the wall, which needs a quiet
-machine, and the seconds of all ranks' processes, which a neighbour hardly changes.
+`one`: models of several shapes on one rank; its step on the wall is of one thread and the plan's of
+all, so their work is what to look at. `steps`: twelve layouts of 2, 4 and 8 ranks, those with a
+pipeline under five schedules. `auto`: on 2, 4 and 8 ranks the best of every (tp, pp) by the plan,
+and what the plan's first choice loses to the fastest of them. Each round runs every contender once,
+so that what disturbs the machine disturbs all; the best step of each counts. Two figures: the step
+on the wall, which needs a quiet machine, and the seconds of all ranks' processes, which a neighbour
+hardly changes.
 """
 
 from __future__ import annotations
@@ -113,6 +115,26 @@ def contenders(file: str) -> list[Config]:
     return found
 
 
+def alone(file: str) -> list[Config]:
+    """One rank; micro-batch, global batch and what of the model is another."""
+    gpt = {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned"}
+    shapes = (
+        (1, 4, {}),
+        (4, 16, {}),
+        (2, 4, {"hidden_size": 256, "ffn_hidden_size": 688}),
+        (2, 4, gpt | {"bias": True, "ffn_hidden_size": 512}),
+        (2, 4, {"num_layers": 2, "seq_length": 512}),
+        (1, 8, {"hidden_size": 64, "ffn_hidden_size": 176}),
+        (4, 4, {"vocab_size": 4000}),
+    )
+    found = []
+    for micro, batch, changes in shapes:
+        config = replace(base(file), micro_batch_size=micro, global_batch_size=batch, dp=1)
+        config.model = replace(config.model, **changes)
+        found.append(check_config(config, 1, own_samples=True))
+    return found
+
+
 def chosen(file: str, ranks: int) -> list[Config]:
     """The best of every (tp, pp) by the plan, the plan's choice first."""
     config = base(file)
@@ -190,16 +212,18 @@ def main() -> None:
     parser.add_argument("file", help="what parallel3d calibrate wrote")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", choices=("steps", "auto"))
+    parser.add_argument("--only", choices=("one", "steps", "auto"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine, found = read(args.file), {}
     print(f"load at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     with Pool() as pool:
-        if args.only != "auto":
+        if args.only == "one":
+            report(measure(alone(args.file), machine, pool, args.rounds, args.steps))
+        if args.only in (None, "steps"):
             rows = measure(contenders(args.file), machine, pool, args.rounds, args.steps)
             found["steps"] = report(rows)
-        for world in WORLDS if args.only != "steps" else ():
+        for world in WORLDS if args.only in (None, "auto") else ():
             rows = measure(chosen(args.file, world), machine, pool, args.rounds, args.steps)
             print(f"\n{world} ranks, the plan's choice first")
             report(rows)
