@@ -139,7 +139,7 @@ class Case:
     make: Callable[[], nn.Module]
     options: dict[str, Any] = field(default_factory=dict)
     micro: int = 1
-    steps: int = 20
+    steps: int = 8
     fewer: int = 0  # steps that every rank has less than the one before it
     by_initial_size: bool = True
     to_none: bool = True

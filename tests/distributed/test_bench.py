@@ -361,9 +361,13 @@ def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
 
 
 def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path) -> None:
-    said = pool.run(8, flown, str(tmp_path), 3)
-    assert said[1:] == [[]] * 7
-    (line,) = said[0]
+    """A busy machine makes others slow as well: one flight of a few is undisturbed."""
+    for _ in range(6):
+        (found, *others) = pool.run(8, flown, str(tmp_path), 3)
+        assert others == [[]] * 7
+        if len(found) == 1:
+            break
+    (line,) = found
     assert line.startswith("preflight: slow rank: rank 3 (pp 0, dp 1, tp 1) on ")
     assert "rail 3" in line
     assert "dp group [1, 3]" in line

@@ -35,7 +35,7 @@ from tests.distributed.pool import Pool
 Mutation = Callable[[], AbstractContextManager[None]]
 TINY = {"bucket_cap_mb": 1e-3}  # a kilobyte: several buckets
 CASES = {
-    "cnn": Case(Cnn),
+    "cnn": Case(Cnn, steps=20),
     "cnn, several buckets": Case(Cnn, TINY),
     "cnn, backend": Case(Cnn, TINY, shared_memory=False),
     "cnn, at the end": Case(Cnn, TINY | {"overlap": False}, shared_memory=False),
@@ -44,16 +44,16 @@ CASES = {
     "cnn, views, backend": Case(
         Cnn, TINY | {"gradient_as_bucket_view": True}, micro=2, shared_memory=False
     ),
-    "cnn, no_sync": Case(Cnn, TINY, micro=3, steps=8),
-    "cnn, uneven": Case(Cnn, TINY, fewer=3),
+    "cnn, no_sync": Case(Cnn, TINY, micro=3),
+    "cnn, uneven": Case(Cnn, TINY, fewer=3, steps=20),
     "cnn, uneven, of those left": Case(Cnn, TINY, fewer=7, by_initial_size=False),
     "cnn, uneven, views, backend": Case(
         Cnn, TINY | {"gradient_as_bucket_view": True}, fewer=3, shared_memory=False
     ),
-    "shared": Case(Shared, TINY),
+    "shared": Case(Shared, TINY, steps=20),
     "shared, backend": Case(Shared, TINY, shared_memory=False),
-    "frozen": Case(Frozen, TINY),
-    "unused": Case(Unused, TINY),
+    "frozen": Case(Frozen, TINY, steps=20),
+    "unused": Case(Unused, TINY, steps=20),
     "unused, views": Case(Unused, TINY | {"gradient_as_bucket_view": True}),
     "unused, searched": Case(Unused, TINY | {"find_unused_parameters": True}, shared_memory=False),
     "unused, no_sync": Case(Unused, TINY | {"find_unused_parameters": True}, micro=2),

@@ -102,7 +102,7 @@ def test_a_step_on_ranks_that_are_not_there() -> None:
 
 
 def test_other_dimensions_are_refused() -> None:
-    with pytest.raises(UserError, match="tp=2 must be 1: .* the nearest is tp=1"):
+    with pytest.raises(UserError, match=r"tp=2 must be 1: .* the nearest is tp=1"):
         check_bench_ddp("bench ddp", Config(tp=2))
     check_bench_ddp("bench comm", Config(tp=2))
     check_bench_ddp("bench ddp", CONFIG)

@@ -57,11 +57,14 @@ class Rails:
 
     def train(self, forked: Forked, slots: list[str], *words: str) -> Ran:
         """One run: a process on every slot (`h2g1`), which the launcher numbers in this order."""
+        return self.run(forked, slots, "train", *words)
+
+    def run(self, forked: Forked, slots: list[str], *words: str, timeout_s: float = 120) -> Ran:
+        """The same of any subcommand."""
         before = self.bytes_so_far()
         spaces = json.loads((self.state / "railnet.json").read_text())["spaces"]
         for launch_rank, slot in enumerate(slots):
             forked.add(
-                "train",
                 *words,
                 slot={
                     "host": slot.split("g")[0],
@@ -77,7 +80,7 @@ class Rails:
                 GLOO_SOCKET_IFNAME="eth0",  # where the hosts meet; the groups have their own
             )
         forked.start()
-        forked.finish()
+        forked.finish(timeout_s)
         cwd = forked.shell.cwd
         (folder,) = (path for path in (cwd / "runs").iterdir())
         folder = folder.rename(cwd / f"run-{len(list(cwd.glob('run-*')))}")

@@ -161,7 +161,7 @@ def test_many_threads_fetch_a_block_once(served: Served, tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(found)) == 1 and served.asked.count((0, BLOCK)) <= 2
+    assert len(set(found)) == 1 and served.asked.count((0, BLOCK)) == 1
 
 
 def killed_while_keeping(address: str, folder: Path) -> None:

@@ -95,7 +95,7 @@ def config_of(name: str) -> Config:
 def facts() -> dict[str, dict[str, Any]]:
     given = json.dumps({name: complete(keys) for name, keys in CASES.items()})
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=3000
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
@@ -304,7 +304,7 @@ for words in json.loads(sys.argv[1]):
 def answers(*commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each, all of one process: most of a start is imports."""
     command = [sys.executable, "-c", ANSWERS, json.dumps(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 

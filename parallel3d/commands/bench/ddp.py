@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.ddp_figures.measures import (
     PARTS,
@@ -158,7 +160,7 @@ class Bench:
 
     def in_turn(self) -> list[dict]:
         """Figure 12: buckets that alternate between groups of the same ranks."""
-        handles = [dist.new_group(list(self.group.ranks)) for _ in range(max(GROUPS))]
+        handles = [self._first(list(self.group.ranks)) for _ in range(max(GROUPS))]
         rows = self._compared(
             [
                 (
@@ -189,7 +191,7 @@ class Bench:
         alone = [self._compared([({"net": name}, partial(Trial, name, SINGLE))]) for name in NETS]
         for n in self._worlds():
             members = list(self.group.ranks[:n])
-            handle = dist.new_group(members)
+            handle = self._first(members)
             if self.group.index < n:
                 for way, whole in self.ways.items():
                     # A name of its own decides whether shared memory is tried.
@@ -209,6 +211,18 @@ class Bench:
             rows += self._priced(of_net, link) if link is not None else []
         told = None if link is None else {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
         return rows, told
+
+    def _first(self, members: list[int]) -> dist.ProcessGroup:
+        """A group of these ranks, on the network interfaces of the run's own groups."""
+        more: dict[str, object] = {}
+        cluster, placement = self.config.cluster, self.worker.placement
+        interfaces = Interfaces.of_run(cluster, placement) if self.group.size > 1 else None
+        if interfaces is not None and self.group.index < len(members) > 1:
+            name = interfaces.of_group(members, dist.get_rank())
+            timeout = timedelta(seconds=self.config.launch.timeout_s)
+            if name is not None:
+                more = {"backend": GLOO_ON, "pg_options": gloo_on(name, timeout)}
+        return dist.new_group(members, **more)
 
     def _link(self, calls: list[dict]) -> Link | None:
         """The link that prices the backend's calls of figure 2 best."""

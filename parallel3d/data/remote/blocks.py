@@ -160,8 +160,11 @@ class BlockFile:
 
     def _fetch(self, number: int) -> bytes:
         try:
-            block = self._download(number)
-            self._cache.keep(self._file(number), block)
+            # A fetch may have ended between its caller's look and this one's start.
+            block = self._cache.read(self._file(number), self._size(number))
+            if block is None:
+                block = self._download(number)
+                self._cache.keep(self._file(number), block)
             return block
         finally:
             with self._lock:

@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: buffers are made those of the first rank, now and in every forward.
         init_sync: check that the ranks' modules agree, and send the first rank's values.
         bucket_cap_mb: a bucket closes with the parameter that makes it so large, in MiB. None: the
-            first one at 1 MiB, the others at 25 (on an accelerator 128).
+            first one at 1 MiB, the others at 25 (on an accelerator 128, in shared memory 1).
         find_unused_parameters: look in the graph for what a backward will not reach, so that its
             buckets need not wait for the end of it. Without, an unused parameter is no error.
         gradient_as_bucket_view: gradients stay in the buckets and are not copied out.
@@ -126,7 +126,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _before_forward(self, reducer: Reducer) -> None:
         if reducer.running and torch._C._current_graph_task_id() < 0:
-            reducer.forget()
+            reducer.running = False  # the last backward raised
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -156,7 +156,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             tensor.register_hook(reducer.output_hook)
         hidden = not isinstance(reducer.transport, SharedTransport)  # else all is at the end
         if self.find_unused_parameters and not self.static_graph and hidden:
-            reducer.unused = unreached(tensors, self.numbers) if tensors else ()
+            unused = unreached(tensors, self.numbers) if tensors else set()
+            # After several forwards it is not known whose backward comes first.
+            reducer.unused = unused if reducer.unused is None else unused & reducer.unused
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

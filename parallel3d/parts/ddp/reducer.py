@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from parallel3d.comm.exchange import broadcast_json
 from parallel3d.comm.group import Group
 from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
-from parallel3d.parts.ddp.transport import Transport, open_transport
+from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
 from parallel3d.parts.ddp.verdict import Verdict
 
 
@@ -33,7 +33,6 @@ class Reducer:
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
-        bucket_cap_mb: see `sizes.buckets.assign`.
         as_views: leave gradients where they travel (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
         measure: fill the buckets anew in the order of the first backward.
@@ -42,7 +41,8 @@ class Reducer:
     Attributes:
         enabled: whether backwards are reduced.
         scale: what gradients are multiplied with before they are added.
-        unused: numbers of parameters that the next backward is known not to reach.
+        running: a backward goes on, or one has raised.
+        unused: numbers of parameters that the next backward is known not to reach, if looked for.
         exposed_s: seconds that the end of the last backward took: communication that nothing hid.
     """
 
@@ -65,7 +65,7 @@ class Reducer:
         self.enabled, self.running, self.began = True, False, False
         self.scale = 1.0 / group.size
         self.exposed_s = 0.0
-        self.unused: Iterable[int] = ()
+        self.unused: set[int] | None = None
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
         self.arrivals: list[int] = []
@@ -76,7 +76,10 @@ class Reducer:
 
     def _fill(self, ready: list[int]) -> None:
         """Makes buckets in this order of readiness; collective."""
-        members = arrange(self.parameters, ready, self.bucket_cap_mb)
+        cap = self.bucket_cap_mb
+        if cap is None and self.hook is None and is_shared(self.group, self.device):
+            cap = SHARED_CAP_MIB
+        members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
         sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
         self.close()
@@ -137,11 +140,11 @@ class Reducer:
         self.verdict.check()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._reset()
-        silent = {n for n, count in enumerate(self.expected) if count == 0} | set(self.unused)
+        silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
         for number in silent:
             self.left[number] = 0
             self._take(number)
-        self.unused = ()
+        self.unused = None
 
     def _reset(self) -> None:
         self.transport.before()
@@ -150,10 +153,6 @@ class Reducer:
         self.arrivals, self.started = [], 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
-
-    def forget(self) -> None:
-        """The last backward did not end: it raised."""
-        self.running = False
 
     def _arrived(self, number: int) -> None:
         if not self.running:
@@ -217,8 +216,7 @@ class Reducer:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        target = self.transport.flags
-        target.copy_(torch.tensor(flags, dtype=target.dtype))
+        self.transport.flags.copy_(torch.tensor(flags, dtype=self.transport.flags.dtype))
 
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""

@@ -21,6 +21,8 @@ from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.parts.ddp.group import may_share, timeout_of
 
 LINE = 64  # bytes of a cache line
+# A bucket costs two semaphores there; small ones are added up while slower ranks still compute.
+SHARED_CAP_MIB = 1.0
 
 Size = tuple[int, torch.dtype]  # elements of a buffer, and their type
 
@@ -222,6 +224,11 @@ class SharedTransport:
         self.memory.close()
 
 
+def is_shared(group: Group, device: torch.device) -> bool:
+    """Whether the ranks' memory is tried: on CPUs, unless the group was made without."""
+    return device.type == "cpu" and may_share(group)
+
+
 def open_transport(
     sizes: Sequence[Size], flags: int, group: Group, device: torch.device, elsewhere: bool
 ) -> Transport:
@@ -229,7 +236,7 @@ def open_transport(
 
     `elsewhere`: what the buffers hold, this rank has once more, and takes the sums there.
     """
-    if device.type == "cpu" and may_share(group):
+    if is_shared(group, device):
         shared = SharedTransport.open(sizes, flags, group, elsewhere)
         if shared is not None:
             return shared

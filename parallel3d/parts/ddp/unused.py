@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def unreached(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> list[int]:
+def unreached(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
     """Numbers of the parameters from which no output was computed.
 
     Walks the graph of autograd: what it takes is Python's time for each of its nodes.
@@ -27,4 +27,4 @@ def unreached(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) ->
                 nodes.append(following)
     for tensor in outputs:
         left.pop(tensor, None)  # a parameter itself
-    return list(left.values())
+    return set(left.values())

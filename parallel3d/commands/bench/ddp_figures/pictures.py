@@ -22,7 +22,7 @@ def curves(
 ) -> str:
     """Milliseconds over places that stand at equal distances; None leaves a place out.
 
-    A series whose name ends in "priced" is drawn dashed.
+    A series whose name ends in "priced" is drawn thin.
     """
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)

@@ -24,7 +24,8 @@ def write_report(figures: Mapping[str, object], folder: Path) -> None:
         places = list(dict.fromkeys(row[key] for row in rows))
         if key in ("ranks", "ready"):
             places.sort()
-        for net in NETS if any("net" in row for row in rows) else (None,):
+        apart = "net" in rows[0] and (series_of != "net" or key == "ready")
+        for net in NETS if apart else (None,):
             chosen = [row for row in rows if net is None or row["net"] == net]
             mine = [p for p in places if any(row[key] == p for row in chosen)]
             series = _series(chosen, key, mine, series_of)
@@ -69,7 +70,7 @@ def _series(rows: Rows, key: str, places: Sequence[object], series_of: str) -> S
 
 def _word(place: object) -> str:
     if isinstance(place, int) and place >= 1 << 12:
-        return f"{place >> 20}Mi" if place >= 1 << 20 else f"{place >> 10}Ki"
+        return f"{place / (1 << 20):.3g}Mi" if place >= 1 << 20 else f"{place >> 10}Ki"
     return f"{place:g}" if isinstance(place, (int, float)) else str(place)
 
 

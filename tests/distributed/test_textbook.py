@@ -1,0 +1,256 @@
+"""Textbook collectives on real ranks: the backend's result, and no message more than the formula.
+
+One run meets every form on every number of ranks, in a hundred sizes drawn at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import time
+from collections.abc import Iterator
+from itertools import cycle, product
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel3d.comm.group import Group
+from parallel3d.commands.bench.comm import bench_comm
+from parallel3d.commands.bench.operations import Operation, Site, WrongResult
+from parallel3d.commands.bench.textbook import prepare
+from parallel3d.config.schema import BenchConfig, Config
+from parallel3d.run.launch import Worker
+from parallel3d.textbook import run as textbook_run
+from parallel3d.textbook.forms import FORMS, own_block, segments_of
+from parallel3d.textbook.run import run
+from parallel3d.topology.cluster.parts import Link
+from tests.distributed.pool import Pool
+from tests.reference import textbook
+
+RANKS = 8
+SIZE = 6000  # bytes
+ALL = [(name, form) for name, forms in textbook.FORMS.items() for form in forms]
+LINK = Link(gb_per_s=0.001, latency_us=500.0)  # segments of half a kilobyte and more
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "mean": dist.ReduceOp.AVG,
+}
+
+
+def numbers(rank: int, count: int, seed: int) -> Tensor:
+    """(count,) small whole numbers: sums of them are exact whatever the order."""
+    return (
+        torch.randint(-99, 99, (count,), generator=torch.Generator().manual_seed(seed + rank)) * 1.0
+    )
+
+
+def by_backend(name: str, mine: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> Tensor:
+    """(count,): what the backend's own collective leaves; zeros where it leaves nothing.
+
+    Blocks are padded to one size where it wants them alike.
+    """
+    n, me, count = dist.get_world_size(group), dist.get_rank(group), mine.numel()
+    blocks = [own_block(r, n, count) for r in range(n)]
+    longest = -(-count // n)
+    out = torch.zeros(count)
+
+    def padded(block: Tensor) -> Tensor:
+        return torch.nn.functional.pad(block, (0, longest - block.numel()))
+
+    if name == "all_reduce":
+        dist.all_reduce(out.copy_(mine), op, group)
+    elif name == "reduce":
+        dist.reduce(out.copy_(mine), 0, op, group)
+    elif name == "broadcast":
+        dist.broadcast(out.copy_(mine), 0, group)
+    elif name == "reduce_scatter":
+        whole = [padded(mine[block]) for block in blocks]
+        part = torch.empty(longest)
+        dist.reduce_scatter(part, whole, op, group)
+        out[blocks[me]] = part[: len(out[blocks[me]])]
+    elif name == "scatter":
+        part = torch.empty(longest)
+        dist.scatter(part, [padded(mine[b]) for b in blocks] if me == 0 else None, 0, group)
+        out[blocks[me]] = part[: len(out[blocks[me]])]
+    elif name in ("gather", "all_gather"):
+        parts = [torch.empty(longest) for _ in range(n)]
+        block = padded(mine[blocks[me]])
+        if name == "gather":
+            dist.gather(block, parts if me == 0 else None, 0, group)
+        else:
+            dist.all_gather(parts, block, group)
+        if name == "all_gather" or me == 0:
+            out = torch.cat([p[: b.stop - b.start] for p, b in zip(parts, blocks, strict=True)])
+    return out
+
+
+def seen(name: str, buffer: Tensor, rank: int, n: int) -> Tensor:
+    """What of the buffer is the result on this rank."""
+    if name in ("reduce", "gather") and rank > 0:
+        return buffer[:0]
+    block = name in ("scatter", "reduce_scatter")
+    return buffer[own_block(rank, n, buffer.numel())] if block else buffer
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Elements of every message that this rank hands to the backend."""
+    found: list[int] = []
+    post = dist.batch_isend_irecv
+
+    def watched(messages: list[dist.P2POp]) -> list[dist.Work]:
+        found.extend(m.tensor.numel() for m in messages if m.op is dist.isend)
+        return post(messages)
+
+    with patch.object(dist, "batch_isend_irecv", watched):
+        yield found
+
+
+def compare(seed: int) -> list[str]:
+    """Every form on every number of ranks, a new size for every third of them, against backend and
+    formula: what was wrong on this rank."""
+    draw = random.Random(seed)
+    groups = {n: dist.new_group(range(n)) for n in range(2, RANKS + 1)}
+    reductions, me, count = cycle(OPS), dist.get_rank(), 0
+    wrong = []
+    for number, (n, (name, form)) in enumerate(product(groups, ALL)):
+        if number % 3 == 0:
+            count = round(3000 ** draw.random())
+        group, reduction = groups[n], next(reductions)
+        if me >= n:
+            continue
+        mine = numbers(me, count, 1000 * number)
+        expected = by_backend(name, mine, OPS[reduction], group)
+        buffer = torch.full((count,), torch.nan)
+        held = own_block(me, n, count) if name in ("gather", "all_gather") else slice(None)
+        if me == 0 or name not in ("scatter", "broadcast"):
+            buffer[held] = mine[held]
+        with counted() as messages:
+            said = run(name, form, buffer, reduction, group, LINK)
+        what = f"{name} {form} {reduction} of {count} on {n}"
+        result = seen(name, buffer, me, n)
+        if name != "barrier" and not torch.allclose(
+            result, seen(name, expected, me, n), rtol=1e-6, atol=0
+        ):
+            wrong.append(f"{what}: {result} is not {expected}")
+        segments = segments_of(form, n, count, 4, LINK)
+        formula = textbook.sends(name, form, n, count, segments)[me]
+        if not (len(messages), sum(messages)) == tuple(said) == formula:
+            wrong.append(f"{what}: sent {messages}, said {said}, not {formula}")
+    return wrong
+
+
+def test_a_hundred_sizes_give_the_backends_results_by_the_messages_of_the_formula(
+    pool: Pool,
+) -> None:
+    assert len(ALL) * (RANKS - 1) >= 3 * 100
+    assert pool.run(RANKS, compare, 0) == [[]] * RANKS
+
+
+def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, float]]:
+    """form → when this rank came to the barrier and when it left, on the machine's one clock."""
+    times = {}
+    for form in FORMS["barrier"]:
+        dist.barrier()
+        if dist.get_rank() == late_rank:
+            time.sleep(seconds)
+        came = time.monotonic()
+        run("barrier", form, torch.ones(1))
+        times[form] = (came, time.monotonic())
+    return times
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
+    by_rank = pool.run(5, left_barriers, 3, 0.05)
+    for form in FORMS["barrier"]:
+        assert min(left for _, left in (times[form] for times in by_rank)) >= by_rank[3][form][0]
+
+
+def benched(run_dir: str) -> str:
+    """What `bench comm algorithms=true` says on this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    keys = BenchConfig(algorithms=True, sizes=[SIZE], iterations=1, warmup=0, budget_s=5.0)
+    worker = Worker(rank, rank, world, world, Path(run_dir), "local")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert bench_comm(Config(dp=world, bench=keys), worker) == 0
+    return out.getvalue()
+
+
+def test_bench_comm_times_every_form_beside_the_backend_and_counts_what_it_sends(
+    pool: Pool, tmp_path: Path
+) -> None:
+    ranks = 3
+    said, *others = pool.run(ranks, benched, str(tmp_path))
+    assert others == [""] * (ranks - 1)
+    report = json.loads((tmp_path / "bench.json").read_text())
+    rows = {(row["op"], row["form"]): row for row in report["rows"]}
+    assert set(rows) == {*ALL, *((name, None) for name in textbook.FORMS)}
+    for (op, form), row in rows.items():
+        assert row["seconds"] > 0 and row["priced_s"] > 0
+        assert row["path"] == (form.replace("_", " ") if form else "gloo")
+        if form:
+            (group,) = row["groups"]
+            count = SIZE // 4 if op != "barrier" else 0
+            sends = textbook.sends(op, form, ranks, count, group["segments"])
+            assert group["messages_sent"] == [each.messages for each in sends]
+            assert group["bytes_sent"] == [4 * each.elements for each in sends]
+    for words in ("messages", "double tree", "recursive halving", "the cheaper was the"):
+        assert words in said
+    assert "Measured here" not in said  # a wire's speed is for the other bench to tell
+
+
+def leave_out_an_addition() -> str:
+    """What the bench says of a sum in which rank 1's last message is not added."""
+
+    def forgetful(held: Tensor, heard: Tensor) -> None:
+        if dist.get_rank() != 1 or held.numel() != SIZE // 8:
+            held.add_(heard)
+
+    site = Site(Group("dp", (0, 1), dist.get_rank(), dist.group.WORLD), torch.device("cpu"))
+    call = prepare(Operation("reduce_scatter", "sum", form="ring"), site, SIZE)
+    with patch.dict(textbook_run.REDUCTIONS, {"sum": forgetful}):
+        try:
+            call.check("row")
+        except WrongResult as error:
+            return str(error)
+    return ""
+
+
+def test_a_form_that_leaves_a_wrong_sum_is_found(pool: Pool) -> None:
+    fine, wrong = pool.run(2, leave_out_an_addition)
+    assert fine == ""
+    assert wrong.startswith(f"row: {SIZE // 8} of {SIZE // 8} numbers are wrong")
+
+
+def refused() -> list[str]:
+    """What this rank is told of calls that nobody could carry out; nothing must be sent."""
+    flat = torch.ones(8)
+    calls = [
+        ("all_reduce", "star", flat, "sum"),
+        ("all_reduce", "ring", flat, "product"),
+        ("all_reduce", "ring", torch.ones(2, 4), "sum"),
+        ("all_reduce", "ring", torch.ones(16)[::2], "sum"),
+        ("all_reduce", "ring", torch.ones(8, dtype=torch.int64), "mean"),
+    ]
+    said = []
+    with patch.object(textbook_run, "run_rounds", side_effect=AssertionError("sent")):
+        for call in calls:
+            with pytest.raises(ValueError, match="must be") as error:
+                run(*call)
+            said.append(str(error.value))
+    return said
+
+
+def test_bad_calls_are_one_sentence_on_every_rank_and_no_message(pool: Pool) -> None:
+    first, second = pool.run(2, refused)
+    assert first == second
+    for line, words in zip(first, ("'star'", "'product'", "(2, 4)", "(8,)", "int64"), strict=True):
+        assert words in line and "the nearest is" in line
