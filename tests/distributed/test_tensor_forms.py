@@ -106,9 +106,7 @@ def test_ours_is_what_the_planner_counts_of_a_layer() -> None:
         config = p3d.compose("tp=2", f"sp={sp}", world_size=2)
         model = config.model
         layout = p3d.Layout(tp=2)
-        sizes = PAGE["Sizes"](
-            config.micro_batch_size, model.seq_length, model.hidden_size, 1, 2, 4
-        )
+        sizes = PAGE["Sizes"](config.micro_batch_size, model.seq_length, model.hidden_size, 1, 2, 4)
         heads = PAGE["FORMS"]["self-attention"]["whole heads" if not sp else name]
         calls = [c for form in (PAGE["FORMS"]["MLP"][name], heads) for c in (*form[0], *form[1])]
         layer = sum(PAGE["sent"](call, sizes) for call in calls)

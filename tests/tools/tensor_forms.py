@@ -134,9 +134,7 @@ def attention_inside(x: Tensor, weights: Weights, group: Group) -> Tensor:
     def part(weight: Tensor) -> Tensor:  # (a, d, h) → this rank's (a · d/n, h)
         return own(weight.unflatten(0, (HEADS, -1)), 1, group).flatten(0, 1)
 
-    q, k, v = (
-        F.linear(x, part(w)).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in weights[:3]
-    )
+    q, k, v = (F.linear(x, part(w)).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in weights[:3])
     size = x.shape[-1] // HEADS
     scores = move("scatter", q @ k.mT / math.sqrt(size), group, dim=2)
     future = own(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), 0, group)
