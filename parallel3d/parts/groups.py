@@ -20,6 +20,8 @@ from parallel3d.run.launch import detect
 from parallel3d.run.meeting import meet
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 
+FOREIGN = "own"  # the name of a group that was made elsewhere, of which nothing is known
+
 
 def init(
     tp: int | None = 1,
@@ -77,7 +79,7 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group))
     handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
-    return Group("own", ranks, index, handle)
+    return Group(FOREIGN, ranks, index, handle)
 
 
 def _begin(requested: str, timeout_s: float) -> torch.device:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.group import Group
+from parallel3d.parts import groups
 
-FOREIGN = "ddp"  # the name of a group that was made elsewhere, of which nothing is known
 DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
 
 
@@ -34,13 +34,12 @@ def group_of(given: dist.ProcessGroup | Group | None) -> Group:
     handle = dist.group.WORLD if given is None else given
     if handle == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group")
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group(FOREIGN, ranks, dist.get_rank(handle), handle if len(ranks) > 1 else None)
+    return groups.group_of(handle)
 
 
 def may_share(group: Group) -> bool:
     """Whether shared memory is tried: parallel3d's groups say whether they want it."""
-    return group.size > 1 and (group.shared is not None or group.name == FOREIGN)
+    return group.size > 1 and (group.shared is not None or group.name == groups.FOREIGN)
 
 
 def timeout_of(group: Group) -> float:
