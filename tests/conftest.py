@@ -36,6 +36,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             folder = file.split("/")[1]
+            if folder == "distributed" and ("pretend" in file or "device" in file):
+                return "pretended"  # a pool of its own
             return folder if folder in ("distributed", "e2e") else file
 
     config.option.loadscopereorder = False  # those two first: they take longest

@@ -71,7 +71,7 @@ def test_info_flag_works(shell: Shell) -> None:
             "parallel3d ",
             {
                 *("train", "verify", "bench", "topology", "schedule", "plan", "dryrun", "generate"),
-                *("checkpoint", "data"),
+                *("checkpoint", "data", "calibrate"),
             },
         ),
         ("parallel3d data ", {"tokenize", "train-tokenizer", "show"}),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
-from parallel3d.parameters import pieces
+from parallel3d.parameters import gradients, pieces
 from parallel3d.parameters.gradients import add_product, adds_wide_products
 from parallel3d.parameters.pieces import TILE, Initializer, ParameterSpec, Piece
 
@@ -155,6 +155,12 @@ def factors(kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(64, n, generator=generator).to(kind) for n in (24, 16))
 
 
+def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
+    """As on a device that has no kernel for it, and products of fp16."""
+    with patch.object(gradients, "is_widened", lambda tensor: False):
+        add_product(out, grad, x)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
 def test_an_accelerators_products_reach_fp32_unrounded(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +176,7 @@ def test_an_accelerators_products_reach_fp32_unrounded(
     start = torch.randn(24, 16)
     exact = start.double() + grad.double().t() @ x.double()
     plain, wide = start.clone(), start.clone()
-    add_product(plain, grad, x)
+    add_rounded(plain, grad, x)
     assert not calls
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)
@@ -190,8 +196,11 @@ def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch
 
     huge = torch.full((4, 2), 200.0, dtype=torch.float16)
     plain, wide = torch.zeros(2, 2), torch.zeros(2, 2)
-    add_product(plain, huge, huge)
+    add_rounded(plain, huge, huge)
     assert plain.isinf().all()
+    add_product(wide, huge, huge)
+    assert (wide == 160000.0).all()  # on a CPU, which widens fp16
+    wide.zero_()
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)
     adds_wide_products.cache_clear()
