@@ -10,11 +10,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.commands.plan import fits_nowhere, held, searched
+from parallel3d.commands.plan import check_divides, fits_nowhere, held, searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, closest, say
+from parallel3d.errors import UserError, say
 from parallel3d.host.devices import CPU, choose_device, cores, device_name, gpu_count
 from parallel3d.plan.measured.machine import check_device, read
 from parallel3d.plan.measured.price import configured
@@ -90,16 +90,7 @@ def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
             f"schedule={name} must be one of {', '.join(FORMS)} with layout=auto, which chooses "
             "among them where none is typed; the nearest is schedule=1f1b"
         )
-    product = 1
-    for name in ("tp", "pp", "dp"):
-        value = int(fixed.get(name, 1))
-        product *= value
-        if ranks % product:
-            near = closest(value, lambda v, p=product // value: ranks % (p * v) == 0, ranks)
-            raise UserError(
-                f"{name}={value} must divide the {ranks} ranks of layout=auto with what else was "
-                f"typed; the nearest is {near}"
-            )
+    check_divides(fixed, ranks, "ranks of layout=auto")
 
 
 def _first_allowed(

@@ -25,6 +25,7 @@ from parallel3d.plan.measured.price import measured_layouts, measured_sizes, pri
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.own.table import memories
 from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
+from parallel3d.plan.work import sizes_of_model
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
 TYPES = ("bf16", "fp16", "fp8")
@@ -152,14 +153,10 @@ def sizes_of(config: Config) -> dict[str, float]:
     moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
     fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
     return {
-        "layers": model.num_layers, "hidden": model.hidden_size,
-        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
-        "head_size": model.head_size, "ffn": model.ffn_size,
-        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
-        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        **sizes_of_model(model),
         "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
         "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": float(type == "fp8"),
-        "experts": 1, "active_experts": 1, "ep": 1, "grad_bytes": 4,
+        "grad_bytes": 4,
         "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
         "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,
         "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
@@ -167,18 +164,23 @@ def sizes_of(config: Config) -> dict[str, float]:
     }  # fmt: skip
 
 
-def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> None:
-    """Refuse sizes that were typed and that the GPUs, the heads or the batch do not allow."""
+def check_divides(fixed: Mapping[str, int | str], count: int, of: str) -> None:
+    """Raises UserError for a tp, pp or dp that was typed and that does not divide so many."""
     product = 1
     for name in ("tp", "pp", "dp"):
         value = int(fixed.get(name, 1))
         product *= value
-        if gpus % product:
-            near = closest(value, lambda v, p=product // value: gpus % (p * v) == 0, gpus)
+        if count % product:
+            near = closest(value, lambda v, p=product // value: count % (p * v) == 0, count)
             raise UserError(
-                f"{name}={value} must divide the {gpus} GPUs of the cluster with what else was "
+                f"{name}={value} must divide the {count} {of} with what else was "
                 f"typed; the nearest is {near}"
             )
+
+
+def check_fixed(config: Config, fixed: Mapping[str, int | str], gpus: int) -> None:
+    """Refuse sizes that were typed and that the GPUs, the heads or the batch do not allow."""
+    check_divides(fixed, gpus, "GPUs of the cluster")
     heads = config.model.num_attention_heads
     tp = int(fixed.get("tp", 1))
     if heads % tp:

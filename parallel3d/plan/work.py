@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.config.schema import ModelConfig
+
 Number = NDArray[Any]
 
 
@@ -90,3 +92,15 @@ def table(rows: list[dict[str, float]]) -> Work:
     """Rows of equal fields as one Work of arrays. Raises KeyError for a field that a row lacks."""
     names = [f.name for f in fields(Work)]
     return Work(*(np.array([row[name] for row in rows], dtype=float) for name in names))
+
+
+def sizes_of_model(model: ModelConfig) -> dict[str, float]:
+    """The fields of `Work` that a decoder without experts alone decides."""
+    return {
+        "layers": model.num_layers, "hidden": model.hidden_size,
+        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
+        "head_size": model.head_size, "ffn": model.ffn_size,
+        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
+        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        "experts": 1, "active_experts": 1, "ep": 1,
+    }  # fmt: skip

@@ -16,7 +16,7 @@ from parallel3d.plan.memory import PARALLEL3D, Memory
 from parallel3d.plan.own.memory import Held, held
 from parallel3d.plan.search import Choice, Priced, layouts, simple_first
 from parallel3d.plan.step import StepTime
-from parallel3d.plan.work import Number
+from parallel3d.plan.work import Number, sizes_of_model
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
 SEARCHED = ("1f1b", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
@@ -129,13 +129,9 @@ def measured_sizes(config: Config, machine: Machine, ranks: int) -> dict[str, fl
     whole = machine.numbers["peak_tflops"] * 1e12
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {
-        "layers": model.num_layers, "hidden": model.hidden_size,
-        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
-        "head_size": model.head_size, "ffn": model.ffn_size,
-        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
-        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf, "cp": 1,
+        **sizes_of_model(model),
         "gpus_per_node": ranks, "flash": 1, "dropout": float(model.dropout > 0), "overlap_dp": 1,
-        "compiled": 1, "experts": 1, "active_experts": 1, "ep": 1, "grad_bytes": 4,
+        "compiled": 1, "grad_bytes": 4,
         "peak": whole * each, "peak_attention": whole * each, "units": 1,
         "memory_bytes": room / ranks if machine.shares else room, "memory_rate": 1e9,
         "link_rate": 1e9, "fabric_rate": 1e9, "speed": 0, "fabric": 0,
