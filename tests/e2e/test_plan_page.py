@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.command import Shell
 from tests.e2e.here import answer
+from tests.pace import PATIENCE
 
 WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
 ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1")  # few layouts
@@ -91,13 +92,13 @@ def test_a_page_of_its_own_is_written_anew_and_no_other_file(
 def test_a_browser_reads_it_as_it_is_written(page: tuple[str, str], tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        pytest.skip("no browser here")
+        pytest.skip("no chromium here, which .ci/run installs")
     file = tmp_path / "plan.html"
     file.write_text(page[0])
     done = subprocess.run(
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
          "--dump-dom", file.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=120 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for tag in ("section", "table", "tr", "td", "svg", "dl", "pre"):
