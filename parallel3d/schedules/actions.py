@@ -40,16 +40,6 @@ class Kind(StrEnum):
     def is_send(self) -> bool:
         return self in (Kind.SEND_F, Kind.SEND_B)
 
-    @property
-    def peer_offset(self) -> int:
-        """With one chunk per rank, the peer's stage minus mine: +1 the next, -1 the previous.
-
-        0 for compute. With several chunks only the placement knows the peer.
-        """
-        if self.is_compute:
-            return 0
-        return 1 if self in (Kind.SEND_F, Kind.RECV_B) else -1
-
 
 COMPUTE = frozenset((Kind.F, Kind.B, Kind.I, Kind.W))
 _NUMBER = {kind: number for number, kind in enumerate(Kind)}

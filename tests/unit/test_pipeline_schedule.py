@@ -92,16 +92,6 @@ def test_backwards_run_in_microbatch_order(name: str) -> None:
         assert [a.microbatch for a in order if a.kind == Kind.B] == list(range(9))
 
 
-def test_peers_of_messages_are_mutual() -> None:
-    for send, receive in ((Kind.SEND_F, Kind.RECV_F), (Kind.SEND_B, Kind.RECV_B)):
-        assert send.is_send
-        assert not receive.is_send
-        assert send.peer_offset == -receive.peer_offset
-    assert Kind.SEND_F.peer_offset == 1
-    assert Kind.SEND_B.peer_offset == -1
-    assert Kind.F.peer_offset == Kind.B.peer_offset == 0
-
-
 def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
     with pytest.raises(UserError, match=r"schedule=1f1bb .*gpipe, 1f1b.*nearest: 1f1b"):
         schedule("1f1bb", 2, 2)
