@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +11,7 @@ from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.products import is_widened
 from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.dropped_attention import attend_dropping
 from parallel3d.models.ops import Rotary, split_heads_rotary
 
 
@@ -33,8 +32,8 @@ def causal_attention(
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v side by side.
         rotary: cos and sin to rotate q and k with; None: they stay as they are.
-        dropout: of the probabilities, where there are `samples`. They are then written out, s × s
-            for each head, which PyTorch's kernel avoids: slower, and more memory.
+        dropout: of the probabilities, where there are `samples`: not by PyTorch's kernel, but
+            slower, some rows of scores at a time.
         documents: a token reads its own alone; None: a sample is one.
 
     Returns: (b, s, heads · head_dim).
@@ -50,7 +49,7 @@ def causal_attention(
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
     if not plain:
-        y = dropout(_probabilities(q, k, documents), samples).to(v.dtype) @ v
+        y = attend_dropping(q, k, v, dropout, samples, documents)
     elif documents is None:
         y = attend(q, k, v, is_causal=True)
     else:
@@ -89,15 +88,3 @@ def _is_slow_below_fp32(q: Tensor) -> bool:
     short = q.shape[-1] < 64 and q.shape[-2] < 1024
     narrow = q.dtype == torch.bfloat16 and q.device.type == "cpu"
     return is_widened(q) or (narrow and short)
-
-
-def _probabilities(q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:
-    """Causal softmax(q·kᵀ / sqrt(head_dim)), (b, heads, s, s), in fp32 or better."""
-    scores = q @ k.transpose(-2, -1)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
-    length = q.shape[-2]
-    unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    if documents is not None:
-        place = torch.arange(length, dtype=torch.int32, device=q.device)
-        unseen = unseen | (place < documents.starts[:, None, :, None])
-    return scores.masked_fill(unseen, -torch.inf).softmax(-1)

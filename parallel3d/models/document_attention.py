@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.operators import define, differentiate
 
 aten = torch.ops.aten
 # Rows of scores that are written out at once where a backward has no kernel.
@@ -249,26 +250,17 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     return *found, None, None
 
 
-def _define(name: str, signature: str, run: Callable, shape: Callable) -> None:
-    _library.define(f"{name}{signature}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
-
-
-_library = torch.library.Library("parallel3d", "FRAGMENT")
-_define(
+define(
     "document_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor edges) -> (Tensor, Tensor)",
     _forward,
     lambda q, k, v, bounds, edges: _empty(q),
 )
-_define(
+define(
     "document_attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor bounds, "
     "Tensor edges) -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda grad, q, k, v, *_: tuple(_empty(x)[0] for x in (q, k, v)),
 )
-torch.library.register_autograd(
-    "parallel3d::document_attention", _differentiate, setup_context=_remember, lib=_library
-)
+differentiate("document_attention", _differentiate, _remember)

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel3d.device.operators import define, differentiate
+
 SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # A and B
 FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
@@ -105,13 +107,14 @@ def row_keys(
     return key ^ _shifted(key, 31, 64)
 
 
-def _dropped(
-    x: Tensor, samples: Tensor, site: Tensor, first_head: int, first_position: int, p: float
+def dropped(
+    shape: torch.Size, samples: Tensor, site: Tensor, head: int, position: int, p: float
 ) -> Tensor:
-    """`x` without the dropped elements, contiguous."""
-    key = row_keys(tuple(x.shape[1:-1]), samples, site, first_head, first_position).unsqueeze(-1)
+    """Which elements are: bool, of `shape` (b, s, channels) or (b, heads, s, channels), whose first
+    head and position are these."""
+    key = row_keys(tuple(shape[1:-1]), samples, site, head, position).unsqueeze(-1)
     low, high = ((key << 32) >> 32).to(torch.int32), (key >> 32).to(torch.int32)
-    channels = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+    channels = torch.arange(shape[-1], dtype=torch.int32, device=samples.device)
     bits = channels * _signed(CHANNEL, 32) + low
     bits ^= _shifted(bits, 16, 32)
     bits *= FIRST
@@ -119,8 +122,18 @@ def _dropped(
     bits ^= high
     bits *= SECOND
     bits ^= _shifted(bits, 15, 32)
-    dropped = bits.bitwise_and_(0x7FFFFFFF) < round(p * (1 << 31))
-    return (x.contiguous() / (1.0 - p)).masked_fill_(dropped, 0.0)
+    return bits.bitwise_and_(0x7FFFFFFF) < round(p * (1 << 31))
+
+
+def without(x: Tensor, gone: Tensor, p: float) -> Tensor:
+    """`x` over 1 − p with zeros where `gone`, contiguous."""
+    return (x.contiguous() / (1.0 - p)).masked_fill_(gone, 0.0)
+
+
+def _dropped(
+    x: Tensor, samples: Tensor, site: Tensor, head: int, position: int, p: float
+) -> Tensor:
+    return without(x, dropped(x.shape, samples, site, head, position, p), p)
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -135,12 +148,10 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
 
 # In a compiled block an operator of its own: the hash relies on integers that wrap around, which
 # the compiler's C++ does not promise.
-_library = torch.library.Library("parallel3d", "FRAGMENT")
-_library.define(
-    "dropout(Tensor x, Tensor samples, Tensor site, int head, int position, float p) -> Tensor"
+define(
+    "dropout",
+    "(Tensor x, Tensor samples, Tensor site, int head, int position, float p) -> Tensor",
+    _dropped,
+    lambda x, *_: x.new_empty(x.shape),
 )
-_library.impl("dropout", _dropped, "CompositeExplicitAutograd")
-torch.library.register_fake("parallel3d::dropout", lambda x, *_: x.new_empty(x.shape), lib=_library)
-torch.library.register_autograd(
-    "parallel3d::dropout", _differentiate, setup_context=_remember, lib=_library
-)
+differentiate("dropout", _differentiate, _remember)
