@@ -1,5 +1,6 @@
 """`python -m parallel3d …` is the `parallel3d` command."""
 
+import os
 import sys
 
 
@@ -10,8 +11,10 @@ def main() -> int:
 
         return command()
     except KeyboardInterrupt:  # during the imports; later the command itself says so
-        print("parallel3d: interrupted", file=sys.stderr)
-        return 130
+        print("parallel3d: interrupted", file=sys.stderr, flush=True)
+        # Not by `return`: where C code that a module imports ran Python when the interrupt came,
+        # the interpreter has noted it, and would end by the signal after all.
+        os._exit(130)
 
 
 if __name__ == "__main__":

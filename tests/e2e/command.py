@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.e2e.ready import ReadyPopen
 from tests.pace import PATIENCE, pace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +61,14 @@ class Ended:
 class Shell:
     """A directory in which command lines run, with text to train on; `scratch` is their TMPDIR.
 
+    What trains is forked of a process that has imported torch (see ready.py); `anew`: it is not.
     Every process carries a mark in its environment, by which those left over are found.
     """
 
     cwd: Path
     scratch: Path
     environ: dict[str, str] = field(default_factory=dict)
+    anew: bool = False
     mark: str = field(default_factory=lambda: f"P3D_TEST_MARK={uuid.uuid4().hex}")
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -91,8 +94,9 @@ class Shell:
         return "data=text", f"data.path={book}", f"data.cache_dir={self.cwd / 'cache'}"
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            words,
+        forked = not self.anew and words[:4] == (*PARALLEL3D, "train")
+        return (ReadyPopen if forked else subprocess.Popen)(
+            words[3:] if forked else words,
             cwd=self.cwd,
             env=self.environment(**environ),
             stdin=subprocess.DEVNULL,

@@ -178,6 +178,7 @@ def test_d8_an_interrupt_during_the_start_is_one_line(
     shell: Shell, library: str, layout: str
 ) -> None:
     """While our own modules are imported, before anything is made, and within torch's C++."""
+    shell.anew = True
     process = shell.start(*PARALLEL3D, *words(shell, layout, LONG))
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: library in maps.read_text(), 60, library)

@@ -1,0 +1,100 @@
+"""Commands that are forked of a process which has imported torch, in place of two seconds each.
+
+`ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`: its process has the same
+words, environment (also where /proc shows it), folder, streams and signals, and is asked and
+waited for in the same way. What it lacks is the start itself, which other tests type.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+# What an environment may say to a process that is forked of this one: room for it in /proc.
+ROOM_BYTES = 1 << 15
+
+
+class Ready:
+    """The process that forks; it ends with this one."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="parallel3d-ready-")
+        self.address = str(Path(self.folder.name) / "socket")
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening.bind(self.address)
+        listening.listen(16)
+        # Nobody else has its standard input: it is closed when this process is gone.
+        self.process = subprocess.Popen(
+            (sys.executable, "-m", "tests.e2e.ready_process", str(listening.fileno())),
+            cwd=Path(__file__).resolve().parents[2],
+            env=os.environ | {"P3D_ROOM": " " * ROOM_BYTES},
+            stdin=subprocess.PIPE,
+            pass_fds=(listening.fileno(),),
+        )
+        listening.close()
+
+    def fork(self, request: dict[str, Any], streams: tuple[int, int]) -> tuple[socket.socket, int]:
+        """What tells of a new process, and its pid."""
+        told = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told.connect(self.address)
+        socket.send_fds(told, [json.dumps(request).encode()], streams)
+        return told, int(told.recv(64))
+
+
+_MAKING = threading.Lock()
+
+
+@functools.cache
+def _made() -> Ready:
+    return Ready()
+
+
+def ready() -> Ready:
+    """The one of this session."""
+    with _MAKING:
+        return _made()
+
+
+class ReadyPopen(subprocess.Popen):
+    """`args` are the words after `parallel3d`; takes `cwd`, `env`, `stdout` and `stderr`."""
+
+    def _execute_child(self, *args: Any) -> None:
+        """Popen's own hook: pipes are made, and the process is to be there afterwards."""
+        of = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
+        request = {"words": list(of["args"]), "cwd": str(of["cwd"]), "environ": of["env"]}
+        streams = of["c2pwrite"], of["errwrite"]
+        self._told, self.pid = ready().fork(request, streams)
+        self._child_created = True
+        for stream in (*streams, of["p2cread"]):
+            os.close(stream)
+        if hasattr(self, "_devnull"):
+            del self._devnull  # it was the child's input, and is closed
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """As `os.waitpid`, which knows children alone."""
+        if wait_flags and not select.select([self._told], [], [], 0)[0]:
+            return 0, 0
+        status = int(self._told.recv(64))
+        self._told.close()
+        return self.pid, status
+
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid == self.pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode

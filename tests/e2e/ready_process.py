@@ -1,0 +1,118 @@
+"""Forks commands that find torch imported: started by tests/e2e/ready.py.
+
+    python -m tests.e2e.ready_process FD
+
+Each connection that the socket FD takes has one request, {"words", "cwd", "environ"}, with the
+streams of a new process. It is told the process's pid, and once that has ended, its status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.fork_ranks import NEEDED
+
+OWN_FDS = 3  # a new process has its three streams, and nothing of this one's
+
+
+class Forks:
+    """Those that run, and who is told when they end."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self.listening = listening
+        self.running: dict[int, socket.socket] = {}
+        libc = ctypes.CDLL(None)
+        libc.getenv.restype = ctypes.c_void_p
+        # Where the kernel reads this process's environment, of which one variable is room.
+        self.room, self.size = libc.getenv(b"P3D_ROOM"), len(os.environ["P3D_ROOM"])
+
+    def serve(self) -> None:
+        """Returns in each process that is forked, with its words; ends where it is left alone."""
+        woken, wakes = os.pipe()
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wakes)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while True:
+            readable, _, _ = select.select([self.listening, woken, sys.stdin], [], [])
+            if sys.stdin in readable:
+                os._exit(0)
+            if woken in readable:
+                os.read(woken, 4096)
+                self.reap()
+            if self.listening in readable and self.fork():
+                return
+
+    def fork(self) -> bool:
+        """Whether this is the new process."""
+        asking, _ = self.listening.accept()
+        message, streams, _, _ = socket.recv_fds(asking, 1 << 18, 2)
+        pid = os.fork()
+        if pid == 0:
+            for ours in (self.listening, asking, *self.running.values()):
+                ours.detach()  # else it closes some day what then has its number
+            become(json.loads(message), streams)
+            self.show(os.environ)
+            return True
+        for stream in streams:
+            os.close(stream)
+        self.running[pid] = asking
+        asking.send(str(pid).encode())
+        return False
+
+    def reap(self) -> None:
+        """Tells of those that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with self.running.pop(ended[0]) as asking, contextlib.suppress(OSError):
+                    asking.send(str(ended[1]).encode())
+
+    def show(self, environ: dict[str, str]) -> None:
+        """Puts an environment where /proc looks for this process's."""
+        said = b"\0" + b"".join(os.fsencode(f"{k}={v}\0") for k, v in environ.items())
+        assert len(said) < self.size
+        ctypes.memmove(self.room, said, len(said))
+
+
+def become(request: dict[str, Any], streams: list[int]) -> None:
+    """What a started process has of its own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
+        os.dup2(stream, number)
+    os.closerange(OWN_FDS, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    tempfile.tempdir = None  # it was another TMPDIR's
+    sys.argv = ["parallel3d", *request["words"]]
+    for folder in request["environ"].get("PYTHONPATH", "").split(os.pathsep):
+        hook = Path(folder) / "sitecustomize.py"
+        if hook.exists():  # what Python does as it starts
+            exec(compile(hook.read_text(), hook, "exec"), {"__name__": "sitecustomize"})
+
+
+def main() -> int:
+    for name in NEEDED:
+        importlib.import_module(name)
+    forks = Forks(socket.socket(fileno=int(sys.argv[1])))
+    gc.freeze()  # what is shared is not written to by collections
+    forks.serve()
+    from parallel3d.__main__ import main as command
+
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
