@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as folder:
         shell = Shell(Path(folder), Path(folder))
-        forked = Forked.begin(shell)
+        forked = Forked(shell)
         limits = ("--rail-mbit", str(given.rail_mbit), "--spine-mbit", str(given.rail_mbit))
         network = Rails.start(Path(folder) / "net", hosts=8, gpus=1, options=limits)
         try:
@@ -62,7 +62,6 @@ def main() -> None:
                 shutil.copytree(ran.folder, given.out, dirs_exist_ok=True)
         finally:
             network.stop()
-            forked.end()
             shell.end_all()
 
 

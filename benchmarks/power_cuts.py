@@ -29,7 +29,7 @@ from benchmarks.command_cases import RUN, Calls, Stage
 from benchmarks.command_checks import given_again, lost, whole_ones
 from benchmarks.command_world import World
 from parallel3d.host.processes import born, state_letter
-from tests.e2e.fork_ranks import NEW_MOUNTS, PRIVATE, RECURSIVE, call
+from tests.e2e.namespaces import NEW_MOUNTS, PRIVATE, RECURSIVE, call
 from tests.tools.failing_files import Fault, Point
 
 SCENARIOS = ("a new run", "goes on", "goes on, settings changed", "goes on, things left lying")

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,26 @@ def ready() -> Ready:
 
 
 class ReadyPopen(subprocess.Popen):
-    """`args` are the words after `parallel3d`; takes `cwd`, `env`, `stdout` and `stderr`."""
+    """`words` are those after `parallel3d`, `of_popen` what Popen has for folder, environment and
+    streams; `slot`: of a rail network, which the process enters."""
+
+    def __init__(
+        self, words: Sequence[str], slot: dict[str, str] | None = None, **of_popen: Any
+    ) -> None:
+        self._slot = slot
+        super().__init__(words, **of_popen)
 
     def _execute_child(self, *args: Any) -> None:
         """Popen's own hook: pipes are made, and the process is to be there afterwards."""
         of = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
         request = {"words": list(of["args"]), "cwd": str(of["cwd"]), "environ": of["env"]}
         streams = of["c2pwrite"], of["errwrite"]
-        self._told, self.pid = ready().fork(request, streams)
+        self._told, self.pid = ready().fork(request | {"slot": self._slot}, streams)
         self._child_created = True
-        for stream in (*streams, of["p2cread"]):
-            os.close(stream)
-        if hasattr(self, "_devnull"):
-            del self._devnull  # it was the child's input, and is closed
+        for stream, kept in zip(streams, (of["c2pread"], of["errread"]), strict=True):
+            if kept != -1:  # a pipe; a file is its owner's to close
+                os.close(stream)
+        os.close(self.__dict__.pop("_devnull"))  # its standard input
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """As `os.waitpid`, which knows children alone."""

@@ -2,8 +2,8 @@
 
     python -m tests.e2e.ready_process FD
 
-Each connection that the socket FD takes has one request, {"words", "cwd", "environ"}, with the
-streams of a new process. It is told the process's pid, and once that has ended, its status.
+Each connection that the socket FD takes has one request, {"words", "cwd", "environ", "slot"},
+with the streams of a new process. It is told the pid, and once the process has ended, its status.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.fork_ranks import NEEDED
+from tests.e2e.namespaces import LIBC, enter
 
+NEEDED = (
+    "parallel3d.cli.command_line",
+    "parallel3d.commands.train",
+    "parallel3d.checkpoint.storage",
+    "torch.distributed.distributed_c10d",
+)
 OWN_FDS = 3  # a new process has its three streams, and nothing of this one's
 
 
@@ -33,10 +39,9 @@ class Forks:
     def __init__(self, listening: socket.socket) -> None:
         self.listening = listening
         self.running: dict[int, socket.socket] = {}
-        libc = ctypes.CDLL(None)
-        libc.getenv.restype = ctypes.c_void_p
+        LIBC.getenv.restype = ctypes.c_void_p
         # Where the kernel reads this process's environment, of which one variable is room.
-        self.room, self.size = libc.getenv(b"P3D_ROOM"), len(os.environ["P3D_ROOM"])
+        self.room, self.size = LIBC.getenv(b"P3D_ROOM"), len(os.environ["P3D_ROOM"])
 
     def serve(self) -> None:
         """Returns in each process that is forked, with its words; ends where it is left alone."""
@@ -92,6 +97,8 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
         os.dup2(stream, number)
     os.closerange(OWN_FDS, os.sysconf("SC_OPEN_MAX"))
+    if request["slot"]:
+        enter(request["slot"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])

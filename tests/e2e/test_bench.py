@@ -26,7 +26,7 @@ SIZES = (4096, 1048576)
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """What the bench says on eight ranks, and its directory."""
     shell = Shell(tmp_path_factory.mktemp("eight"), tmp_path_factory.mktemp("scratch"))
-    forked = Forked.begin(shell)
+    forked = Forked(shell)
     # Neither the batch nor the data would do for training: nobody asks.
     forked.add_world(
         *(8, "bench", "comm", "device=cpu", "tp=2", "pp=2", "dp=2", "run=b", "bench.budget_s=4"),
@@ -39,7 +39,6 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         assert first.err + "".join(each.out + each.err for each in others) == ""
         yield first.out, shell.cwd
     finally:
-        forked.end()
         shell.end_all()
 
 

@@ -92,14 +92,11 @@ def test_a_calibration_of_another_device_is_refused(
 def test_auto_says_what_it_takes_and_trains_it(shell: Shell) -> None:
     """Under a launcher's two ranks; what was typed holds."""
     measured(shell.cwd)
-    forked = Forked.begin(shell)
+    forked = Forked(shell)
     words = ("train", *TINY, *shell.text(), "layout=auto", f"cluster={FILE}", "tp=2", "run=a")
-    try:
-        forked.add_world(2, *words)
-        forked.start()
-        first, second = forked.finish()
-    finally:
-        forked.end()
+    forked.add_world(2, *words)
+    forked.start()
+    first, second = forked.finish()
     lines = [line for line in first.err.splitlines() if "layout=auto" in line]
     assert len(lines) == 1 and "layout=auto" not in second.err
     assert re.search(r"layout=auto: tp=2 pp=1 dp=1 .* s a step; .* of the step computes", lines[0])

@@ -70,9 +70,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def forked(shell: Shell) -> Iterator[Forked]:
-    forked = Forked.begin(shell)
+    forked = Forked(shell)
     yield forked
-    forked.end()
 
 
 @dataclass(frozen=True)

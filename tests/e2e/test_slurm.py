@@ -95,9 +95,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """All jobs from beginning to end and, beside them, the runs to compare with."""
     cwd = tmp_path_factory.mktemp("slurm")
     environ = SECRETS | {"WANDB_MODE": "offline", "GLOO_SOCKET_IFNAME": "lo"}
-    shell = Shell(cwd, scratch=tmp_path_factory.mktemp("scratch"), environ=environ)
+    scratch = tmp_path_factory.mktemp("scratch")
+    shell = Shell(cwd, scratch, environ, anew=True)  # submitit starts what it was started by
     alone = Shell(cwd, scratch=shell.scratch)  # the runs to compare with: not the jobs' processes
-    forked = Forked.begin(alone)
+    forked = Forked(alone)
     story = Story(shell)
     words = (*TINY, *shell.text(), *WORDS)
     slurm = Slurm.start(shell, nodes=10)
@@ -109,7 +110,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         submitted = shell.start(*train, "--multirun", *elsewhere, SLURM_CONF=str(slurm.conf))
         disturb_all(story, slurm)
         forked.finish()
-        forked.end()
         out, err = submitted.communicate(timeout=600)  # it looks ever more seldom
         story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
