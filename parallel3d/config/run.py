@@ -170,7 +170,7 @@ class LaunchConfig:
     huge_pages: bool = key(
         True,
         "CPU ranks keep the memory that they free, in huge pages where the system offers them "
-        "(Linux with glibc); false: the C library's own ways",
+        "(Linux with glibc); false: they give large blocks back, slower and with less memory",
     )
     numa_binding: bool = key(
         True,

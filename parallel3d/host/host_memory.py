@@ -1,4 +1,4 @@
-"""Memory of a CPU rank: what is freed is kept, and lies in huge pages; imports are no garbage.
+"""Memory of a CPU rank: what is freed is kept in huge pages, or given back; imports are no garbage.
 
 Activations of a few megabytes are freed and allocated again all the time. By default the C library
 gives such blocks back to the system, which hands out and clears new pages for the next, and with
@@ -19,6 +19,8 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
+# Above what is allocated most often, such as a block of attention's scores; below activations.
+GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20
 RESERVED = 3 << 29  # address space, below LARGEST; memory is taken as it is touched
 
@@ -49,6 +51,19 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
     advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
     libc.free(block)
     return advised
+
+
+def give_back_freed_memory() -> bool:
+    """Has malloc return blocks of `GIVEN_BACK` bytes and more to the system when they are freed.
+
+    By itself glibc comes to keep blocks of up to 32 MiB in its heaps, between others that live
+    longer: a process then holds what its activations took at their worst, several times over.
+
+    Returns: whether it was done; False on systems whose C library is not glibc.
+    """
+    libc = ctypes.CDLL(None)
+    is_glibc = hasattr(libc, "gnu_get_libc_version")
+    return is_glibc and bool(libc.mallopt(M_MMAP_THRESHOLD, GIVEN_BACK))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, say
 from parallel3d.host.devices import PRETEND, Choice, device_of_rank
 from parallel3d.host.gpu_environment import gpu_environment
-from parallel3d.host.host_memory import keep_freed_memory, nothing_collected
+from parallel3d.host.host_memory import give_back_freed_memory, keep_freed_memory, nothing_collected
 from parallel3d.host.numa import bind_near
 from parallel3d.host.processes import die_with_parent
 from parallel3d.run import failure
@@ -236,6 +236,8 @@ def _prepare_cpu(config: Config, worker: Worker) -> None:
 
     if config.launch.huge_pages:
         keep_freed_memory()
+    else:
+        give_back_freed_memory()
     if interfaces := Interfaces.of_run(config.cluster, worker.placement):
         interfaces.check(layout_of(config), worker.rank)
 
