@@ -30,7 +30,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.killed_runs import Campaign, Command, SlurmCommand, TorchrunCommand
+from benchmarks.killed_runs import (
+    Campaign,
+    Command,
+    ForkedCommand,
+    SlurmCommand,
+    TorchrunCommand,
+)
 from benchmarks.kills import Result, one_run, plan
 from tests.e2e.command import Shell
 from tests.e2e.private_slurm import Slurm
@@ -38,6 +44,7 @@ from tests.e2e.private_slurm import Slurm
 LAYOUTS = (("tp=2",), ("pp=2",), ("dp=2",), ("dp=2", "zero=1"), ("tp=2", "checkpoint.async=false"))
 LAUNCHERS: dict[str, type[Command]] = {
     "ours": Command,
+    "forked": ForkedCommand,
     "torchrun": TorchrunCommand,
     "slurm": SlurmCommand,
 }
@@ -75,14 +82,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON with every kill and fault")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # tidies up
-    names = tuple(LAUNCHERS) if args.launcher == "all" else (args.launcher,)
+    names = ("ours", "torchrun", "slurm") if args.launcher == "all" else (args.launcher,)
     results: list[Result] = []
     with campaign(args, "slurm" in names) as shared:
         references: dict[tuple[str, ...], Command] = {}
         for number in range(args.runs):
             layout = LAYOUTS[number // len(names) % len(LAYOUTS)]
             if layout not in references:  # it trains beside the first run that it is compared with
-                references[layout] = Command(shared, f"undisturbed-{len(references)}", layout)
+                kind = ForkedCommand if names == ("forked",) else Command
+                references[layout] = kind(shared, f"undisturbed-{len(references)}", layout)
                 references[layout].start()
             kind = LAUNCHERS[names[number % len(names)]]
             command = kind(shared, f"run-{number:03d}", layout, args.failing_files)

@@ -15,6 +15,7 @@ from parallel3d.metrics.jsonl import read_metrics
 from parallel3d.run.launch import FIRST_SPECIAL_STEP
 from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
+from tests.e2e.ready import ReadyPopen
 
 STARTS = 40  # at most; each of some faults ends a run
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
@@ -57,6 +58,7 @@ class Command:
     starts: int = 0
 
     launcher = "ours"
+    popen = subprocess.Popen
     targets: tuple[str, ...] = ("a rank", "all ranks", "the launcher")
 
     @property
@@ -100,7 +102,7 @@ class Command:
         if self.starts == STARTS:
             raise RuntimeError(f"{self.name} does not end: {self.log()[-2000:]}")
         with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = self.popen(
                 self.command(),
                 cwd=self.folder,
                 env=os.environ | self.environment(),
@@ -161,6 +163,16 @@ class Command:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and any(lives(p) for p in ranks):
             time.sleep(0.05)
+
+
+class ForkedCommand(Command):
+    """The same without the seconds that each start takes to import torch."""
+
+    launcher = "forked"
+    popen = ReadyPopen
+
+    def command(self) -> tuple[str, ...]:
+        return self.words()
 
 
 class TorchrunCommand(Command):

@@ -19,6 +19,7 @@ from tests.pace import PATIENCE, pace
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+COMPUTING = {"train", "verify", "generate", "bench"}
 HOOKS = Path(__file__).parent / "hooks"
 # Of another launcher around the tests, or of the user: a test says what it wants.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -61,7 +62,7 @@ class Ended:
 class Shell:
     """A directory in which command lines run, with text to train on; `scratch` is their TMPDIR.
 
-    What trains is forked of a process that has imported torch (see ready.py); `anew`: it is not.
+    What computes is forked of a process that has imported torch (see ready.py); `anew`: it is not.
     Every process carries a mark in its environment, by which those left over are found.
     """
 
@@ -94,7 +95,8 @@ class Shell:
         return "data=text", f"data.path={book}", f"data.cache_dir={self.cwd / 'cache'}"
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
-        forked = not self.anew and words[:4] == (*PARALLEL3D, "train")
+        computes = words[:3] == PARALLEL3D and set(words[3:4]) & COMPUTING
+        forked = computes and not self.anew
         return (ReadyPopen if forked else subprocess.Popen)(
             words[3:] if forked else words,
             cwd=self.cwd,

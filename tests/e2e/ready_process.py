@@ -97,6 +97,11 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
         os.dup2(stream, number)
     os.closerange(OWN_FDS, os.sysconf("SC_OPEN_MAX"))
+    # Python's own look once whether they can be sought in.
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", 1, errors="backslashreplace", closefd=False
+    )
     if request["slot"]:
         enter(request["slot"])
     os.chdir(request["cwd"])

@@ -14,6 +14,7 @@ SEED = "1915"  # a rank, then all ranks, then the launcher: all while a checkpoi
 def test_a_killed_run_ends_with_the_undisturbed_runs_weights_and_losses(shell: Shell) -> None:
     out = Path("faults.json")
     words = ("--runs", "1", "--seed", SEED, "--steps", "30", "--out", str(out))
+    words += ("--launcher", "forked")
     ended = shell.run(sys.executable, "-m", "benchmarks.faults", *words, timeout_s=400)
     assert ended.code == 0, ended.out + ended.err
     found = json.loads((shell.cwd / out).read_text())

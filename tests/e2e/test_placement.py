@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 
-from tests.e2e.command import PARALLEL3D, TINY, TORCHRUN, Ended, Shell, wait_for
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell, wait_for
 from tests.e2e.forked import run_forked
 from tests.pace import pace
 
@@ -39,7 +39,7 @@ def test_a_killed_process_is_named_by_the_rank_that_it_was_given(shell: Shell) -
     )
 
 
-def test_torchrun_by_a_rank_file_says_once_what_does_not_fit_and_saves_the_map(
+def test_four_ranks_by_a_rank_file_say_once_what_does_not_fit_and_save_the_map(
     shell: Shell,
 ) -> None:
     lines = [f"{rank} {HOST} {local}" for rank, local in enumerate([0, 3, 1, 2])]
@@ -51,12 +51,8 @@ def test_torchrun_by_a_rank_file_says_once_what_does_not_fit_and_saves_the_map(
         "cluster.rail_interface=lo",
         "train.steps=1",
     )
-    ended = shell.run(
-        *TORCHRUN,
-        "--nproc-per-node=4",
-        *("-m", "parallel3d", "train", *FOUR, *shell.text(), *more),
-        *("cluster=rails_3x2", "cluster.nodes=2"),
-    )
+    here = ("cluster=rails_3x2", "cluster.nodes=2")
+    ended = run_forked(shell, "train", *FOUR, *shell.text(), *more, *here, ranks=4)
     assert ended.code == 0, ended
     note = (
         f"{HOST} runs 4 ranks and has 2 GPUs: GPUs of cluster rails_3x2 are taken in launch order"
