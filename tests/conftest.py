@@ -24,12 +24,14 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from this name on
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """How three processes share the tests (`-n 3`): each file goes to whoever is free, but those of
-    real ranks stay together, for they share a pool, and so do commands, whose ranks are many and
-    which often wait for a clock: three fill two cores."""
+    real ranks stay together in two parts of equal length, for they share a pool, and so do
+    commands, whose ranks are many and which often wait for a clock: three fill two cores."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Folders(LoadScopeScheduling):
@@ -38,7 +40,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             folder = file.split("/")[1]
             if folder == "distributed" and ("pretend" in file or "device" in file):
                 return "pretended"  # a pool of its own
-            return folder if folder in ("distributed", "e2e") else file
+            if folder == "distributed":
+                return f"{folder} {file > SECOND_PART}"
+            return folder if folder == "e2e" else file
 
-    config.option.loadscopereorder = False  # those two first: they take longest
+    config.option.loadscopereorder = False  # those first: they take longest
     return Folders(config, log)
