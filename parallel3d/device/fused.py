@@ -64,8 +64,9 @@ def equal_on_all_ranks() -> dict[str, bool]:
 
 
 class _Fused(Generic[P, T]):
-    def __init__(self, function: Callable[P, T]) -> None:
+    def __init__(self, function: Callable[P, T], least: int | None) -> None:
         functools.update_wrapper(self, function)
+        self.least = least
         self.function = function
         self.compiled: Callable[P, T] | None = None
 
@@ -78,7 +79,8 @@ class _Fused(Generic[P, T]):
         if kernel is not None:
             with kernel(self.function.__name__):
                 return self.function(*args)
-        if max(t.numel() for t in tensors) < LEAST_ELEMENTS:
+        least = LEAST_ELEMENTS if self.least is None else self.least
+        if max(t.numel() for t in tensors) < least:
             return self.function(*args)
         return self._run_compiled(*args)
 
@@ -103,13 +105,16 @@ class _Fused(Generic[P, T]):
             return self.function(*args)
 
 
-def fused(function: Callable[P, T]) -> Callable[P, T]:
+def fused(function: Callable[P, T], *, least: int | None = None) -> Callable[P, T]:
     """Decorates a function of tensors and constants that may run as one kernel.
 
     It is called inside of autograd nodes, which have its gradient written out: what it returns has
     no graph where it was compiled. It may write into its arguments. Positional arguments only.
+
+    Args:
+        least: elements of its largest argument from which on it is compiled; None: LEAST_ELEMENTS.
     """
-    return _Fused(function)
+    return _Fused(function, least)
 
 
 def _first_line(error: Exception) -> str:

@@ -20,12 +20,14 @@ An element is dropped if the low 31 bits of x are below p · 2³¹; the others a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.device.fused import fused
 from parallel3d.device.operators import define, differentiate
 
 SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # A and B
@@ -89,33 +91,40 @@ def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
+@functools.partial(fused, least=0)  # small, and else fifteen launches
 def row_keys(
-    rows: tuple[int, ...], samples: Tensor, site: Tensor, first_head: int, first_position: int
-) -> Tensor:
-    """(b, *rows) int64 keys; rows are (s,) or (heads, s)."""
-    device = samples.device
-    number = torch.arange(first_position, first_position + rows[-1], device=device)
+    start: Tensor, rows: tuple[int, ...], first_head: int, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
+
+    Args:
+        start: (b,) site + A · sample.
+        places: (s,) positions.
+    """
+    number = places.to(torch.int64)
     if len(rows) == 2:
-        heads = torch.arange(first_head, first_head + rows[0], device=device)
+        heads = torch.arange(first_head, first_head + rows[0], device=places.device)
         number = number + (heads << 32).unsqueeze(1)
-    # `site` stays on the CPU: of no dimensions, it goes to a device as a kernel's argument, where a
-    # copy of its own would make the host wait for the device.
-    start = (site + samples * _signed(SAMPLE, 64)).view(-1, *(1 for _ in rows))
-    key = start + number * _signed(ROW, 64)
+    key = start.view(-1, *(1 for _ in rows)) + number * _signed(ROW, 64)
     for by, factor in FINISH:
         key = (key ^ _shifted(key, by, 64)).mul_(_signed(factor, 64))
-    return key ^ _shifted(key, 31, 64)
+    key = (key ^ _shifted(key, 31, 64)).unsqueeze(-1)
+    return ((key << 32) >> 32).to(torch.int32), (key >> 32).to(torch.int32)
 
 
-def dropped(
-    shape: torch.Size, samples: Tensor, site: Tensor, head: int, position: int, p: float
-) -> Tensor:
-    """Which elements are: bool, of `shape` (b, s, channels) or (b, heads, s, channels), whose first
-    head and position are these."""
-    key = row_keys(tuple(shape[1:-1]), samples, site, head, position).unsqueeze(-1)
-    low, high = ((key << 32) >> 32).to(torch.int32), (key >> 32).to(torch.int32)
-    channels = torch.arange(shape[-1], dtype=torch.int32, device=samples.device)
-    bits = channels * _signed(CHANNEL, 32) + low
+def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
+    """site + A · sample, (b,) int64.
+
+    `site` stays on the CPU: of no dimensions, it goes to a device as a kernel's argument, where a
+    copy of its own would make the host wait for the device.
+    """
+    return site + samples * _signed(SAMPLE, 64)
+
+
+def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
+    """Which elements of rows with these keys: (*rows, channels) bool."""
+    channel = torch.arange(channels, dtype=torch.int32, device=low.device)
+    bits = channel * _signed(CHANNEL, 32) + low
     bits ^= _shifted(bits, 16, 32)
     bits *= FIRST
     bits ^= _shifted(bits, 15, 32)
@@ -125,15 +134,22 @@ def dropped(
     return bits.bitwise_and_(0x7FFFFFFF) < round(p * (1 << 31))
 
 
-def without(x: Tensor, gone: Tensor, p: float) -> Tensor:
-    """`x` over 1 − p with zeros where `gone`, contiguous."""
-    return (x.contiguous() / (1.0 - p)).masked_fill_(gone, 0.0)
+def without(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """`x` over 1 − p with zeros where `dropped`, contiguous."""
+    return (x.contiguous() / (1.0 - p)).masked_fill_(dropped, 0.0)
+
+
+@fused
+def drop(x: Tensor, low: Tensor, high: Tensor, p: float) -> Tensor:
+    return without(x, are_dropped(low, high, x.shape[-1], p), p)
 
 
 def _dropped(
-    x: Tensor, samples: Tensor, site: Tensor, head: int, position: int, p: float
+    x: Tensor, samples: Tensor, site: Tensor, first_head: int, first_position: int, p: float
 ) -> Tensor:
-    return without(x, dropped(x.shape, samples, site, head, position, p), p)
+    rows = tuple(x.shape[1:-1])
+    places = torch.arange(first_position, first_position + rows[-1], device=x.device)
+    return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, places), p)
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:

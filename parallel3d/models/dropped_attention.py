@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.fused import fused
 from parallel3d.device.operators import define, differentiate
-from parallel3d.models.dropout import Dropout, dropped, without
+from parallel3d.models.dropout import Dropout, are_dropped, row_keys, starts_of_keys, without
 
 # Scores of one block: on a CPU 4 MiB in fp32, which stay in its cache; on an accelerator enough
-# that a launch does not count.
+# that launches do not count.
 AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 20, 1 << 24
 
 
@@ -69,58 +70,117 @@ class _Attention(torch.autograd.Function):
         return *_backward(grad, *ctx.saved_tensors, ctx.starts, *ctx.where), *(None,) * 5
 
 
-def _blocks(q: Tensor) -> Iterator[slice]:
-    """Queries whose scores are written out together."""
+class _Block(NamedTuple):
+    """Scores that are written out together: of these samples, these queries and the keys before
+    `keys`."""
+
+    samples: slice
+    rows: slice
+    keys: int
+
+
+def _blocks(q: Tensor) -> Iterator[_Block]:
+    """On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as a
+    fused kernel is made for each."""
     b, heads, s, _ = q.shape
-    most = AT_ONCE_ON_ACCELERATOR if is_accelerator(q.device) else AT_ONCE
-    rows = max(1, most // (b * heads * s))
-    return (slice(begin, min(begin + rows, s)) for begin in range(0, s, rows))
+    if not is_accelerator(q.device):
+        rows = max(1, AT_ONCE // (b * heads * s))
+        for begin in range(0, s, rows):
+            end = min(begin + rows, s)
+            yield _Block(slice(0, b), slice(begin, end), end)
+        return
+    rows = _divisor(s, AT_ONCE_ON_ACCELERATOR // (heads * s))
+    many = _divisor(b, AT_ONCE_ON_ACCELERATOR // (heads * rows * s))
+    for sample in range(0, b, many):
+        for begin in range(0, s, rows):
+            yield _Block(slice(sample, sample + many), slice(begin, begin + rows), s)
 
 
-def _probabilities(q: Tensor, k: Tensor, rows: slice, starts: Tensor | None) -> Tensor:
-    """Of the queries `rows` of a sample for the keys before the last one's, in fp32 or better."""
-    scores = (q[:, :, rows] @ k[:, :, : rows.stop].transpose(-2, -1)).to(_wide(q))
-    place = torch.arange(rows.stop, dtype=torch.int32, device=q.device)
-    unseen = place > place[rows, None]
+def _divisor(n: int, most: int) -> int:
+    """The largest one of `n` up to `most`; 1 at least."""
+    return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
+
+
+def _chances(scores: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
+    """Softmax in fp32 or better over the keys that each query, at its place, sees."""
+    key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    unseen = key > places.unsqueeze(-1)
     if starts is not None:
-        unseen = unseen | (place < starts[:, None, rows, None])
-    scores.mul_(1 / math.sqrt(q.shape[-1])).masked_fill_(unseen, -torch.inf)
-    return scores.softmax(-1)
+        unseen = unseen | (key < starts[:, None, :, None])
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(unseen, -torch.inf).softmax(-1)
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
+@fused
+def dropped_softmax(
+    scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor, p: float
+) -> Tensor:
+    chances = _chances(scores, places, starts)
+    dropped = are_dropped(low, high, scores.shape[-1], p)
+    return without(chances, dropped, p).to(scores.dtype)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, samples: Tensor, site: Tensor,
+@fused
+def dropped_softmax_backward(
+    grad: Tensor, scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward's result once more, and the gradient of the scores."""
+    chances = _chances(scores, places, starts)
+    dropped = are_dropped(low, high, scores.shape[-1], p)
+    of_chances = without(grad.to(chances.dtype), dropped, p)
+    along = (of_chances * chances).sum(-1, keepdim=True)
+    of_scores = of_chances.sub_(along).mul_(chances)
+    return without(chances, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
+
+
+class _Scores(NamedTuple):
+    """What the kernels read of a block."""
+
+    scores: Tensor
+    places: Tensor
+    starts: Tensor | None
+    low: Tensor
+    high: Tensor
+    p: float
+
+
+def _scores(
+    block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, samples: Tensor, site: Tensor,
     head: int, p: float,
-) -> Tensor:  # fmt: skip
-    out = _empty(q)
-    for rows in _blocks(q):
-        chances = _probabilities(q, k, rows, starts)
-        gone = dropped(chances.shape, samples, site, head, rows.start, p)
-        out[:, :, rows] = without(chances, gone, p).to(v.dtype) @ v[:, :, : rows.stop]
+) -> _Scores:  # fmt: skip
+    """`q` is scaled already."""
+    of, rows, keys = block
+    scores = q[of, :, rows] @ k[of, :, :keys].mT
+    places = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)
+    keyed = row_keys(starts_of_keys(samples[of], site), (q.shape[1], len(places)), head, places)
+    begins = None if starts is None else starts[of, rows]
+    return _Scores(scores, places, begins, *keyed, p)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
+    out, q = _empty(q), q * (1 / math.sqrt(q.shape[-1]))
+    for block in _blocks(q):
+        kept = dropped_softmax(*_scores(block, q, k, starts, *where))
+        out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
     return out
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, samples: Tensor,
-    site: Tensor, head: int, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. Those of k and v add over blocks in fp32 or better."""
     of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
-    of_k, of_v = (torch.zeros_like(x, dtype=_wide(q)) for x in (k, v))
-    for rows in _blocks(q):
-        chances = _probabilities(q, k, rows, starts)
-        gone = dropped(chances.shape, samples, site, head, rows.start, p)
-        of_out, keys, values = grad[:, :, rows], k[:, :, : rows.stop], v[:, :, : rows.stop]
-        of_v[:, :, : rows.stop] += without(chances, gone, p).to(v.dtype).mT @ of_out
-        of_chances = without((of_out @ values.mT).to(chances.dtype), gone, p)
-        along = torch.linalg.vecdot(of_chances, chances).unsqueeze(-1)
-        of_scores = of_chances.sub_(along).mul_(chances).mul_(scale).to(q.dtype)
-        of_q[:, :, rows] = of_scores @ keys
-        of_k[:, :, : rows.stop] += of_scores.mT @ q[:, :, rows]
+    q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
+    of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for block in _blocks(q):
+        of, rows, keys = block
+        of_out = grad[of, :, rows]
+        scores = _scores(block, q, k, starts, *where)
+        kept, of_scores = dropped_softmax_backward(of_out @ v[of, :, :keys].mT, *scores)
+        of_v[of, :, :keys] += kept.mT @ of_out
+        of_q[of, :, rows] = (of_scores @ k[of, :, :keys]).mul_(scale)
+        of_k[of, :, :keys] += of_scores.mT @ q[of, :, rows]
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
 
 

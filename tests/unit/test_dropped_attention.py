@@ -68,6 +68,26 @@ def test_values_and_gradients_are_the_formula_s(rows: int, apart: bool) -> None:
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("scores", [2 * 3 * LENGTH**2, 3 * LENGTH**2, 3 * LENGTH * 7])
+def test_blocks_of_one_shape_have_the_same_values(
+    scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an accelerator has them: all samples, one, and a part of its queries."""
+    inputs = leaves(2, 3, LENGTH, 4)
+    plain = ours(*inputs, True)
+    monkeypatch.setattr(dropped_attention, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(dropped_attention, "AT_ONCE_ON_ACCELERATOR", scores)
+    blocks = list(dropped_attention._blocks(inputs[0]))
+    assert (
+        len({(b.samples.stop - b.samples.start, b.rows.stop - b.rows.start) for b in blocks}) == 1
+    )
+    assert len(blocks) == {2: 1, 1: 2, 0: 8}[scores // (3 * LENGTH**2)]
+    y = ours(*inputs, True)
+    torch.testing.assert_close(y, plain, rtol=1e-13, atol=1e-15)
+    grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (y, plain))
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+
+
 def test_gradients_are_finite_differences() -> None:
     with patch.object(dropped_attention, "AT_ONCE", 300):
         assert gradcheck(lambda *qkv: ours(*qkv, True), leaves(2, 2, LENGTH, 4), fast_mode=True)

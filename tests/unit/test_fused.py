@@ -14,9 +14,12 @@ from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
+from parallel3d.data.documents import Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
 from parallel3d.models.context import BuildContext
+from parallel3d.models.dropout import Dropout
+from parallel3d.models.dropped_attention import attend_dropping
 from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.pieces import Initializer
@@ -125,6 +128,40 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
     own = value_and_gradient(OPERATIONS[name], torch.float64)
     assert names == [f"{name}_forward", f"{name}_backward"]
     torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return Dropout(7, "layers.1.mlp", 0.3)(x, torch.tensor((5, 2**33)))
+
+
+def dropped_attention(x: Tensor) -> Tensor:
+    """Of documents: the second sample has two."""
+    q, k, v = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)[:, :6].chunk(3, 1)
+    starts = torch.tensor([[0] * SEQUENCE, [0, 0, *[2] * (SEQUENCE - 2)]], dtype=torch.int32)
+    documents = Documents(starts, starts, starts)  # what is not read
+    numbers = torch.tensor((5, 2**33))
+    return attend_dropping(q, k, v, Dropout(7, "a", 0.3), numbers, documents)
+
+
+DROPPING = {
+    dropped: ["row_keys", "drop"] * 2,
+    dropped_attention: ["row_keys", "dropped_softmax", "row_keys", "dropped_softmax_backward"],
+}
+
+
+@pytest.mark.parametrize("operation", DROPPING)
+def test_what_drops_is_two_kernels_and_compiled_drops_the_same(
+    operation: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = value_and_gradient(operation, torch.float32)
+    with monkeypatch.context() as patch:
+        names = counting(patch)
+        assert all(map(torch.equal, value_and_gradient(operation, torch.float32), plain))
+        assert names == DROPPING[operation]
+    compiled(monkeypatch)
+    own = value_and_gradient(operation, torch.float32)
+    assert all(torch.equal(a == 0, b == 0) for a, b in zip(own, plain, strict=True))
+    torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-6)
 
 
 def test_heads_are_split_into_the_layout_that_joins_for_free(
