@@ -5,6 +5,8 @@
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
+# Some images set it: each of the hundreds of processes would compile the package for itself.
+unset PYTHONDONTWRITEBYTECODE
 case " $*" in
 *" tests"* | *" -k"* | *" -n"*) ;;
 *) set -- -n 3 "$@" ;;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from itertools import combinations, groupby, product
 from math import prod
 from pathlib import Path
@@ -91,21 +92,29 @@ def combinations_of(kind: tuple[str, int], pp: int) -> Iterator[Levels]:
 
 def chosen() -> list[Levels]:
     """One combination at least for each kind and number of stages, then until all pairs are met."""
-    possible = {
-        place: list(combinations_of(*place)) for place in product(KINDS, STAGES)
-    }  # fmt: skip
-    missing = set().union(*(c.pairs() for found in possible.values() for c in found))
+    possible = {place: list(combinations_of(*place)) for place in product(KINDS, STAGES)}
+    every = [c for candidates in possible.values() for c in candidates]
+    pairs = {c: c.pairs() for c in every}
+    missing = set().union(*pairs.values())
     found = []
 
-    def take(candidates: list[Levels]) -> None:
-        best = max(candidates, key=lambda c: (len(c.pairs() & missing), -prod(c.layout)))
-        missing.difference_update(best.pairs())
+    def take(best: Levels) -> None:
+        missing.difference_update(pairs[best])
         found.append(best)
 
     for candidates in possible.values():
-        take(candidates)
+        take(max(candidates, key=lambda c: (len(pairs[c] & missing), -prod(c.layout))))
+    # The most new pairs first. What a candidate adds only shrinks, so that the first of the heap is
+    # the best where it still adds what it did.
+    heap = [(-len(pairs[c] & missing), prod(c.layout), i, c) for i, c in enumerate(every)]
+    heapify(heap)
     while missing:
-        take([c for candidates in possible.values() for c in candidates])
+        gain, size, i, best = heap[0]
+        now = -len(pairs[best] & missing)
+        if now == gain:
+            take(best)
+        else:
+            heapreplace(heap, (now, size, i, best))
     return sorted(found, key=lambda levels: levels.layout)
 
 

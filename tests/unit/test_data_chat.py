@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.chat.conversation import Reader
@@ -76,7 +76,7 @@ def test_tokens_and_the_assistants_share_are_those_of_transformers(
             reader(path).read(row(talk))
         return
     found = reader(path).read(row(talk))
-    theirs = AutoTokenizer.from_pretrained(path).apply_chat_template(
+    theirs = transformers.AutoTokenizer.from_pretrained(path).apply_chat_template(
         row(talk)["messages"], return_dict=True, return_assistant_tokens_mask=True
     )
     assert found.tokens.tolist() == theirs["input_ids"]

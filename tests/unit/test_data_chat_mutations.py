@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from parallel3d.data.batches import SampleSource
 from parallel3d.data.chat.conversation import Conversation, Reader
@@ -25,7 +25,7 @@ Learned = tuple[tuple[int, bool], ...]
 
 def expected(folder: Path) -> Counter[Learned]:
     """Of each conversation its tokens, and whether each is learned, by transformers alone."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     made = [
         tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True
