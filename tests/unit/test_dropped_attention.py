@@ -19,6 +19,13 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.models.dropped_attention import attend_dropping
 from tests.reference.dropout import dropped
 
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks as small as a test asks for."""
+    monkeypatch.setattr(dropped_attention, "LEAST_ROWS", 1)
+
+
 NUMBERS, SITE, P, LENGTH = (5, 2**33), "layers.1.attention.probabilities", 0.3, 24
 BEGINS = ((0, 5, 6), (0, 11))  # of the documents of the two samples
 
