@@ -89,8 +89,8 @@ def main() -> int:
         for number in range(args.runs):
             layout = LAYOUTS[number // len(names) % len(LAYOUTS)]
             if layout not in references:  # it trains beside the first run that it is compared with
-                kind = ForkedCommand if names == ("forked",) else Command
-                references[layout] = kind(shared, f"undisturbed-{len(references)}", layout)
+                of_ours = ForkedCommand if args.launcher == "forked" else Command
+                references[layout] = of_ours(shared, f"undisturbed-{len(references)}", layout)
                 references[layout].start()
             kind = LAUNCHERS[names[number % len(names)]]
             command = kind(shared, f"run-{number:03d}", layout, args.failing_files)
