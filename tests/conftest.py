@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.garbage import collect_seldom
+
 # Ranks share two cores: more threads a rank only fight. Workers inherit both settings.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Without an interface gloo resolves this machine's host name: seconds where DNS is out of reach.
@@ -25,6 +27,11 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from this name on
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are there for good."""
+    collect_seldom()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,7 +10,6 @@ starts new ones.
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -25,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
+from tests.garbage import collect_seldom
 from tests.pace import PATIENCE
 
 # What the fork server imports once for all workers. A name that cannot be imported is skipped by
@@ -70,7 +70,7 @@ def _worker(connection: Connection) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
     torch.set_num_threads(1)
-    gc.freeze()  # to look for garbage in all that is imported takes a quarter of a second
+    collect_seldom()
     connection.send_bytes(b"ready")
     while True:
         try:

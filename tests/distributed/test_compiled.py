@@ -25,10 +25,11 @@ from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
 # A layer or two, as compiling takes seconds for each (those of test_engines in fp64 tell two of a
-# graph apart); micro-batches of the size that it compiles for, whose kernels are found.
-DROPS = Problem("gpt_tiny", "sgd", tied=True, layers=1, model=(("dropout", 0.2),))
+# graph apart, and are evaluated, for which there is a graph more); micro-batches of the size that
+# it compiles for, whose kernels are found.
+DROPS = Problem("gpt_tiny", "adamw", tied=True, layers=1, model=(("dropout", 0.2),))
 NORMS = Problem(
-    "llama_tiny", "sgd", tied=False, layers=2, model=(("qk_norm", True), ("num_query_groups", 1))
+    "llama_tiny", "adamw", tied=False, layers=2, model=(("qk_norm", True), ("num_query_groups", 1))
 )
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ import pytest
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
+from tests.kernels import no_kernels
 
 Levels = tuple[Any, ...]
 
@@ -151,6 +154,13 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     return of["layout"], case
 
 
+def has_kernels(case: Case) -> bool:
+    """Whether what is compiled calls TorchInductor's own kernels, of which each piece takes a
+    compiler a second: in fp64 with tensor and data parallelism, and in bf16. The others, lowered
+    as ever, call PyTorch's operations. (Llama's kernels in fp64: see test_schedules.)"""
+    return not case.compile or case.sp or case.problem.precision == "bf16"
+
+
 CHOSEN = pairwise()
 CASES = [case_of(levels) for levels in CHOSEN]
 LAYOUTS = sorted({layout for layout, _ in CASES})
@@ -160,12 +170,15 @@ LAYOUTS = sorted({layout for layout, _ in CASES})
 def test_engines_together_train_as_the_reference_does(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
-    cases = [case for layout, case in CASES if layout == sizes]
-    by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], run_cases, sizes, cases, timeout_s=900)
     failures = []
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        found = differences(outcomes, references.of(case.problem), case.problem)
-        failures += [f"{case}: {found}"] if found else []
+    for kernels, with_them in ((nullcontext, True), (no_kernels, False)):
+        cases = [c for layout, c in CASES if layout == sizes and has_kernels(c) == with_them]
+        if not cases:
+            continue
+        by_rank = pool.run(prod(sizes), run_cases, sizes, cases, kernels, timeout_s=900)
+        for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+            found = differences(outcomes, references.of(case.problem), case.problem)
+            failures += [f"{case}: {found}"] if found else []
     assert not failures, "\n".join(failures)
 
 
@@ -177,3 +190,5 @@ def test_every_pair_that_can_meet_is_there() -> None:
     assert len(CASES) < 40
     compiled = {levels[0] for levels in CHOSEN if levels[COMPILE]}
     assert compiled == {(2, 1, 2), *COMPILED.values()}
+    kernels = [(layout, c.problem.precision) for layout, c in CASES if c.compile and has_kernels(c)]
+    assert kernels == [((2, 1, 2), "fp64"), ((2, 1, 1), "bf16")]

@@ -136,7 +136,8 @@ def the_compiler_reuses_operands() -> Iterator[None]:
 SGD = Problem(
     "llama_tiny", "sgd", tied=False, optim=(("clip_grad", 0.0), ("lr", 0.1)), layers=4, batch=20
 )
-COMPILED = dataclasses.replace(SGD, steps=2, batch=18)
+# With AdamW, as what is not evaluated has a graph less to compile.
+COMPILED = dataclasses.replace(SGD, optimizer="adamw", optim=(), steps=2, batch=18)
 TWO_CHUNKS = (("vpp", 2),)
 PLANTED = [
     pytest.param(
@@ -160,7 +161,7 @@ PLANTED = [
     pytest.param(
         the_compiler_reuses_operands, (1, 2, 1),
         Case(COMPILED, "zbv", microbatches=3, compile=True, keys=TWO_CHUNKS),
-        ALL_NUMBERS, id="operands-reused",
+        ALL_NUMBERS - {"evaluation"}, id="operands-reused",
     ),
 ]  # fmt: skip
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.namespaces import LIBC, enter
+from tests.garbage import collect_seldom
 
 NEEDED = (
     "parallel3d.cli.command_line",
@@ -119,7 +119,7 @@ def main() -> int:
     for name in NEEDED:
         importlib.import_module(name)
     forks = Forks(socket.socket(fileno=int(sys.argv[1])))
-    gc.freeze()  # what is shared is not written to by collections
+    collect_seldom()  # what is shared is not written to by collections
     forks.serve()
     from parallel3d.__main__ import main as command
 
