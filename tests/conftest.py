@@ -4,6 +4,7 @@ signals that mean what they say.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.garbage import collect_seldom
+
+gc.disable()  # until all is collected that pytest collects
 
 # Ranks share two cores: more threads a rank only fight. Workers inherit both settings.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,6 +35,7 @@ SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from th
 def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
