@@ -37,6 +37,8 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from this name on
+# Unit tests that compile: one process gets the compiler ready, which takes it seconds.
+COMPILE = {"test_compilation.py", "test_fused.py", "test_ops.py", "test_recompute.py"}
 
 
 def pytest_collection_finish() -> None:
@@ -60,6 +62,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "pretended"  # a pool of its own
             if folder == "distributed":
                 return f"{folder} {file > SECOND_PART}"
+            if file.rpartition("/")[2] in COMPILE:
+                return "compiled"
             return folder if folder == "e2e" else file
 
     config.option.loadscopereorder = False  # those first: they take longest

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 import parallel3d
 from tests.e2e.command import PARALLEL3D, ROOT, Shell
@@ -136,3 +139,18 @@ def test_repository_names_no_place_of_one_machine() -> None:
         text = Path(script).read_text()
         assert "file://" not in text
         assert "+cpu" not in text
+
+
+def test_every_pinned_package_takes_the_oldest_python() -> None:
+    """Debian 12 has 3.11.2: a package that asks for a later 3.11 would keep everybody there out."""
+    pinned = [
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
+    wanted = {}
+    for name in pinned:
+        with contextlib.suppress(PackageNotFoundError):  # of another platform
+            wanted[name] = metadata(name).get("Requires-Python") or ""
+    assert len(wanted) > 50
+    assert {n: w for n, w in wanted.items() if "3.11.0" not in SpecifierSet(w)} == {}
