@@ -41,6 +41,14 @@ SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from th
 COMPILE = {"test_compilation.py", "test_fused.py", "test_ops.py", "test_recompute.py"}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests from the last file to the first, whose own tests are over soonest: what is begun
+    last, the others wait for."""
+    places = {path: at for at, path in enumerate(dict.fromkeys(item.path for item in items))}
+    first = -len(places)
+    items.sort(key=lambda i: -places[i.path] if i.path.parent.name == "unit" else first)
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()
