@@ -37,8 +37,9 @@ if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 SECOND_PART = "tests/distributed/test_ex"  # of the tests of real ranks, from this name on
+WITHOUT_RANKS = "tests/e2e/test_topology.py"  # commands that whoever is free can take
 # Unit tests that compile: one process gets the compiler ready, which takes it seconds.
-COMPILE = {"test_compilation.py", "test_fused.py", "test_ops.py", "test_recompute.py"}
+COMPILE = ("compilation", "dropped_attention", "fused", "ops", "recompute")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,9 +71,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "pretended"  # a pool of its own
             if folder == "distributed":
                 return f"{folder} {file > SECOND_PART}"
-            if file.rpartition("/")[2] in COMPILE:
+            if file in {f"tests/unit/test_{name}.py" for name in COMPILE}:
                 return "compiled"
-            return folder if folder == "e2e" else file
+            return folder if folder == "e2e" and file != WITHOUT_RANKS else file
 
     config.option.loadscopereorder = False  # those first: they take longest
     return Folders(config, log)
