@@ -11,6 +11,7 @@ it has is not crossed with the other factors.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -96,7 +97,8 @@ def every_combination() -> Iterator[Levels]:
             yield tuple(of.values())
 
 
-def pairwise() -> list[Levels]:
+@functools.cache
+def chosen_levels() -> list[Levels]:
     """A small set of combinations that holds every pair of levels that can meet."""
     held = set().union(*map(pairs_of, TOGETHER))
     candidates = {levels: pairs_of(levels) - held for levels in every_combination()}
@@ -161,9 +163,11 @@ def has_kernels(case: Case) -> bool:
     return not case.compile or case.sp or case.problem.precision == "bf16"
 
 
-CHOSEN = pairwise()
-CASES = [case_of(levels) for levels in CHOSEN]
-LAYOUTS = sorted({layout for layout, _ in CASES})
+def all_cases() -> list[tuple[tuple[int, int, int], Case]]:
+    return [case_of(levels) for levels in chosen_levels()]
+
+
+LAYOUTS = sorted({*FACTORS["layout"], *COMPILED.values(), *(levels[0] for levels in TOGETHER)})
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -172,7 +176,7 @@ def test_engines_together_train_as_the_reference_does(
 ) -> None:
     failures = []
     for kernels, with_them in ((nullcontext, True), (no_kernels, False)):
-        cases = [c for layout, c in CASES if layout == sizes and has_kernels(c) == with_them]
+        cases = [c for layout, c in all_cases() if layout == sizes and has_kernels(c) == with_them]
         if not cases:
             continue
         by_rank = pool.run(prod(sizes), run_cases, sizes, cases, kernels, timeout_s=900)
@@ -183,12 +187,14 @@ def test_engines_together_train_as_the_reference_does(
 
 
 def test_every_pair_that_can_meet_is_there() -> None:
+    chosen, cases = chosen_levels(), all_cases()
     possible = set().union(*map(pairs_of, every_combination()))
-    assert set().union(*map(pairs_of, CHOSEN)) >= possible
-    low = [levels[:-1] for levels in CHOSEN if levels[-1] != "fp64"]
+    assert set().union(*map(pairs_of, chosen)) >= possible
+    assert sorted({layout for layout, _ in cases}) == LAYOUTS
+    low = [levels[:-1] for levels in chosen if levels[-1] != "fp64"]
     assert len(set(low)) == len(low) >= 12  # no two precisions meet the same
-    assert len(CASES) < 40
-    compiled = {levels[0] for levels in CHOSEN if levels[COMPILE]}
+    assert len(cases) < 40
+    compiled = {levels[0] for levels in chosen if levels[COMPILE]}
     assert compiled == {(2, 1, 2), *COMPILED.values()}
-    kernels = [(layout, c.problem.precision) for layout, c in CASES if c.compile and has_kernels(c)]
+    kernels = [(layout, c.problem.precision) for layout, c in cases if c.compile and has_kernels(c)]
     assert kernels == [((2, 1, 2), "fp64"), ((2, 1, 1), "bf16")]

@@ -11,6 +11,7 @@ host a step, none a micro-batch, and no context on a device that is not the rank
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import combinations
 
@@ -36,7 +37,10 @@ from tests.distributed.test_engines import (
 )
 
 Pairs = frozenset[tuple[str, object, str, object]]
-POSSIBLE = [c for c in every_combination() if not c[COMPILE] and c[-1] != "fp32"]
+
+
+def possible() -> list[Levels]:
+    return [c for c in every_combination() if not c[COMPILE] and c[-1] != "fp32"]
 
 
 def pairs_of(levels: Levels) -> Pairs:
@@ -44,10 +48,11 @@ def pairs_of(levels: Levels) -> Pairs:
     return frozenset((*a, *b) for a, b in combinations(zip(NAMES, levels, strict=True), 2))
 
 
-def pairwise() -> list[Levels]:
+@functools.cache
+def chosen_levels() -> list[Levels]:
     """A small set of combinations that holds every pair, found greedily; one has tp, pp and dp."""
     chosen = [TOGETHER[0]]
-    candidates = {levels: pairs_of(levels) - pairs_of(chosen[0]) for levels in POSSIBLE}
+    candidates = {levels: pairs_of(levels) - pairs_of(chosen[0]) for levels in possible()}
     while candidates:
         best = max(candidates, key=lambda levels: len(candidates[levels]))
         chosen.append(best)
@@ -66,7 +71,6 @@ def small(levels: Levels) -> tuple[Sizes, Case]:
     return (tp, pp, min(dp, 2)), replace(case, problem=problem)
 
 
-CHOSEN = pairwise()
 # Split backwards and several chunks on streams and one communicator's order.
 FOUR = Problem("llama_tiny", "sgd", tied=True, layers=4, steps=2, batch=12)
 SCHEDULES = [
@@ -74,21 +78,25 @@ SCHEDULES = [
     ((2, 2, 1), Case(FOUR, "interleaved_zb", microbatches=3, keys=(("vpp", 2),))),
     ((2, 2, 1), Case(FOUR, "zb_h1", sp=True, microbatches=3, keys=(("recompute", "full"),))),
 ]
-CASES = [*map(small, CHOSEN), *SCHEDULES]
-LAYOUTS = sorted({sizes for sizes, _ in CASES})
+LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
+
+
+def all_cases() -> list[tuple[Sizes, Case]]:
+    return [*map(small, chosen_levels()), *SCHEDULES]
 
 
 def test_every_pair_that_can_meet_is_there() -> None:
-    assert set().union(*map(pairs_of, CHOSEN)) >= set().union(*map(pairs_of, POSSIBLE))
-    assert LAYOUTS == [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
-    assert len(CHOSEN) < 25
+    chosen = chosen_levels()
+    assert set().union(*map(pairs_of, chosen)) >= set().union(*map(pairs_of, possible()))
+    assert sorted({sizes for sizes, _ in all_cases()}) == LAYOUTS
+    assert len(chosen) < 25
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_trains_as_the_reference_does(
     sizes: Sizes, pretended: PretendedPool, references: References
 ) -> None:
-    cases = [case for layout, case in CASES if layout == sizes]
+    cases = [case for layout, case in all_cases() if layout == sizes]
     world = sizes[0] * sizes[1] * sizes[2]
     by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=900)
     failures = []

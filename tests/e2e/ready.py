@@ -1,8 +1,9 @@
 """Commands that are forked of a process which has imported torch, in place of two seconds each.
 
-`ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`: its process has the same
-words, environment (also where /proc shows it), folder, streams and signals, and is asked and
-waited for in the same way. What it lacks is the start itself, which other tests type.
+`ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`, or for `python WORDS` where
+they begin with -c: its process has the same words, environment (also where /proc shows it), folder,
+streams and signals, and is asked and waited for in the same way. What it lacks is the start itself,
+which other tests type.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def ready() -> Ready:
 
 
 class ReadyPopen(subprocess.Popen):
-    """`words` are those after `parallel3d`, `of_popen` what Popen has for folder, environment and
-    streams; `slot`: of a rail network, which the process enters."""
+    """`words` are those after `parallel3d`, or -c, code and its arguments; `of_popen` what Popen
+    has for folder, environment and streams; `slot`: of a rail network, which it enters."""
 
     def __init__(
         self, words: Sequence[str], slot: dict[str, str] | None = None, **of_popen: Any

@@ -108,11 +108,16 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
     tempfile.tempdir = None  # it was another TMPDIR's
-    sys.argv = ["parallel3d", *request["words"]]
+    sys.argv = request["words"] if is_code(request["words"]) else ["parallel3d", *request["words"]]
     for folder in request["environ"].get("PYTHONPATH", "").split(os.pathsep):
         hook = Path(folder) / "sitecustomize.py"
         if hook.exists():  # what Python does as it starts
             exec(compile(hook.read_text(), hook, "exec"), {"__name__": "sitecustomize"})
+
+
+def is_code(words: list[str]) -> bool:
+    """Whether they are what `python` would be given, -c CODE and its arguments."""
+    return words[:1] == ["-c"]
 
 
 def main() -> int:
@@ -121,6 +126,9 @@ def main() -> int:
     forks = Forks(socket.socket(fileno=int(sys.argv[1])))
     collect_seldom()  # what is shared is not written to by collections
     forks.serve()
+    if is_code(sys.argv):
+        exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})
+        return 0
     from parallel3d.__main__ import main as command
 
     return command()

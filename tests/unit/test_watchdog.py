@@ -6,7 +6,6 @@ import _thread
 import fcntl
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +21,8 @@ from parallel3d.faults.watchdog import Watchdog
 from parallel3d.run import endings
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import within
+from tests.e2e.command import ROOT
+from tests.e2e.ready import ReadyPopen
 
 WATCHED = """
 import errno, sys, time
@@ -51,11 +52,24 @@ time.sleep(600)
 """
 
 
+def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
+    """A process that hangs under a watchdog, `what` broken before."""
+    return ReadyPopen(
+        ("-c", WATCHED, str(run_dir), what),
+        cwd=ROOT,
+        env=dict(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=streams,
+        stderr=streams,
+        text=True,
+    )
+
+
 def end_of(run_dir: Path, what: str, seconds: float = 60.0) -> tuple[int, str]:
-    """Exit code and stderr of a process that hangs under a watchdog, `what` broken before."""
-    command = [sys.executable, "-c", WATCHED, str(run_dir), what]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    return ended.returncode, ended.stderr
+    """Exit code and stderr of such a process."""
+    with started(run_dir, what, subprocess.PIPE) as ended:
+        said = ended.communicate(timeout=seconds)[1]
+    return ended.returncode, said
 
 
 VERDICT = "parallel3d: hang: rank 0 (pp 0, dp 0, tp 0) on "
@@ -100,8 +114,7 @@ def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * 4096)
-    command = [sys.executable, "-c", WATCHED, str(tmp_path), what]
-    hanging = subprocess.Popen(command, stdout=writer, stderr=writer)
+    hanging = started(tmp_path, what, writer)
     try:
         assert hanging.wait(60) == 1
     finally:
