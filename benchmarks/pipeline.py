@@ -8,8 +8,9 @@
 does not matter. The share of all ranks' time in which they compute nothing, beside the clock's.
 
 `peer`: the same model and micro-batches under PyTorch's 1F1B, interleaved and zero-bubble schedules
-(those that run) and ours. A round runs every contender once; the figure is the median over the
-rounds of the median step, the ratio that of PyTorch's fastest to ours (above 1: we are faster).
+(those that run) and ours. The first round runs every contender once, the others the fastest of each
+side; the figure is the median over the rounds of the median step, the ratio that of PyTorch's
+fastest to ours (above 1: we are faster).
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("idle", "large", "peer"))
     parser.add_argument("--rounds", type=int, default=3, help="peer: times in turns")
+    parser.add_argument(
+        "--best", type=int, default=2, help="peer: of a side that stay after the first round"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="peer: pp")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument(
@@ -90,7 +94,8 @@ def main() -> None:
     if args.what == "peer":
         steps = args.steps[0], args.steps[1]
         compare_with_peer(
-            args.stages, args.microbatches, args.rounds, steps, args.precision, args.overrides
+            *(args.stages, args.microbatches, args.rounds, args.best, steps),
+            *(args.precision, args.overrides),
         )
         return
     with Pool() as pool:

@@ -10,7 +10,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,10 +38,54 @@ OUR_SCHEDULES = {  # all compiled
 }
 
 
+@dataclass
+class Side:
+    """The contenders of one side: by name what gives the ms of a step, and what it gave."""
+
+    runs: dict[str, Callable[[], float]]
+    may_fail: bool = False
+    times: dict[str, list[float]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def run(self, where: str) -> None:
+        """Each once. One that may not fail and does raises CalledProcessError."""
+        for name, run_once in list(self.runs.items()):
+            try:
+                ms = run_once()
+            except subprocess.CalledProcessError:
+                if not self.may_fail:
+                    raise
+                self.failed.append(self.drop(name))
+                print(f"{where} {name}: failed", file=sys.stderr, flush=True)
+            else:
+                self.times.setdefault(name, []).append(ms)
+                print(f"{where} {name}: {ms:.0f} ms", file=sys.stderr, flush=True)
+
+    def drop(self, name: str) -> str:
+        """Takes no part from now on."""
+        del self.runs[name]
+        self.times.pop(name, None)
+        return name
+
+    def ranking(self) -> list[tuple[float, str]]:
+        """Medians with their names, the fastest first."""
+        return sorted((statistics.median(times), name) for name, times in self.times.items())
+
+    def __str__(self) -> str:
+        """Medians, with the least and the most where there are several."""
+        said = []
+        for ms, name in self.ranking():
+            times = self.times[name]
+            spread = f" ({min(times):.0f}–{max(times):.0f})" if len(times) > 1 else ""
+            said.append(f"{name} {ms:.0f}{spread}")
+        return ", ".join([*said, *(f"{name} failed" for name in self.failed)])
+
+
 def compare_with_peer(
     stages: Sequence[int],
     microbatches: Sequence[int],
     rounds: int,
+    best: int,
     steps: tuple[int, int],
     precision: str,
     overrides: Sequence[str],
@@ -47,61 +93,42 @@ def compare_with_peer(
     """Prints a table. `steps`: of a run, and how many of them are not counted. `precision`: bf16 is
     autocast over fp32 weights there, and bf16 parameters with fp32 masters here.
 
-    A schedule of PyTorch's that fails is named, one of ours ends the run.
+    In the first round all take part, in the others the `best` fastest of each side. A schedule of
+    PyTorch's that fails is named, one of ours ends the run.
     """
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")
     print("|---|---|---|---|---|")
     overrides = [f"precision={precision}", *overrides]
-    theirs = {name: [f"--precision={precision}", *flags] for name, flags in THEIRS.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = corpus(folder)
         for pp in stages:
             for count in microbatches:
-                print(_row(pp, count, rounds, steps, overrides, theirs, folder, data), flush=True)
+                ours = {
+                    name: partial(_ours, pp, count, steps, [*keys, *overrides], folder, data)
+                    for name, keys in OUR_SCHEDULES.items()
+                }
+                theirs = {
+                    f"PyTorch's {name}": partial(
+                        _theirs, pp, count, steps, [f"--precision={precision}", *flags], data
+                    )
+                    for name, flags in THEIRS.items()
+                }
+                sides = Side(ours), Side(theirs, may_fail=True)
+                print(_row(pp, count, rounds, best, *sides), flush=True)
 
 
-def _row(
-    pp: int,
-    count: int,
-    rounds: int,
-    steps: tuple[int, int],
-    overrides: Sequence[str],
-    flags_of: Mapping[str, Sequence[str]],
-    folder: Path,
-    data: Path,
-) -> str:
-    ours: dict[str, list[float]] = {name: [] for name in OUR_SCHEDULES}
-    theirs: dict[str, list[float]] = {name: [] for name in flags_of}
-    failed: set[str] = set()
-    for _ in range(rounds):
-        for name, keys in OUR_SCHEDULES.items():
-            ours[name].append(_ours(pp, count, steps, [*keys, *overrides], folder, data))
-            print(f"pp={pp} m={count} {name}: {ours[name][-1]:.0f} ms", file=sys.stderr, flush=True)
-        for name, flags in flags_of.items():
-            if name in failed:
-                continue
-            try:
-                theirs[name].append(_theirs(pp, count, steps, flags, data))
-                said = f"{theirs[name][-1]:.0f} ms"
-            except subprocess.CalledProcessError:
-                failed.add(name)
-                said = "failed"
-            print(f"pp={pp} m={count} PyTorch's {name}: {said}", file=sys.stderr, flush=True)
-    medians = [
-        {name: statistics.median(times) for name, times in found.items() if times}
-        for found in (ours, theirs)
-    ]
-    said = [
-        ", ".join(f"{name} {ms:.0f}" for name, ms in sorted(found.items(), key=lambda i: i[1]))
-        for found in medians
-    ]
-    if failed:
-        said[1] += f" ({', '.join(sorted(failed))} failed)"
-    ratio = min(medians[1].values()) / min(medians[0].values())
-    return f"| {pp} | {count} | {said[0]} | {said[1]} | **{ratio:.2f}×** |"
+def _row(pp: int, count: int, rounds: int, best: int, ours: Side, theirs: Side) -> str:
+    for number in range(rounds):
+        for side in (ours, theirs):
+            side.run(f"pp={pp} m={count}")
+            if number == 0 and rounds > 1:
+                for _, name in side.ranking()[best:]:
+                    side.drop(name)
+    ratio = theirs.ranking()[0][0] / ours.ranking()[0][0]
+    return f"| {pp} | {count} | {ours} | {theirs} | **{ratio:.2f}×** |"
 
 
 def _ours(

@@ -217,7 +217,9 @@ def register_schema() -> None:
     """
     from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
 
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # to make a node of it takes a quarter of composing
+        store.store(name="schema", node=Config)
 
 
 def conf_dir() -> Path:

@@ -115,6 +115,8 @@ class Shell:
         ended = self.finish(process, started, timeout_s)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if isinstance(process, ReadyPopen):
+            cpu = process.cpu_s
         return Ended(ended.code, ended.out, ended.err, ended.wall_s, cpu)
 
     def finish(

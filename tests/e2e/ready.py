@@ -93,9 +93,10 @@ class ReadyPopen(subprocess.Popen):
         """As `os.waitpid`, which knows children alone."""
         if wait_flags and not select.select([self._told], [], [], 0)[0]:
             return 0, 0
-        status = int(self._told.recv(64))
+        status, cpu_s = self._told.recv(64).split()
         self._told.close()
-        return self.pid, status
+        self.cpu_s = float(cpu_s)
+        return self.pid, int(status)
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(blocking=False):

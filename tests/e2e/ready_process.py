@@ -3,7 +3,8 @@
     python -m tests.e2e.ready_process FD
 
 Each connection that the socket FD takes has one request, {"words", "cwd", "environ", "slot"},
-with the streams of a new process. It is told the pid, and once the process has ended, its status.
+with the streams of a new process. It is told the pid, and once the process has ended, its status
+and the seconds of CPU that it and those it waited for took.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ class Forks:
     def reap(self) -> None:
         """Tells of those that have ended."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with self.running.pop(ended[0]) as asking, contextlib.suppress(OSError):
-                    asking.send(str(ended[1]).encode())
+            while (ended := os.wait4(-1, os.WNOHANG))[0]:
+                pid, status, used = ended
+                with self.running.pop(pid) as asking, contextlib.suppress(OSError):
+                    asking.send(f"{status} {used.ru_utime + used.ru_stime}".encode())
 
     def show(self, environ: dict[str, str]) -> None:
         """Puts an environment where /proc looks for this process's."""
