@@ -8,9 +8,9 @@
 does not matter. The share of all ranks' time in which they compute nothing, beside the clock's.
 
 `peer`: the same model and micro-batches under PyTorch's 1F1B, interleaved and zero-bubble schedules
-(those that run) and ours. The first round runs every contender once, the others the fastest of each
-side; the figure is the median over the rounds of the median step, the ratio that of PyTorch's
-fastest to ours (above 1: we are faster).
+(those that run) and ours. Contenders take turns of four steps that count, the others stopped
+meanwhile; the figure is the median of all these steps, the ratio that of PyTorch's fastest to ours
+(above 1: we are faster). All contenders are there at once: pp processes each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from benchmarks.pipeline_peer import compare_with_peer
+from benchmarks.pipeline_peer import OUR_SCHEDULES, THEIRS, compare_with_peer
 from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.distributed.pool import Pool
@@ -79,23 +79,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("idle", "large", "peer"))
-    parser.add_argument("--rounds", type=int, default=3, help="peer: times in turns")
-    parser.add_argument(
-        "--best", type=int, default=2, help="peer: of a side that stay after the first round"
-    )
+    parser.add_argument("--turns", type=int, default=3, help="peer: of each contender")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="peer: pp")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument(
-        "--steps", type=int, nargs=2, default=[8, 3], help="peer: of a run, of which not counted"
-    )
+    for side, all_of_it in (("ours", OUR_SCHEDULES), ("theirs", THEIRS)):
+        parser.add_argument(
+            f"--{side}", nargs="+", choices=all_of_it, default=list(all_of_it), help="peer"
+        )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="peer")
     parser.add_argument("overrides", nargs="*", help="peer: keys for our side")
     args = parser.parse_args()
     if args.what == "peer":
-        steps = args.steps[0], args.steps[1]
+        contenders = args.ours, args.theirs
         compare_with_peer(
-            *(args.stages, args.microbatches, args.rounds, args.best, steps),
-            *(args.precision, args.overrides),
+            *(args.stages, args.microbatches, args.turns, args.precision),
+            *(contenders, args.overrides),
         )
         return
     with Pool() as pool:

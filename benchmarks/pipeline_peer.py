@@ -1,29 +1,37 @@
-"""Steps of pipelines beside PyTorch's own schedules, in turns (see `pipeline.py`)."""
+"""Steps of pipelines beside PyTorch's own schedules, in turns (see `pipeline.py`).
+
+All contenders of a row are there at once and all but one of them stopped (SIGSTOP), so that a turn
+is a few steps: what disturbs a machine for longer than that disturbs all of them alike.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shutil
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from benchmarks.peer import MODEL, OURS, PEER, VOCAB, commit, corpus, run, torchrun
+from benchmarks.peer import MODEL, OURS, PEER, VOCAB, commit, corpus, environment
 from parallel3d.comm.clock import KINDS
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, make
 from parallel3d.schedules.simulate import Costs, time_orders
 
 SAMPLES = 2
+STEPS = 10**6  # more than any turn comes to: contenders are ended
+WARMUP = 3  # steps before the turns
+TURN = 5  # steps, of which the first, in which it was stopped, does not count
 # By name, PyTorch's flags. Its zero-bubble schedules do not compile.
 THEIRS = {
     "1F1B": [],
@@ -42,145 +50,177 @@ OUR_SCHEDULES = {  # all compiled
 }
 
 
-class Ran(NamedTuple):
-    """Median step of one run in ms, and of ours the seconds of all ranks by kind."""
+@dataclass
+class Setting:
+    """What the contenders of a row have in common. `overrides`: keys for our side."""
 
-    ms: float
-    seconds: dict[str, float]
+    pp: int
+    microbatches: int
+    precision: str
+    overrides: Sequence[str]
+    folder: Path
+    data: Path
+
+
+class Failed(Exception):
+    """A contender has ended."""
 
 
 @dataclass
-class Side:
-    """The contenders of one side: by name what runs, and what it gave."""
+class Contender:
+    """The ranks of one schedule; a line a step comes into the file of this pattern."""
 
-    runs: dict[str, Callable[[], Ran]]
-    may_fail: bool = False
-    times: dict[str, list[float]] = field(default_factory=dict)
-    last: dict[str, Ran] = field(default_factory=dict)
-    failed: list[str] = field(default_factory=list)
+    name: str
+    words: list[str]
+    ranks: int
+    folder: Path
+    pattern: str
+    processes: list[subprocess.Popen] = field(default_factory=list)
+    counted: list[dict[str, Any]] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)  # ms, of each turn
 
-    def run(self, where: str) -> None:
-        """Each once. One that may not fail and does raises CalledProcessError."""
-        for name, run_once in list(self.runs.items()):
-            try:
-                self.last[name] = ran = run_once()
-            except subprocess.CalledProcessError:
-                if not self.may_fail:
-                    raise
-                self.failed.append(self.drop(name))
-                print(f"{where} {name}: failed", file=sys.stderr, flush=True)
-            else:
-                self.times.setdefault(name, []).append(ran.ms)
-                print(f"{where} {name}: {ran.ms:.0f} ms", file=sys.stderr, flush=True)
+    def start(self) -> None:
+        """Runs until it has warmed up. Raises Failed."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks)}
+        one["LOCAL_WORLD_SIZE"] = one["WORLD_SIZE"]
+        for rank in map(str, range(self.ranks)):
+            env = environment() | one | {"RANK": rank, "LOCAL_RANK": rank}
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            words = [sys.executable, *self.words]
+            self.processes.append(subprocess.Popen(words, env=env, **quiet))
+        self._run_until(WARMUP)
 
-    def drop(self, name: str) -> str:
-        """Takes no part from now on."""
-        del self.runs[name]
-        self.times.pop(name, None)
-        return name
+    def turn(self) -> None:
+        """A few steps more. Raises Failed."""
+        done = len(self._lines())
+        self._signal(signal.SIGCONT)
+        self._run_until(done + TURN)
+        counted = [json.loads(line) for line in self._lines()[done + 1 : done + TURN]]
+        self.counted += counted
+        self.medians.append(1e3 * statistics.median(step["step_time_s"] for step in counted))
 
-    def ranking(self) -> list[tuple[float, str]]:
-        """Medians with their names, the fastest first."""
-        return sorted((statistics.median(times), name) for name, times in self.times.items())
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * statistics.median(step["step_time_s"] for step in self.counted)
 
     def __str__(self) -> str:
-        """Medians, with the least and the most where there are several."""
-        said = []
-        for ms, name in self.ranking():
-            times = self.times[name]
-            spread = f" ({min(times):.0f}–{max(times):.0f})" if len(times) > 1 else ""
-            said.append(f"{name} {ms:.0f}{spread}")
-        return ", ".join([*said, *(f"{name} failed" for name in self.failed)])
+        """The median, with the least and the most of a turn."""
+        return f"{self.name} {self.ms:.0f} ({min(self.medians):.0f}–{max(self.medians):.0f})"
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+    def _lines(self) -> list[str]:
+        """What has been written in full."""
+        files = list(self.folder.glob(self.pattern))
+        return files[0].read_text().split("\n")[:-1] if files else []
+
+    def _run_until(self, steps: int) -> None:
+        """Stops it behind this step."""
+        while len(self._lines()) < steps:
+            if any(process.poll() is not None for process in self.processes):
+                raise Failed(self.name)
+            time.sleep(0.01)
+        self._signal(signal.SIGSTOP)
+
+
+def ours(name: str, of: Setting) -> Contender:
+    folder = of.folder / name
+    keys = [f"pp={of.pp}", f"global_batch_size={SAMPLES * of.microbatches}", f"runs_dir={folder}"]
+    keys += ["data=text", f"data.path={of.data}", f"data.cache_dir={of.folder}"]
+    keys += [f"train.steps={STEPS}", "train.log_every=1", "launch.timeout_s=100000"]
+    keys += [f"precision={of.precision}", *OUR_SCHEDULES[name], *of.overrides]
+    words = ["-m", "parallel3d", "train", *OURS, *keys]
+    return Contender(name, words, of.pp, folder, "*/metrics.jsonl")
+
+
+def theirs(name: str, of: Setting) -> Contender:
+    folder = of.folder / f"PyTorch's {name}"
+    folder.mkdir()
+    flags = [f"--{key}={value}" for key, value in (MODEL | {"vocab": VOCAB}).items()]
+    flags += [f"--pp={of.pp}", f"--micro-batch={SAMPLES}", f"--num-microbatches={of.microbatches}"]
+    flags += [f"--steps={STEPS}", f"--data={of.data}", f"--precision={of.precision}"]
+    words = [str(PEER), *flags, f"--times={folder / 'times'}", *THEIRS[name]]
+    return Contender(folder.name, words, of.pp, folder, "times")
 
 
 def compare_with_peer(
     stages: Sequence[int],
     microbatches: Sequence[int],
-    rounds: int,
-    best: int,
-    steps: tuple[int, int],
+    turns: int,
     precision: str,
+    contenders: tuple[Sequence[str], Sequence[str]],
     overrides: Sequence[str],
 ) -> None:
-    """Prints a table. `steps`: of a run, and how many of them are not counted. `precision`: bf16 is
-    autocast over fp32 weights there, and bf16 parameters with fp32 masters here.
+    """Prints a table of these of our and of PyTorch's schedules. `precision`: bf16 is autocast over
+    fp32 weights there, and bf16 parameters with fp32 masters here.
 
-    In the first round all take part, in the others the `best` fastest of each side. A schedule of
-    PyTorch's that fails is named, one of ours ends the run.
+    A schedule of PyTorch's that fails is named, one of ours ends the run.
     """
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")
-    print("|---|---|---|---|---|")
-    overrides = [f"precision={precision}", *overrides]
-    spent: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data = corpus(folder)
-        for pp in stages:
-            for count in microbatches:
-                ours = {
-                    name: partial(_ours, pp, count, steps, [*keys, *overrides], folder, data)
-                    for name, keys in OUR_SCHEDULES.items()
-                }
-                theirs = {
-                    f"PyTorch's {name}": partial(
-                        _theirs, pp, count, steps, [f"--precision={precision}", *flags], data
-                    )
-                    for name, flags in THEIRS.items()
-                }
-                sides = Side(ours), Side(theirs, may_fail=True)
-                print(_row(pp, count, rounds, best, *sides), flush=True)
-                spent.append(_spent(pp, count, sides[0]))
-    print("\nWhere the time of all ranks went in the last run of our fastest:\n", *spent, sep="\n")
+    print("|---|---|---|---|---|", flush=True)
+    spent = []
+    for pp in stages:
+        for count in microbatches:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                setting = Setting(pp, count, precision, overrides, folder, corpus(folder))
+                best = _row(setting, turns, contenders)
+            spent.append(_spent(setting, best))
+    print("\nWhere the time of rank 0 of our fastest went:\n", *spent, sep="\n")
 
 
-def _spent(pp: int, count: int, ours: Side) -> str:
-    """Shares of the time of all ranks by kind, and what is idle on the clock with equal costs."""
-    name = ours.ranking()[0][1]
-    seconds = ours.last[name].seconds
+def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) -> Contender:
+    """Prints a line of the table; returns our fastest."""
+    sides = [ours(name, of) for name in names[0]], [theirs(name, of) for name in names[1]]
+    failed = []
+    try:
+        for contender in (*sides[0], *sides[1]):
+            try:
+                contender.start()
+            except Failed:
+                if contender in sides[0]:
+                    raise
+                failed.append(f"{contender.name} failed")
+                sides[1].remove(contender)
+        for _ in range(turns):
+            for contender in (*sides[0], *sides[1]):
+                contender.turn()
+                said = f"pp={of.pp} m={of.microbatches} {contender.name}"
+                print(f"{said}: {contender.medians[-1]:.0f} ms", file=sys.stderr, flush=True)
+    finally:
+        for contender in (*sides[0], *sides[1]):
+            contender.end()
+    ranked = [sorted(side, key=lambda c: c.ms) for side in sides]
+    said = [", ".join([*map(str, ranked[0])]), ", ".join([*map(str, ranked[1]), *failed])]
+    ratio = ranked[1][0].ms / ranked[0][0].ms
+    line = f"| {of.pp} | {of.microbatches} | {said[0]} | {said[1]} | **{ratio:.2f}×** |"
+    print(line, flush=True)
+    return ranked[0][0]
+
+
+def _spent(of: Setting, best: Contender) -> str:
+    """Shares of a step by kind, and what is idle on the clock with costs that are even."""
+    seconds = {kind: sum(step["times"][kind] for step in best.counted) for kind in KINDS}
     total = sum(seconds.values())
-    chunks = 2 if name in LOOPED or name in V_SHAPED else 1
-    schedule = make(name, pp, count, chunks)
+    chunks = 2 if best.name in LOOPED or best.name in V_SHAPED else 1
+    schedule = make(best.name, of.pp, of.microbatches, chunks)
     half = seconds["backward"] / 2  # for the inputs, and for the weights
     costs = Costs.even(schedule.placement, seconds["forward"], half, half)
     clock = time_orders(schedule.orders, schedule.placement, costs).bubble_fraction
     shares = sorted(seconds.items(), key=lambda item: -item[1])
     said = ", ".join(f"{kind} {part / total:.1%}" for kind, part in shares if part > 1e-3 * total)
-    return f"- pp={pp}, {count} micro-batches, `{name}`: {said}; idle on the clock {clock:.1%}"
-
-
-def _row(pp: int, count: int, rounds: int, best: int, ours: Side, theirs: Side) -> str:
-    for number in range(rounds):
-        for side in (ours, theirs):
-            side.run(f"pp={pp} m={count}")
-            if number == 0 and rounds > 1:
-                for _, name in side.ranking()[best:]:
-                    side.drop(name)
-    ratio = theirs.ranking()[0][0] / ours.ranking()[0][0]
-    return f"| {pp} | {count} | {ours} | {theirs} | **{ratio:.2f}×** |"
-
-
-def _ours(
-    pp: int, count: int, steps: tuple[int, int], keys: Sequence[str], folder: Path, data: Path
-) -> Ran:
-    """One `parallel3d train`, from its metrics.jsonl and its summary."""
-    runs = folder / "runs"
-    sizes = [f"pp={pp}", f"global_batch_size={SAMPLES * count}", f"train.steps={steps[0]}"]
-    files = [f"runs_dir={runs}", "data=text", f"data.path={data}", f"data.cache_dir={folder}"]
-    run(torchrun(pp, "-m", "parallel3d", "train", *OURS, *sizes, *files, *keys))
-    (folder_of_run,) = runs.iterdir()
-    lines = map(json.loads, (folder_of_run / "metrics.jsonl").read_text().splitlines())
-    times = [line["step_time_s"] for line in lines if "step_time_s" in line]
-    ranks = json.loads((folder_of_run / "summary.json").read_text())["breakdown"]["ranks"]
-    shutil.rmtree(runs)
-    seconds = {kind: sum(rank[kind] for rank in ranks) for kind in KINDS}
-    return Ran(1e3 * statistics.median(times[steps[1] :]), seconds)
-
-
-def _theirs(pp: int, count: int, steps: tuple[int, int], flags: Sequence[str], data: Path) -> Ran:
-    sizes = [f"--{name}={value}" for name, value in (MODEL | {"vocab": VOCAB}).items()]
-    sizes += [f"--pp={pp}", f"--micro-batch={SAMPLES}", f"--num-microbatches={count}"]
-    sizes += [f"--steps={steps[0]}", f"--warmup={steps[1]}", f"--data={data}"]
-    printed, _ = run(torchrun(pp, str(PEER), *sizes, *flags))
-    return Ran(json.loads(printed.strip().splitlines()[-1])["ms_per_step"], {})
+    where = f"pp={of.pp}, {of.microbatches} micro-batches, `{best.name}`"
+    return f"- {where}: {said}; idle on the clock {clock:.1%}"
