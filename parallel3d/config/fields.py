@@ -224,6 +224,10 @@ def _nearest_in_range(key: Key, value: Any) -> str:
         return f"; the nearest is {spell(key.name, low)}"
     if high is not None and value > high and not refusal(key.name, high):
         return f"; the nearest is {spell(key.name, high)}"
+    return _default(key)
+
+
+def _default(key: Key) -> str:
     return f"; the default is {spell(key.name, key.default)}"
 
 
@@ -231,23 +235,26 @@ def _check_value(key: Key, value: Any) -> None:
     """Type, choice and range of one value; raises UserError."""
     if value is None and key.optional:
         return
-    wrong = f"{key.name}={show(value)} must be {allowed(key)}"
+    close = _nearest_to(key, value)
+    if close is not None:
+        raise UserError(f"{key.name}={show(value)} must be {allowed(key)}{close}.")
+
+
+def _nearest_to(key: Key, value: Any) -> str | None:
+    """None for a value that the key may have, else what is nearest, in words."""
     right_type = _has_type(value, key.type) and (
         key.item is None or all(_has_type(item, key.item) for item in value)
     )
     if not right_type:
-        raise UserError(f"{wrong}; the default is {spell(key.name, key.default)}.")
+        return _default(key)
     choices = key.meta.get("choices")
     if choices and value not in choices:
-        close = nearest(value, choices) or key.default
-        raise UserError(f"{wrong}; the nearest is {spell(key.name, close)}.")
+        return f"; the nearest is {spell(key.name, nearest(value, choices) or key.default)}"
     if key.type not in (int, float):
-        return
-    meta = key.meta
+        return None
     if isinstance(value, int) and not fits_64_bits(value):
-        raise UserError(
-            f"{wrong}, and fit into 64 bits; the default is {spell(key.name, key.default)}."
-        )
+        return f", and fit into 64 bits{_default(key)}"
+    meta = key.meta
     inside = (
         not (isinstance(value, float) and not math.isfinite(value))
         and (meta.get("minimum") is None or value >= meta["minimum"])
@@ -255,8 +262,7 @@ def _check_value(key: Key, value: Any) -> None:
         and (meta.get("above") is None or value > meta["above"])
         and (meta.get("below") is None or value < meta["below"])
     )
-    if not inside:
-        raise UserError(f"{wrong}{_nearest_in_range(key, value)}.")
+    return None if inside else _nearest_in_range(key, value)
 
 
 def check_fields(config: Config, without_engine: tuple[str, ...] = ()) -> None:

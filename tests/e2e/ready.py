@@ -24,6 +24,7 @@ from typing import Any
 
 # What an environment may say to a process that is forked of this one: room for it in /proc.
 ROOM_BYTES = 1 << 15
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ready:
@@ -38,7 +39,7 @@ class Ready:
         # Nobody else has its standard input: it is closed when this process is gone.
         self.process = subprocess.Popen(
             (sys.executable, "-m", "tests.e2e.ready_process", str(listening.fileno())),
-            cwd=Path(__file__).resolve().parents[2],
+            cwd=ROOT,
             env=os.environ | {"P3D_ROOM": " " * ROOM_BYTES},
             stdin=subprocess.PIPE,
             pass_fds=(listening.fileno(),),
@@ -108,3 +109,20 @@ class ReadyPopen(subprocess.Popen):
             finally:
                 self._waitpid_lock.release()
         return self.returncode
+
+
+def run_code(
+    code: str, *words: str, cwd: Path = ROOT, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -c code words` to its end, for code that needs torch; `environ` beside this one's."""
+    process = ReadyPopen(
+        ("-c", code, *words),
+        cwd=cwd,
+        env=os.environ | environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(words, process.returncode, out, err)

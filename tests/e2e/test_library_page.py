@@ -10,25 +10,26 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.ready import ROOT, run_code
+
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 TRAINS, OWN_SAMPLES, PROOF = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def run(folder: Path, script: str, *command: str) -> str:
-    """What the script prints, in a folder with a book, with three steps for a hundred."""
+def run(folder: Path, script: str, *launched: str) -> str:
+    """What the script prints, in a folder with a book, with three steps for a hundred: by itself,
+    or as what `python LAUNCHED` starts."""
     shorter = script.replace('"train.steps=100"', '"train.steps=3"')
     assert shorter != script
     (folder / "small.py").write_text(shorter, encoding="utf-8")
     (folder / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     paths = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        (sys.executable, *command, "small.py"),
-        cwd=folder,
-        env=os.environ | paths,
-        capture_output=True,
-        text=True,
-    )
+    if launched:
+        command = (sys.executable, *launched, "small.py")
+        environ = os.environ | paths
+        ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    else:
+        ended = run_code(shorter, cwd=folder, **paths)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

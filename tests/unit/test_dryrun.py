@@ -7,8 +7,6 @@ their own: a list of configurations goes in, their facts come out.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from parallel3d.sizes.local_shapes import stage_parameters
 from parallel3d.sizes.stages import layers_of_stages, layout_with_loops
 from parallel3d.sizes.traffic import pipeline_ranks, transfers
 from parallel3d.sizes.transfer import wire_bytes
+from tests.e2e.ready import run_code
 
 MODEL = {
     "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
@@ -63,7 +62,7 @@ from parallel3d.config.schema import ClusterConfig, Config, DataConfig, DataPara
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.commands.dryrun.command import find_facts
 
-given = json.loads(sys.stdin.read())
+given = json.loads(sys.argv[1])
 cluster = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
 for name, keys in given.items():
     config = Config(cluster=ClusterConfig(**cluster), model=ModelConfig(**keys.pop("model")))
@@ -93,10 +92,7 @@ def config_of(name: str) -> Config:
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, dict[str, Any]]:
-    given = json.dumps({name: complete(keys) for name, keys in CASES.items()})
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=given, capture_output=True, text=True, timeout=3000
-    )
+    done = run_code(SCRIPT, json.dumps({name: complete(keys) for name, keys in CASES.items()}))
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
@@ -302,16 +298,15 @@ for words in json.loads(sys.argv[1]):
 
 
 def answers(*commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each, all of one process: most of a start is imports."""
-    command = [sys.executable, "-c", ANSWERS, json.dumps(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    """Exit code, stdout and stderr of each, all of one process."""
+    done = run_code(ANSWERS, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def test_the_page_and_its_file(tmp_path: Path) -> None:
     file = tmp_path / "facts.json"
-    small = ("cluster=dgx_h200", "precision=bf16", f"dryrun.json={file}")
+    small = ("cluster=dgx_h200", "precision=bf16", f"dryrun.json={file}", "model.num_layers=1")
     (code, out, err), (again, other, _) = answers(small, (*small, "dryrun.reserve_gb=200"))
     assert code == again == 0, err
     assert "It fits" in out and "GEMMs of the layers" in out

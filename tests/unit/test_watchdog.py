@@ -21,8 +21,7 @@ from parallel3d.faults.watchdog import Watchdog
 from parallel3d.run import endings
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import within
-from tests.e2e.command import ROOT
-from tests.e2e.ready import ReadyPopen
+from tests.e2e.ready import ROOT, ReadyPopen
 
 WATCHED = """
 import errno, sys, time
