@@ -1,7 +1,8 @@
 """How slow this machine is just now. No test's verdict may depend on it.
 
-A claim about speed ("answered in a second") is a figure of a quiet core of today, times `pace`. A
-wait that only a hang makes long lasts `PATIENCE` times what it should on that core.
+A claim about speed ("answered in a second") is a figure of a quiet core of today, times `pace`:
+`in_time` asks for that, a fifth of a second itself, only where it decides. A wait that only a hang
+makes long lasts `PATIENCE` times what it should on that core.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def pace(clock: Callable[[], float] = time.perf_counter) -> float:
     return max(1.0, 1.5 * max(samples) / QUIET_S)
 
 
-def cpu_pace() -> float:
-    """`pace` by the processor's time of this process: others that run here cost it little."""
-    return pace(time.process_time)
+def in_time(took_s: float, limit_s: float) -> bool:
+    """Whether what took so long takes less than `limit_s` where nothing slows it."""
+    return took_s < limit_s or took_s < limit_s * pace()
+
+
+def in_cpu_time(took_s: float, limit_s: float) -> bool:
+    """The same of a processor's time, and of `pace` by it: others that run here cost it little."""
+    return took_s < limit_s or took_s < limit_s * pace(time.process_time)

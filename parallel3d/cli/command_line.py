@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
-from parallel3d.cli import help_text
+from parallel3d.cli import help_text, hydra_run
 from parallel3d.cli.completion import complete
 from parallel3d.cli.hydra_words import (
     failed_elsewhere,
@@ -140,7 +139,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
             raise SystemExit(code)
 
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
+        hydra_run.run(job, words, conf_dir())
     except Exception as error:
         # Hydra passes on what Python's own conversions raise of a value, such as OverflowError.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):

@@ -138,10 +138,11 @@ def _twice(text: str) -> str | None:
     if there:
         name = there[1]
         return f"+{name}=… adds a key, and {name} is there already; the nearest is {name}=…."
-    found = re.search(r"(\S+) appears more than once in the final defaults list", text)
-    if not found:
+    name, twice, _ = text.partition(" appears more than once in the final defaults list")
+    if not twice:
         return None
-    return f"+{found[1]}=… adds a preset beside the one chosen already; write {found[1]}=… instead."
+    name = name.split()[-1]
+    return f"+{name}=… adds a preset beside the one chosen already; write {name}=… instead."
 
 
 def _deleted(text: str) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.e2e.ready import ReadyPopen
-from tests.pace import PATIENCE, pace
+from tests.pace import PATIENCE, in_time
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
@@ -153,8 +153,8 @@ class Shell:
         return next(pid for pid, name in names.items() if name == f"p3d rank {rank}")
 
     def wait_until_none_is_left(self, seconds: float) -> dict[int, dict[str, str]]:
-        deadline = time.monotonic() + seconds * pace()
-        while (left := self.processes()) and time.monotonic() < deadline:
+        started = time.monotonic()
+        while (left := self.processes()) and in_time(time.monotonic() - started, seconds):
             time.sleep(0.05)
         return left
 

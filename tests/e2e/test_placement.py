@@ -10,7 +10,7 @@ import time
 
 from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell, wait_for
 from tests.e2e.forked import run_forked
-from tests.pace import pace
+from tests.pace import in_time
 
 HOST = socket.gethostname()
 FOUR = ("tp=2", "pp=2", "run=mine", *TINY)
@@ -32,7 +32,7 @@ def test_a_killed_process_is_named_by_the_rank_that_it_was_given(shell: Shell) -
     started = time.monotonic()
     os.kill(shell.rank_pid(1), signal.SIGKILL)  # the launcher's number 1 is on stage 1
     ended = shell.finish(process, started, 30)
-    assert ended.wall_s < 10 * pace()
+    assert in_time(ended.wall_s, 10)
     assert ended.code == 1
     assert ended.errors[-1].startswith(
         f"parallel3d: rank 2 (pp 1, dp 0, tp 0) on {HOST} was killed by SIGKILL"
