@@ -6,13 +6,14 @@ Each is written whole or not at all, and never again: the newest is what is runn
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -38,9 +39,23 @@ def save_config(
 
     Raises OSError, and UserError for text that could not be read back as it is.
     """
+    replace_durably(directory / name, f"{comment}{_text(config)}".encode())
+
+
+def is_newest(config: Config, directory: Path) -> bool:
+    """Whether the newest start had this configuration. Raises OSError and UserError."""
+    text = config_files(directory)[-1].read_text("utf-8", "replace")
+    if re.sub("^#.*\n", "", text) == _text(config):
+        return True
+    try:
+        return load_config(directory) == config
+    except NO_CONFIG:
+        return False
+
+
+def _text(config: Config) -> str:
     check_plain(config)
-    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
-    replace_durably(directory / name, f"{comment}{text}".encode())
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
 
 
 def load_config(directory: Path) -> Config:
@@ -100,10 +115,16 @@ def _typed(tree: Mapping[str, Any]) -> Config:
     """The tree as a configuration. Nothing in it is resolved: it may be somebody else's."""
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), tree))
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
     return config
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """Every key with its type; to look at the classes takes most of a configuration's reading."""
+    return OmegaConf.structured(Config)
 
 
 # Keys that say where and how a run is watched, not what it computes.

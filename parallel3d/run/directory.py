@@ -34,8 +34,8 @@ from parallel3d.run.configs import (
     CONFIGS,
     NO_CONFIG,
     differences,
+    is_newest,
     last_config,
-    load_config,
     next_name,
     save_config,
 )
@@ -140,7 +140,7 @@ def take_run(config: Config, directory: Path) -> int | None:
     try:
         lock = _locked(directory / CONFIG_FILE)
         keep_failures(directory)
-        if not _is_newest(config, directory):
+        if not is_newest(config, directory):
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
         raise UserError(
@@ -171,14 +171,6 @@ def _locked(path: Path) -> int | None:
             raise
         return None
     return lock
-
-
-def _is_newest(config: Config, directory: Path) -> bool:
-    """Whether the ranks would read this configuration."""
-    try:
-        return load_config(directory) == config
-    except NO_CONFIG:
-        return False
 
 
 def keep_failures(directory: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -25,7 +24,6 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import device_of_rank
 from parallel3d.host.host_memory import nothing_collected
-from parallel3d.run.configs import NO_CONFIG, load_config
 from parallel3d.run.directory import make_run_directory, take_run
 from parallel3d.run.launch import Place, Worker
 from parallel3d.run.rank_exchange import wait_for_readers
@@ -39,19 +37,6 @@ CAN_GO_ON = ("train",)
 # Rank 0's word to the others, once the store is up.
 RUN_KEY = "parallel3d/run"
 SEEN_KEY = "parallel3d/run_seen"
-
-
-def config_of_launcher(directory: Path) -> Config:
-    """The configuration that our launcher left for its ranks. Without it this one says so and ends:
-    Raises SystemExit."""
-    try:
-        return load_config(directory)
-    except (OSError, *NO_CONFIG) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        who = f"rank {os.environ.get('RANK')} on {socket.gethostname()}"
-        note = f"{who}: the configuration in {directory} cannot be read ({reason})"
-        print(f"parallel3d: {note}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
 
 
 def meet(config: Config, place: Place) -> Store:

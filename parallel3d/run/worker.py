@@ -35,7 +35,7 @@ from parallel3d.run.endings import (
 )
 from parallel3d.run.launch import Place, Worker, detect
 from parallel3d.run.local_workers import run_local_workers
-from parallel3d.run.meeting import agree_on_run, config_of_launcher, keeps_store, meet
+from parallel3d.run.meeting import agree_on_run, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
 from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
 from parallel3d.topology.layout import layout_of
@@ -72,7 +72,7 @@ def run_here(
         module, _ = APPS[app]
 
         def be_rank(launcher: int) -> int:
-            return local_worker_main(app, run_dir, launcher, device.kind)
+            return local_worker_main(app, config, run_dir, launcher, device.kind)
 
         return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
     except KeyboardInterrupt:
@@ -149,8 +149,10 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
-def local_worker_main(app: str, directory: Path, launcher_pid: int, kind: str) -> int:
-    """A rank that our own launcher started: its configuration lies in the run directory.
+def local_worker_main(
+    app: str, config: Config, directory: Path, launcher_pid: int, kind: str
+) -> int:
+    """A rank that our own launcher forked.
 
     The launcher has chosen the type of device for all of its ranks, also for those of a later
     start. Says nothing of failures itself: it records them, and the launcher says the one that
@@ -159,7 +161,6 @@ def local_worker_main(app: str, directory: Path, launcher_pid: int, kind: str) -
     _die_with(launcher_pid)
     outlive_terminal()
     begin_on(kind)
-    config = config_of_launcher(directory)
     place = detect(os.environ)
     assert place is not None  # the launcher has told
     worker = Worker(

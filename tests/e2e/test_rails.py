@@ -18,7 +18,7 @@ import pytest
 
 from parallel3d.comm.process_groups import DATA_KINDS
 from parallel3d.pipeline.floors import FLOOR_TRIES
-from parallel3d.run.directory import load_config
+from parallel3d.run.configs import load_config
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.cluster.parts import LinkClass

@@ -293,7 +293,7 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     monkeypatch.setattr(worker, "_die_with", lambda _: None)
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "pretend")
-    with pytest.raises(Enabled):  # before its configuration is read, which is not there
-        worker.local_worker_main("train", tmp_path, 1, "pretend")
+    with pytest.raises(Enabled):
+        worker.local_worker_main("train", Config(), tmp_path, 1, "pretend")
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "pretend")

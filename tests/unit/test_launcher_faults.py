@@ -25,7 +25,6 @@ from parallel3d.run.directory import (
 )
 from parallel3d.run.failure import Failure
 from parallel3d.run.local_workers import _cause
-from parallel3d.run.meeting import config_of_launcher
 from parallel3d.run.restarts import Restarts
 from tests.tools.failing_files import FailingFiles, Fault
 
@@ -112,21 +111,6 @@ def test_a_lock_that_fails_is_no_second_start(
     with pytest.raises(UserError, match="is running already"):
         take_run(config, run_dir)
     os.close(lock)
-
-
-def test_a_rank_that_cannot_read_its_configuration_says_so_in_a_line(
-    config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, run_dir = make_run_directory(config)
-    assert config_of_launcher(run_dir) == config
-    with (
-        FailingFiles(run_dir, Fault("ESTALE"), ("listdir", 0)),
-        pytest.raises(SystemExit) as ended,
-    ):
-        config_of_launcher(run_dir)
-    assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{run_dir} cannot be read (Stale file handle)" in said
 
 
 def test_a_cache_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:

@@ -21,11 +21,10 @@ from parallel3d.errors import UserError
 from parallel3d.files import durable
 from parallel3d.files.durable import replace_durably
 from parallel3d.run import directory as run_directory
-from parallel3d.run.configs import differences
+from parallel3d.run.configs import differences, load_config
 from parallel3d.run.directory import (
     check_run,
     discard_unused,
-    load_config,
     make_run_directory,
     status,
     take_run,

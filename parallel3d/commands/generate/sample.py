@@ -18,7 +18,7 @@ from parallel3d.checkpoint.boxes import Box, LogicalTensor
 from parallel3d.checkpoint.manifest import DamagedCheckpoint, Manifest, UnreadableCheckpoint
 from parallel3d.checkpoint.storage import read_state
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate.start import PROMPT_FILE, checkpoints_of
+from parallel3d.commands.generate.start import checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.text.decoding import decoding_of
 from parallel3d.data.tokenizer import BYTE, open_tokenizer
@@ -44,7 +44,7 @@ def generate(config: Config, worker: Worker) -> None:
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = decoding_of(tokenizer)
-    prompt = (worker.run_dir / PROMPT_FILE).read_bytes()
+    prompt = os.fsencode(config.prompt)  # as it was typed, whatever its bytes
     out = Stream() if worker.rank == 0 else None
     if out is not None:
         out.write(decoding.begin(prompt))

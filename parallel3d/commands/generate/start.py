@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,11 +19,10 @@ from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.text.run_tokenizer import FOLDER, tokenizer_of
 from parallel3d.errors import UserError
 from parallel3d.host.devices import choose_device
-from parallel3d.run.configs import CONFIG_FILE, last_config, save_config
+from parallel3d.run.configs import CONFIG_FILE, last_config
 from parallel3d.run.worker import run_here
 
 GENERATE = "generate"
-PROMPT_FILE = "prompt.txt"
 # What is typed beside these was decided when the run was trained.
 MAY_BE_SET = ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*")
 
@@ -53,12 +51,10 @@ def start_generate(config: Config, overrides: Sequence[str], prompt: str | None)
     checkpoints_of(config)
     world_size = config.tp * config.pp
     device = choose_device(config.device, world_size)
-    # The ranks read their configuration from a folder, which is not the run's: nothing is added
-    # to a run by looking at it.
+    if prompt is not None:
+        config = dataclasses.replace(config, prompt=prompt)
+    # Where failures are told is not the run's: nothing is added to a run by looking at it.
     folder = Path(tempfile.mkdtemp(prefix="parallel3d-generate-"))
-    (folder / PROMPT_FILE).write_bytes(os.fsencode(config.prompt if prompt is None else prompt))
-    config = dataclasses.replace(config, prompt="")
-    save_config(config, folder)
     code = None
     try:
         code = run_here(GENERATE, config, folder, world_size, device)
