@@ -140,10 +140,12 @@ def case_of(levels: Levels) -> tuple[tuple[int, int, int], Case]:
     )
     # Where there are stages: unequal ones, and micro-batches for which the schedules differ.
     # What is compiled has micro-batches of one size, so that it finds the kernels of another.
-    _, pp, dp = of["layout"]
+    tp, pp, dp = of["layout"]
     size = 3 if pp > 1 and not of["compile"] else 2
-    # A block after a block is compiled in fp64, where the two of a graph are told apart best.
-    layers = 1 if of["compile"] and of["precision"] != "fp64" and pp == 1 else size
+    # A block after a block is compiled in fp64, where the two of a graph are told apart best, on
+    # two ranks: each lowers for itself.
+    one = of["compile"] and pp == 1 and (of["precision"] != "fp64" or tp * dp > 2)
+    layers = 1 if one else size
     case = Case(
         Problem(*(of[n] for n in ("model", "optimizer", "tied", "precision")), layers=layers),
         schedule=of["schedule"],
