@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.composing import compose
 from tests.e2e.namespaces import LIBC, enter
 from tests.garbage import collect_seldom
 
@@ -125,6 +126,7 @@ def is_code(words: list[str]) -> bool:
 def main() -> int:
     for name in NEEDED:
         importlib.import_module(name)
+    compose()  # Hydra's parser learns its grammar as it reads: a third of a refusal's time
     forks = Forks(socket.socket(fileno=int(sys.argv[1])))
     collect_seldom()  # what is shared is not written to by collections
     forks.serve()
