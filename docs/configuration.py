@@ -75,6 +75,8 @@ def _allowed(key: Key) -> str:
         return allowed(key)
     later = [choice for choice in choices if refusal(key.name, choice)]
     text = ", ".join(f"`{choice}`" for choice in choices if choice not in later)
+    if key.meta["list_of"]:
+        text += f" or a list of {', '.join(f'`{word}`' for word in key.meta['list_of'])}"
     return f"{text}; not yet: {', '.join(later)}" if later else text
 
 

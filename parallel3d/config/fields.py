@@ -48,14 +48,10 @@ class NotYet:
         return f"{spell(self.key, value)} comes with a later version of parallel3d; {self.instead}."
 
 
-def _is(value: Any) -> Callable[[Any], bool]:
-    return lambda given: given == value
-
-
 # Deleting a row enables the value. The names of the rows are what the documentation prints.
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
-    "precision=fp8": NotYet("precision.name", _is("fp8"), "precision=bf16 works"),
+    "precision=fp8": NotYet("precision.name", lambda v: v == "fp8", "precision=bf16 works"),
 }
 
 
@@ -118,7 +114,8 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
             yield from _walk(typing.cast(type, hint), f"{prefix}{f.name}.")
             continue
         # Hydra takes a new mapping for a key of any type alone, so those in braces are declared so.
-        hint = dict | None if hint is Any else hint
+        braces = str if f.metadata["list_of"] else dict | None
+        hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
@@ -188,7 +185,8 @@ def allowed(key: Key) -> str:
     """What a key takes, in words: "a whole number of at least 1"."""
     choices = key.meta.get("choices")
     if choices:
-        return f"one of {', '.join(choices)}"
+        text, words = f"one of {', '.join(choices)}", key.meta["list_of"]
+        return f"{text} or a list of {', '.join(words)}" if words else text
     noun = NOUNS[key.type]
     if key.type in (int, float):
         noun = f"a {noun}"
@@ -242,6 +240,9 @@ def _check_value(key: Key, value: Any) -> None:
 
 def _nearest_to(key: Key, value: Any) -> str | None:
     """None for a value that the key may have, else what is nearest, in words."""
+    if key.meta.get("wrong"):
+        near = key.meta["wrong"](value)
+        return None if near is None else f"; the nearest is {spell(key.name, near)}"
     right_type = _has_type(value, key.type) and (
         key.item is None or all(_has_type(item, key.item) for item in value)
     )

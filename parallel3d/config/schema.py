@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from parallel3d.config.cluster import (
     BenchConfig,
@@ -29,6 +30,7 @@ from parallel3d.config.engines import (
     ScheduleConfig,
     TensorParallelConfig,
 )
+from parallel3d.config.recompute import PARTS, WORDS, wrong_parts
 from parallel3d.config.run import (
     DataParallelConfig,
     LaunchConfig,
@@ -96,11 +98,14 @@ class Config:
         megatron="--use-distributed-optimizer",
         differs="--use-distributed-optimizer is zero=1",
     )
-    recompute: str = key(
+    recompute: Any = key(  # noqa: RUF009
         "none",
-        "activations made again in the backward: none, full (only each layer's input is kept) or "
-        "selective (attention's inner part is made again; Korthikanti et al. 2022 §5)",
-        choices=("none", "full", "selective"),
+        "parts of a layer that the backward makes again, as [norm,activation]: norms' results, "
+        "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
+        "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
+        choices=tuple(WORDS),
+        list_of=PARTS,
+        wrong=wrong_parts,
         megatron="--recompute-granularity",
     )
     recompute_layers: list[int] | None = key(  # noqa: RUF009

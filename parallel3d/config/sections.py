@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ def key(
     help: str,
     *,
     choices: tuple[str, ...] | None = None,
+    list_of: tuple[str, ...] | None = None,
+    wrong: Callable[[object], str | None] | None = None,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -24,12 +27,15 @@ def key(
     """One configuration key: default, range and help beside each other.
 
     `choices`, `minimum` and `maximum` (inclusive), `above` and `below` (exclusive) are enforced by
-    `fields`; `megatron` names the flag of Megatron-LM that means the same, and `differs`
-    says in which way it does not quite.
+    `fields`; where a list of words (`list_of`) may stand for a choice, `wrong` gives the nearest to
+    what is neither, None for what is. `megatron` names the flag of Megatron-LM that means the same,
+    and `differs` says in which way it does not quite.
     """
     meta = {
         "help": help,
         "choices": choices,
+        "list_of": list_of,
+        "wrong": wrong,
         "minimum": minimum,
         "above": above,
         "maximum": maximum,

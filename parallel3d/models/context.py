@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.comm.group import Group
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, LossConfig, ModelConfig
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer
@@ -19,7 +20,7 @@ class BuildContext:
     init: Initializer
     tp: Group
     sp: bool
-    recompute: str = "none"  # see `recompute.py`
+    recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
     recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `cross_entropy.Objective`
@@ -33,7 +34,7 @@ class BuildContext:
             init,
             tp,
             config.sp,
-            config.recompute,
+            parts_of(config.recompute),
             tuple(config.recompute_layers or ()),
             config.loss,
             config.precision.lm_cross_entropy == "fp16",
@@ -49,7 +50,8 @@ class BuildContext:
     def split(self) -> dict[str, Any]:
         """What every split linear layer takes."""
         sp = self.sequence_parallel
-        return {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
+        common = {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
+        return common | {"recomputed": bool(self.recompute)}
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
         """Of the residual stream: whole, or this rank's part of the sequence."""

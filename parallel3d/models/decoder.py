@@ -114,7 +114,7 @@ class Decoder:
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
         x = x + attention.out(inner)
-        return x + block.mlp(block.mlp_norm(x))
+        return x + block.mlp(x, block.mlp_norm)
 
     def _attend(self, attention: Attention, cache: _Cache, qkv: Tensor) -> Tensor:
         """`causal_attention` of new tokens (1, n, …) over all that were read, kept in `cache`.

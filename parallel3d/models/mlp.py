@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.models.context import BuildContext
 from parallel3d.models.layers import output_std
 from parallel3d.models.ops import swiglu
+from parallel3d.models.recompute import into
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -17,7 +20,7 @@ class MLP(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.activation = model.activation
+        self.activation, self.recompute = model.activation, ctx.recompute
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
         split = ctx.split | {"bias": model.bias}
@@ -28,14 +31,21 @@ class MLP(nn.Module):
             f"{prefix}.down", ffn, model.hidden_size, std=output_std(model), **split
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of norm(x)."""
+        if {"mlp", "norm"} <= self.recompute:
+            return into(self.down, lambda x: self.inner(norm(x)), x, again=True)
+        if "mlp" in self.recompute:
+            return into(self.down, self.inner, norm(x), again=True)
+        x = into(self.up, norm, x, again="norm" in self.recompute)
+        return into(self.down, self.activate, x, again="activation" in self.recompute)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.activate(self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
-            x = swiglu(x)
-        elif self.activation == "gelu":
-            x = F.gelu(x)
-        elif self.activation == "gelu_tanh":
-            x = F.gelu(x, approximate="tanh")
-        else:
-            x = F.relu(x)
-        return self.down(x)
+            return swiglu(x)
+        if self.activation == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")

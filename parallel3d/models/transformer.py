@@ -25,7 +25,7 @@ from parallel3d.models.layers import Norm, output_std, rotary_tables
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Rotary
 from parallel3d.models.qk_norm import QKNorm
-from parallel3d.models.recompute import recomputed
+from parallel3d.models.recompute import into, recomputed
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.stages import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
         copies = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * copies // ctx.tp.size
-        self.recompute = ctx.recompute == "selective"
+        self.recompute = ctx.recompute
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
         prefix = f"layers.{layer}.attention"
         self.dropout = None
@@ -76,12 +76,16 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
+        self,
+        x: Tensor,
+        norm: Norm,
+        rotary: Rotary | None,
+        samples: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
-        inner = (self.project(x), rotary, samples, documents)
-        if self.recompute:
-            return self.out(recomputed(self.attend, *inner))
-        return self.out(self.attend(*inner))
+        """Of norm(x)."""
+        inner = (self.project(x, norm), rotary, samples, documents)
+        return into(self.out, self.attend, *inner, again="attention" in self.recompute)
 
     def attend(
         self,
@@ -90,19 +94,19 @@ class Attention(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Between the projections: what selective recomputation makes again."""
+        """Between the projections."""
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         shape = (self.heads, self.kv_heads, self.head_dim)
         return causal_attention(qkv, *shape, rotary, self.dropout, samples, documents)
 
-    def project(self, x: Tensor) -> Tensor:
-        """q, k and v of this rank's heads, side by side.
+    def project(self, x: Tensor, norm: Norm) -> Tensor:
+        """q, k and v of this rank's heads, side by side, of norm(x).
 
         With `tensor_parallel.attention=gather_qk` every rank first gathers q and k of all heads,
         as where scores are computed from whole matrices, and takes those of its own from there.
         """
-        qkv = self.qkv(x)
+        qkv = into(self.qkv, norm, x, again="norm" in self.recompute)
         if not self.gathers:
             return qkv
         v_size = self.kv_heads * self.head_dim
@@ -121,7 +125,7 @@ class Block(nn.Module):
         self.mlp = MLP(layer, model, ctx)
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
-        self.recompute = ctx.recompute == "full"
+        self.recompute = "layer" in ctx.recompute
 
     def forward(
         self,
@@ -138,9 +142,9 @@ class Block(nn.Module):
     def layer(
         self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
     ) -> Tensor:
-        attended = self.attention(self.input_norm(x), rotary, samples, documents)
+        attended = self.attention(x, self.input_norm, rotary, samples, documents)
         x = x + self.attention_dropout(attended, samples)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), samples)
+        return x + self.mlp_dropout(self.mlp(x, self.mlp_norm), samples)
 
 
 def _run_blocks(
@@ -193,7 +197,7 @@ class Stage(nn.Module):
         uses = 2 if ends_meet and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
         count = len(layers) if recomputed is None else recomputed
-        keeping = replace(ctx, recompute="none")
+        keeping = replace(ctx, recompute=frozenset())
         self.layers = nn.ModuleDict(
             {str(i): Block(i, model, ctx if i in layers[:count] else keeping) for i in layers}
         )

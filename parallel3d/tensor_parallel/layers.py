@@ -19,8 +19,10 @@ from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_nodes import (
     ColumnNode,
+    RowNode,
     column_backward,
     column_forward,
+    column_node,
     row_backward,
     row_forward,
     row_node,
@@ -56,6 +58,7 @@ class ColumnParallelLinear(nn.Module):
         copies: matrix name → ranks in a row that share one part of its rows (see `Piece.copies`).
         std: of the initial weights; biases start at zero.
         sp, overlap: the sequence is split over the group, and how it is gathered.
+        recomputed: x may be made again in the backward, and then without this GEMM.
 
     Shapes: (b, s, inputs) → (b, s, Σ outputs / tp), the matrices' results side by side.
     """
@@ -72,10 +75,12 @@ class ColumnParallelLinear(nn.Module):
         sp: bool,
         init: Initializer,
         overlap: Overlap = IN_ONE,
+        recomputed: bool = False,
         copies: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.group, self.sp = group, _communication(sp, group, overlap)
+        self.node = column_node if recomputed else ColumnNode.apply
         weights, biases, row = [], [], 0
         for name, rows in outputs.items():
             shared = copies.get(name, 1)
@@ -97,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
         if torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
             return linear_ops.linear(x, self.handle, self.weight.shape[0], gather, 1)
-        return ColumnNode.apply(x, self.weight, self.bias, self.group, self.sp)
+        return self.node(x, self.weight, self.bias, self.group, self.sp)
 
     def run_forward(self, x: Tensor) -> Tensor:
         """What the operator of a compiled block runs."""
@@ -116,7 +121,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = Σ over ranks of x·Wᵀ, + b, with the columns of W (input features) split over `group`.
 
-    The bias is added once, after the reduction, and is replicated.
+    The bias is added once, after the reduction, and is replicated. Arguments as of
+    `ColumnParallelLinear`.
 
     Shapes: (b, s, inputs/tp) → (b, s, outputs), or (b, s/tp, outputs) under sequence parallelism.
     """
@@ -133,9 +139,11 @@ class RowParallelLinear(nn.Module):
         sp: bool,
         init: Initializer,
         overlap: Overlap = IN_ONE,
+        recomputed: bool = False,
     ) -> None:
         super().__init__()
         self.group, self.sp = group, _communication(sp, group, overlap)
+        self.node = row_node if recomputed else RowNode.apply
         local = inputs // group.size
         piece = Piece(
             f"{name}.weight", (outputs, inputs), (0, local * group.index), (outputs, local), std=std
@@ -151,7 +159,7 @@ class RowParallelLinear(nn.Module):
             split = 1 if self.sp is None else self.group.size
             y = linear_ops.linear(x, self.handle, self.weight.shape[0], 1, split)
         else:
-            y = row_node(x, self.weight, self.group, self.sp)
+            y = self.node(x, self.weight, self.group, self.sp)
         return y if self.bias is None else y + self.bias
 
     def run_forward(self, x: Tensor) -> Tensor:

@@ -80,33 +80,7 @@ def row_backward(
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
-NO = (None, None)  # gradients of a group and of what communicates over it
-
-
-class ColumnNode(torch.autograd.Function):
-    """f (or its sequence-parallel form) and the GEMM in one node.
-
-    Apart, autograd would finish the reduction of the input gradient before it starts the weight
-    gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
-    ) -> Tensor:
-        ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
-        ctx.save_for_backward(x)
-        return column_forward(x, weight, bias, group, sp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        grad = grad.contiguous()
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        (x,) = ctx.saved_tensors
-        if ctx.sp is None and not ctx.needs_input_grad[0]:  # data: nobody to reduce for
-            rows = x.flatten(0, -2)
-            return None, add_weight_gradient(ctx.weight, grad.flatten(0, -2), rows), grad_bias, *NO
-        return *column_backward(grad, x, ctx.weight, ctx.group, ctx.sp), grad_bias, *NO
+NOTHING = (None, None, None)  # gradients of a group, of what communicates over it, of what is kept
 
 
 class Kept:
@@ -123,8 +97,8 @@ class _Keep(torch.autograd.Function):
     """Saves the input of the node behind it.
 
     A node saves its tensors after its forward. Recomputation ends with the last tensor that it
-    looks for: saved by a node of its own, the input of a block's last GEMM ends it before this
-    GEMM and its reduction, which nothing in the backward needs.
+    looks for: saved by a node of its own, the input of the GEMM that ends a segment ends it before
+    this GEMM and its communication, which nothing in the backward needs.
     """
 
     @staticmethod
@@ -138,22 +112,78 @@ class _Keep(torch.autograd.Function):
         return grad, None
 
 
-class _RowNode(torch.autograd.Function):
+def _operand(ctx: Any) -> Tensor:
+    """x of a node, saved by itself or in front of it."""
+    return ctx.saved_tensors[0] if ctx.kept is None else ctx.kept.tensor
+
+
+class ColumnNode(torch.autograd.Function):
+    """f (or its sequence-parallel form) and the GEMM in one node.
+
+    Apart, autograd would finish the reduction of the input gradient before it starts the weight
+    gradient. `kept`: x is saved in front of it.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, kept: Kept, group: Group, sp: Overlap | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        sp: Overlap | None,
+        kept: Kept | None = None,
+    ) -> Tensor:
+        ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
+        ctx.kept = kept
+        if kept is None:
+            ctx.save_for_backward(x)
+        return column_forward(x, weight, bias, group, sp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        grad = grad.contiguous()
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        x = _operand(ctx)
+        if ctx.sp is None and not ctx.needs_input_grad[0]:  # data: nobody to reduce for
+            rows = x.flatten(0, -2)
+            grad_weight = add_weight_gradient(ctx.weight, grad.flatten(0, -2), rows)
+            return None, grad_weight, grad_bias, *NOTHING
+        return *column_backward(grad, x, ctx.weight, ctx.group, ctx.sp), grad_bias, *NOTHING
+
+
+def column_node(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
+) -> Tensor:
+    """`ColumnNode` that may end what is recomputed; x needs a gradient."""
+    kept = Kept()
+    return ColumnNode.apply(_Keep.apply(x, kept), weight, bias, group, sp, kept)
+
+
+class RowNode(torch.autograd.Function):
+    """The GEMM and g. `kept`: x is saved in front of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        group: Group,
+        sp: Overlap | None,
+        kept: Kept | None = None,
     ) -> Tensor:
         ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
+        if kept is None:
+            ctx.save_for_backward(x)
         return row_forward(x, weight, group, sp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        x = ctx.kept.tensor
-        gradients = row_backward(grad.contiguous(), x, ctx.weight, ctx.group, ctx.sp)
-        return *gradients, None, None, None
+        x = _operand(ctx)
+        return *row_backward(grad.contiguous(), x, ctx.weight, ctx.group, ctx.sp), *NOTHING
 
 
 def row_node(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
-    """`row_forward` with its backward."""
+    """`RowNode` that may end what is recomputed."""
     kept = Kept()
-    return _RowNode.apply(_Keep.apply(x, kept), weight, kept, group, sp)
+    return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)

@@ -29,6 +29,7 @@ from parallel3d.config.checks.run import (
 )
 from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
 from parallel3d.config.overrides import explain_override_error
+from parallel3d.config.recompute import parts_of, spelled
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
@@ -50,7 +51,8 @@ def check_config(
     """Prove a whole configuration consistent and return it with its derived values filled in.
 
     Filled in: `dp` (what is left of `world_size` ranks; 1 where that is None),
-    `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`.
+    `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`; a list of
+    `recompute` is spelled as text.
     Pure: the argument is left as it is, and a checked configuration passes unchanged. With
     `own_samples` the caller brings samples of its own and the `data` section is not read. With
     `communication_only` (`bench comm`) neither data nor model is read; only `dp` is filled in.
@@ -88,7 +90,8 @@ def check_config(
         ffn_hidden_size=config.model.ffn_size,
         max_position_embeddings=config.model.max_positions,
     )
-    return dataclasses.replace(config, dp=dp, model=model)
+    recompute = spelled(config.recompute)
+    return dataclasses.replace(config, dp=dp, model=model, recompute=recompute)
 
 
 def _check_given(config: Config) -> None:
@@ -181,7 +184,7 @@ def _check_recomputed(config: Config, stages: int) -> None:
     if given is None:
         return
     name = f"recompute_layers={show(given)}"
-    if config.recompute == "none":
+    if not parts_of(config.recompute):
         raise UserError(
             f"{name} says how many layers recompute, but recompute=none; the nearest is "
             "recompute_layers=null, or recompute=full."
