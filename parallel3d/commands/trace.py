@@ -16,7 +16,7 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
-from parallel3d.sizes.stages import layers_of_stages
+from parallel3d.sizes.stages import forwards_again, layers_of_stages
 from parallel3d.trainer import StepResult, Trainer
 
 LATER = 2  # steps of a start before the traced one: the first ones allocate, or compile
@@ -45,7 +45,8 @@ def train_traced_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / TRACE_FILE, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.floors.get("pp", 0.0)
-            costs = measured_costs(measured, trainer.schedule, layers_of_stages(trainer.config))
+            layers, again = layers_of_stages(trainer.config), forwards_again(trainer.config)
+            costs = measured_costs(measured, trainer.schedule, layers, again)
             say(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result
 
@@ -89,29 +90,33 @@ def clock_of(measured: Timeline, schedule: Schedule) -> Timeline:
 
 
 def measured_costs(
-    measured: Timeline, schedule: Schedule, layers: Sequence[range]
+    measured: Timeline, schedule: Schedule, layers: Sequence[range], again: Sequence[float]
 ) -> tuple[float, float, float]:
     """Seconds of F, I and W of a micro-batch in the layers of an average rank.
 
     From stages without the head, which `schedule=auto` knows by its size; a backward in one piece
-    counts as two halves.
+    counts as two halves. Nor is what a backward makes again counted, `again` forwards by stage.
     """
-    placement = schedule.placement
-    seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for rank, spans in enumerate(measured.spans):
-        for span in spans:
-            stage = placement.stage(rank, span.action.chunk)
-            if stage == placement.stages - 1:
-                continue
-            each = (span.end - span.start) / len(layers[stage])
-            if span.action.kind == Kind.B:
-                seconds[Kind.I].append(each / 2)
-                seconds[Kind.W].append(each / 2)
-            else:
-                seconds[span.action.kind].append(each)
-    of_rank = sum(map(len, layers)) / placement.ranks
-    forward, gradient, weight = (of_rank * median(found) for found in seconds.values())
-    return forward, gradient, weight
+    stages = schedule.placement.stages
+    each = [
+        (span.action.kind, stage, (span.end - span.start) / len(layers[stage]))
+        for rank, spans in enumerate(measured.spans)
+        for span in spans
+        if (stage := schedule.placement.stage(rank, span.action.chunk)) < stages - 1
+    ]
+    forward = median(seconds for kind, _, seconds in each if kind == Kind.F)
+    gradient, weight = [], []
+    for kind, stage, seconds in each:
+        new = seconds - again[stage] * forward
+        if kind == Kind.B:
+            gradient.append(new / 2)
+            weight.append(new / 2)
+        elif kind == Kind.I:
+            gradient.append(new)
+        elif kind == Kind.W:
+            weight.append(seconds)
+    of_rank = sum(map(len, layers)) / schedule.placement.ranks
+    return of_rank * forward, of_rank * median(gradient), of_rank * median(weight)
 
 
 def keys_of(costs: Sequence[float], hop: float) -> str:

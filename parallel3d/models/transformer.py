@@ -27,7 +27,7 @@ from parallel3d.models.ops import Rotary
 from parallel3d.models.qk_norm import QKNorm
 from parallel3d.models.recompute import into, recomputed
 from parallel3d.schedules.placement import Placement
-from parallel3d.sizes.stages import recomputing
+from parallel3d.sizes.recompute import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
 

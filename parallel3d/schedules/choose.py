@@ -37,8 +37,9 @@ class Choice:
     why: str = ""
 
 
-# By stage: its part of a rank's layers, and how many times their forward it computes besides.
-Weights: TypeAlias = Sequence[tuple[float, float]]
+# By stage: its part of a rank's layers, and how many times their forward it computes besides, in
+# its forward and, of what was not kept, in its backward.
+Weights: TypeAlias = Sequence[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class Work:
         if weights is None:
             raise ValueError(f"no costs are known for {placement}")
         return Costs(
-            tuple((part + more) * self.forward for part, more in weights),
-            tuple(part * self.input for part, _ in weights),
-            tuple(part * self.weight for part, _ in weights),
+            tuple((part + more) * self.forward for part, more, _ in weights),
+            tuple(part * self.input + again * self.forward for part, _, again in weights),
+            tuple(part * self.weight for part, _, _ in weights),
             self.hop,
         )
 

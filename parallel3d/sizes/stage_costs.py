@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.choose import Weights
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
+from parallel3d.sizes.recompute import flops_again, layer_flops, recomputing
 
 # The head makes its gradients with its loss, in the forward (`tensor_parallel/head_loss.py`).
 HEAD_PRODUCTS = 3
 
 
 def layer_cost(model: ModelConfig) -> float:
-    """Forward FLOPs of one layer and token: its matrices, and causal attention's two products."""
-    queries = model.num_attention_heads * model.head_size
-    attention = model.hidden_size * 2 * (queries + model.kv_heads * model.head_size)
-    matrices = 3 if model.activation == "swiglu" else 2
-    weights = attention + matrices * model.hidden_size * model.ffn_size
-    return 2.0 * weights + 2.0 * queries * model.seq_length
+    """Forward FLOPs of one layer and token."""
+    return sum(layer_flops(model))
 
 
 def head_cost(model: ModelConfig) -> float:
@@ -35,6 +33,8 @@ class StageWeights:
 
     Args:
         layer, head: their costs, in one unit. ranks: of the pipeline.
+        again: of a layer's forward, what the backward of one that recomputes makes again.
+        recompute_layers: of each stage (see `recomputing`).
         given: `schedule.layers_per_stage`, if there is one: then no placement with other stages
             fits, unless `balances` says that those are balanced.
     """
@@ -45,13 +45,17 @@ class StageWeights:
     ranks: int
     given: tuple[int, ...] | None = None
     balances: bool = False
+    again: float = 0.0
+    recompute_layers: tuple[int, ...] = ()
 
     @classmethod
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
         model, given = config.model, config.schedule.layers_per_stage
         costs = layer_cost(model), head_cost(model)
         kept = None if given is None else tuple(given)
-        return cls(model.num_layers, *costs, config.pp, kept, balances)
+        again = flops_again(model, parts_of(config.recompute)) / costs[0]
+        some = tuple(config.recompute_layers or ())
+        return cls(model.num_layers, *costs, config.pp, kept, balances, again, some)
 
     def __call__(self, placement: Placement) -> Weights | None:
         """None: the model cannot be laid out so."""
@@ -65,5 +69,12 @@ class StageWeights:
         else:
             counts = balance_chunks(self.layer, layers, placement, last_extra=self.head)
         extras = [0.0] * (stages - 1) + [HEAD_PRODUCTS * self.head / self.layer]
+        again = [
+            self.again * recomputing(self.recompute_layers, stage, count)
+            for stage, count in enumerate(counts)
+        ]
         of_rank = layers / self.ranks
-        return [(n / of_rank, more / of_rank) for n, more in zip(counts, extras, strict=True)]
+        return [
+            (n / of_rank, more / of_rank, twice / of_rank)
+            for n, more, twice in zip(counts, extras, again, strict=True)
+        ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
 from parallel3d.schedules.placement import Placement
 from parallel3d.schedules.schedule import FORMS, V_SHAPED
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
+from parallel3d.sizes.recompute import flops_again, recomputing
 from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.sizes.stage_costs import head_cost, layer_cost
 from parallel3d.topology.layout import Layout, layout_of
@@ -48,8 +49,11 @@ def layers_of_stages(config: Config) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """How many of a stage's `layers` layers recompute, by `recompute_layers`."""
-    if not given:
-        return layers
-    return min(layers, given[0] if len(given) == 1 else given[stage])
+def forwards_again(config: Config) -> list[float]:
+    """By stage, how many times its layers' forward their backward computes again."""
+    whole = flops_again(config.model, parts_of(config.recompute)) / layer_cost(config.model)
+    counts = map(len, layers_of_stages(config))
+    return [
+        whole * recomputing(config.recompute_layers, stage, count) / count
+        for stage, count in enumerate(counts)
+    ]

@@ -14,6 +14,7 @@ from itertools import pairwise
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
+from parallel3d.sizes.layer_traffic import layer_transfers
 from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.sizes.stages import layers_of_stages, placement_of
@@ -87,38 +88,10 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
 
-def _layers(rank: PipelineRank) -> Iterator[Transfer]:
-    """tensor_parallel/linear_nodes.py: a layer has two column- and two row-parallel GEMMs."""
-    whole, what = rank.hidden, "activations of the layers"
-    microbatches = rank.config.num_microbatches
-    layers = rank.layer_count * microbatches
-    # Recomputation repeats the forward up to the second row-parallel GEMM.
-    again = rank.recomputed_layers * microbatches
-    if rank.config.tensor_parallel.attention == "gather_qk":
-        model, tp = rank.config.model, rank.layout.tp
-        heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
-        every = rank.tokens * heads * model.head_size * rank.item
-        yield Transfer("tp", "all_gather", every, layers + again, "q and k of all heads")
-        yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
-    if not rank.sp:
-        yield Transfer("tp", "all_reduce", whole, 4 * layers + again, what)
-        return
-    # The backward of a column-parallel GEMM gathers the shard that was kept and scatters its
-    # gradient, both in one.
-    yield Transfer("tp", "all_gather", whole, 2 * layers, what)
-    yield Transfer("tp", "reduce_scatter", whole, 2 * layers, what)
-    # In pieces: the forward gathers for column- and scatters for row-parallel ones, and the
-    # backward of the row-parallel ones gathers.
-    chunks = rank.config.tensor_parallel.chunks
-    piece = whole // chunks
-    yield Transfer("tp", "all_gather", piece, chunks * (4 * layers + 2 * again), what)
-    yield Transfer("tp", "reduce_scatter", piece, chunks * (2 * layers + again), what)
-
-
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     """The layers, the embedding, the head; optim/optimizer.py for sp."""
     microbatches, whole = rank.config.num_microbatches, rank.hidden
-    yield from _layers(rank)
+    yield from layer_transfers(rank)
     if rank.first and rank.config.model.embedding == "vocab_parallel":
         if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
 from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
+from parallel3d.sizes.recompute import recomputing
 from parallel3d.sizes.run_schedule import sends_slices
-from parallel3d.sizes.stages import recomputing
 from parallel3d.topology.layout import Layout
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -82,9 +83,14 @@ class PipelineRank:
         return sum(map(len, self.layers))
 
     @property
+    def recompute(self) -> frozenset[str]:
+        """Parts of those layers that the backward makes again."""
+        return parts_of(self.config.recompute)
+
+    @property
     def recomputed_layers(self) -> int:
-        """Layers that run their forward twice."""
-        if self.config.recompute != "full":
+        """Layers of which the backward makes something again."""
+        if not self.recompute:
             return 0
         given = self.config.recompute_layers
         return sum(recomputing(given, stage, len(self.split[stage])) for stage in self.stages)

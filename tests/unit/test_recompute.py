@@ -15,7 +15,7 @@ from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.models import transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.pieces import Initializer
-from parallel3d.sizes.stages import recomputing
+from parallel3d.sizes.recompute import recomputing
 from parallel3d.tensor_parallel import linear_nodes
 from tests.kernels import no_kernels
 

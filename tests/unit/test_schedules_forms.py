@@ -242,7 +242,7 @@ def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: 
 def test_stages_that_weigh_unequally_by_hand() -> None:
     """Two ranks, the second with a third of the layers and a head that costs a forward and a half
     of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
-    work = Work(weights=lambda placement: [(1.5, 0.0), (0.5, 1.5)])
+    work = Work(weights=lambda placement: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
     placement = Placement(2)
     costs = work.costs(placement)
     assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
@@ -254,7 +254,7 @@ def test_stages_that_weigh_unequally_by_hand() -> None:
 
 
 def test_placements_without_costs_are_left_out() -> None:
-    work = Work(weights=lambda p: [(1.0, 0.0)] * p.stages if p.chunks == 1 else None)
+    work = Work(weights=lambda p: [(1.0, 0.0, 0.0)] * p.stages if p.chunks == 1 else None)
     names = {choice.schedule.name for choice in measured_forms(4, 8, 4, work)}
     assert names == {"gpipe", "1f1b", "zb_h1"}
     best = choose(4, 8, 4, work)

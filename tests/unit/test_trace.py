@@ -52,10 +52,13 @@ def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: 
     total = sum(map(len, layers))
     each = (1.0, 1.2, 1.2 if chunks == 1 else 0.8)
     costs = Costs(*(tuple(c * len(stage) for stage in layers) for c in each))
-    costs = Costs((*costs.forward[:-1], 9.0), costs.input, costs.weight)
+    again = [0.25, 0.0, 0.5, 0.75][: len(split)]  # forwards, which are beside the keys
+    twice = (more * forward for more, forward in zip(again, costs.forward, strict=True))
+    slower = tuple(map(sum, zip(costs.input, twice, strict=True)))
+    costs = Costs((*costs.forward[:-1], 9.0), slower, costs.weight)
     spans = time_orders(made.orders, made.placement, costs).spans
     measured = timeline_of([[(str(s.action), s.start, s.end) for s in row] for row in spans])
-    said = measured_costs(measured, made, split)
+    said = measured_costs(measured, made, split, again)
     assert said == pytest.approx([c * total / 2 for c in each])
     assert keys_of((0.0302, 0.0292, 0.5), 1e-5) == (
         "schedule.costs=[30.2,29.2,500] schedule.hop=0.01"

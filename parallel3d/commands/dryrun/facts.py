@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
 from parallel3d.commands.dryrun.counting import COMMUNICATION, PARTS, Sums
@@ -15,6 +16,7 @@ from parallel3d.schedules.choose import Work, measure
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.sizes.flops import flops_per_token, parameter_count
 from parallel3d.sizes.run_schedule import run_schedule
+from parallel3d.sizes.stages import forwards_again
 from parallel3d.topology.layout import Layout
 
 Facts = dict[str, Any]
@@ -85,12 +87,15 @@ def stretch(config: Config) -> float:
     """How many times longer than its ranks compute a pipeline of equal ranks takes.
 
     The bubble of 1F1B is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1), and so is GPipe's;
-    others are timed with `schedule.costs`, and messages that take no time.
+    others are timed with `schedule.costs`, what an average rank computes again beside them, and
+    messages that take no time.
     """
     count = config.num_microbatches
     if config.schedule.name in IN_ORDER:
         return (count + config.pp - 1) / count
-    return 1 + measure(run_schedule(config), Work(*config.schedule.costs)).overhead
+    forward, gradient, weight = config.schedule.costs
+    again = forward * fmean(forwards_again(config))
+    return 1 + measure(run_schedule(config), Work(forward, gradient + again, weight)).overhead
 
 
 def _settings(config: Config) -> dict[str, Any]:

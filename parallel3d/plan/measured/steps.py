@@ -10,8 +10,9 @@ from parallel3d.plan.measured.costs import NOTHING, Costs, Passes
 from parallel3d.plan.measured.machine import Machine
 from parallel3d.plan.measured.sharing import shared_clock
 from parallel3d.schedules.simulate import Costs as StageCosts
+from parallel3d.sizes.recompute import recomputing
 from parallel3d.sizes.run_schedule import run_schedule
-from parallel3d.sizes.stages import layers_of_stages, recomputing
+from parallel3d.sizes.stages import layers_of_stages
 
 
 @dataclass(frozen=True)

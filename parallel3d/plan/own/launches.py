@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.plan.own.layer import Tensors, tensors
 from parallel3d.sizes.buckets import assign, padded_numel
 from parallel3d.sizes.local_shapes import LocalParameter
@@ -28,11 +28,12 @@ def launches(config: Config, index: int) -> dict[str, float]:
     layout = layout_of(config)
     rank, t = pipeline_ranks(config, layout)[index], tensors(config)
     count, sharded = config.num_microbatches, config.zero > 1 and layout.dp > 1
-    layers, again = rank.layer_count, _recomputed(config, rank)
-    attended = again if config.recompute != "none" else 0
+    layers, again, parts = rank.layer_count, rank.recomputed_layers, rank.recompute
+    products = 3 if "layer" in parts else int("mlp" in parts)
+    attended = bool(parts & {"attention", "layer"})
     found = {
-        "gemm_layers": count * (12 * layers + 3 * again * (config.recompute == "full")),
-        "attention": count * (2 * layers + attended),
+        "gemm_layers": count * (12 * layers + products * again),
+        "attention": count * (2 * layers + attended * again),
         "blocks": count * _blocks(config, rank, t, layers, again, sharded),
         "other": _other(config, rank, t, count),
         "optimizer": _optimizer(config, rank, count, sharded),
@@ -49,12 +50,6 @@ def launches(config: Config, index: int) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def _recomputed(config: Config, rank: PipelineRank) -> int:
-    if config.recompute == "none":
-        return 0
-    return rank.recomputed_layers if config.recompute == "full" else rank.layer_count
-
-
 def _blocks(
     config: Config, rank: PipelineRank, t: Tensors, layers: int, again: int, sharded: bool
 ) -> int:
@@ -64,10 +59,18 @@ def _blocks(
     rope, learned = (model.position_embedding == kind for kind in ("rope", "learned"))
     biased = model.out_bias + model.bias
     each = 11 + rope + 2 * model.qk_norm + model.qkv_bias + model.bias + 2 * biased + 20 * t.copies
-    inside = rope + model.qk_norm  # of attention, what selective recomputation makes again
-    more = inside if config.recompute == "selective" else inside + 4 + model.out_bias + 6 * t.copies
     ends = (2 + sharded) * rank.last + 2 * (learned + t.copies) * rank.first
-    return layers * each + again * more + ends
+    return layers * each + again * _again(model, t, rank.recompute) + ends
+
+
+def _again(model: ModelConfig, t: Tensors, parts: Collection[str]) -> int:
+    """Of a layer, those between the GEMMs that recomputation runs once more."""
+    inside = (model.position_embedding == "rope") + model.qk_norm
+    if "layer" in parts:
+        return inside + 4 + model.out_bias + 6 * t.copies
+    activated = bool({"activation", "mlp"} & {*parts})
+    gathered = 2 * t.copies * ("mlp" in parts)
+    return inside * ("attention" in parts) + 2 * ("norm" in parts) + activated + gathered
 
 
 def _other(config: Config, rank: PipelineRank, t: Tensors, count: int) -> int:

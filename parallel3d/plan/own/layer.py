@@ -6,6 +6,7 @@ them on an accelerator. `parallel3d dryrun` plays that code; `benchmarks/plan_dr
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from parallel3d.config.schema import Config, ModelConfig
@@ -93,27 +94,26 @@ class LayerBytes(NamedTuple):
     again: float
 
 
-def layer_bytes(t: Tensors, recompute: str) -> LayerBytes:
-    """`recompute`: none, selective or full."""
-    normed = 2 * (t.stream + t.stream + t.norm)  # each norm's input, its result, its statistics
-    saved = normed + t.qkv + t.attended + t.up + t.inner
-    kept = {
-        "none": saved + t.sums + t.head_norms,
-        "selective": saved,  # attention is made again from the projection
-        "full": t.stream,
-    }[recompute]
-    whole = saved + t.sums + t.head_norms
+def layer_bytes(t: Tensors, parts: Collection[str]) -> LayerBytes:
+    """With what `recompute` names made again."""
+    norms = 2 * (t.stream + t.norm)  # their results and statistics
+    attention = t.attended + t.sums + t.head_norms  # made again from the projection
+    activation, mlp = t.inner * bool({"activation", "mlp"} & {*parts}), t.up * ("mlp" in parts)
+    whole = 2 * t.stream + norms + t.qkv + attention + t.up + t.inner
+    kept = whole - norms * ("norm" in parts) - attention * ("attention" in parts)
+    kept -= activation + mlp
     put_off = 2 * t.stream + t.qkv + t.attended + t.up + t.inner + 2 * t.whole
     scattered = t.whole * (1 + t.copies) + t.stream * (1 + t.copies) if t.sp else t.whole
     gathered = t.whole * (1 + t.copies) if t.sp else 0.0
     # attention's result, the last GEMM's with its reduction, then the sum with the stream
-    ending = t.stream + max(scattered, (t.stream if t.sp else t.whole) + t.stream)
-    if recompute == "full":
+    ending = t.stream + max(activation + scattered, (t.stream if t.sp else t.whole) + t.stream)
+    if "layer" in parts:
         inside = 3 * t.stream + max(gathered + t.up, t.up + t.inner, t.inner + scattered)
         forward = max(inside, ending + t.stream + t.inner)
-        again = whole - t.stream
+        kept, again = t.stream, whole - t.stream
     else:
-        forward, again = ending, 0.0
+        forward = max(ending, t.stream + activation + mlp)
+        again = activation + mlp + norms / 2 * ({"norm", "mlp"} <= {*parts})
     received = t.stream
     first = max(
         (t.whole + max(t.inner, t.copies * t.whole, t.copies * t.stream)) * t.sp,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.plan.own.layer import (
     WIDE,
@@ -24,8 +25,9 @@ from parallel3d.plan.own.moments import Moments, moments
 from parallel3d.plan.own.sharded import Parameters, added, sharded
 from parallel3d.sizes.balance import balance_chunks
 from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.recompute import recomputing
 from parallel3d.sizes.stage_costs import head_cost, layer_cost
-from parallel3d.sizes.stages import layers_of_stages, placement_of, recomputing
+from parallel3d.sizes.stages import layers_of_stages, placement_of
 from parallel3d.sizes.transfer import ACTIVATION_BYTES
 
 PHASES = ("forward", "backward", "backward", "weight gradients")
@@ -84,7 +86,7 @@ def chunks_of(config: Config, index: int) -> list[Chunk]:
         before = placement.neighbour(index, chunk, -1)
         turns = before is not None and before[0] == index
         ends = stage == 0, stage == placement.stages - 1
-        made.append(Chunk(count, again if config.recompute != "none" else 0, *ends, turns))
+        made.append(Chunk(count, again, *ends, turns))
     return made
 
 
@@ -119,7 +121,7 @@ def held(config: Config, index: int) -> Held:
     """
     chunks, t = chunks_of(config, index), tensors(config)
     parameters = parameters_of(config, chunks)
-    layer, head = layer_bytes(t, config.recompute), head_bytes(config, t)
+    layer, head = layer_bytes(t, parts_of(config.recompute)), head_bytes(config, t)
     if config.zero > 1 and (config.dp or 1) > 1:  # each forward has made its table's gradient
         cast = ACTIVATION_BYTES[config.precision.name] * parameters.table
         head = head._replace(kept=head.kept + cast)
@@ -162,8 +164,8 @@ def _state(config: Config, parameters: Parameters) -> Held:
 
 def _kept(config: Config, chunk: Chunk, t: Tensors, head: HeadBytes) -> float:
     """Bytes of a chunk's activations between the forward and the backward of one micro-batch."""
-    how = layer_bytes(t, config.recompute).kept
-    plain = layer_bytes(t, "none").kept
+    how = layer_bytes(t, parts_of(config.recompute)).kept
+    plain = layer_bytes(t, ()).kept
     layers = chunk.recomputed * how + (chunk.layers - chunk.recomputed) * plain
     end = head.kept if chunk.last else t.stream
     return layers + end - (t.stream if chunk.turns else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.schema import Config
+from parallel3d.schedules.choose import Work
 from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
@@ -30,14 +31,11 @@ def _costs(config: Config, schedule: Schedule, seconds: float) -> Costs:
     if weights is None:
         return Costs.even(schedule.placement, *(share * seconds for share in SHARES))
     busy: dict[int, float] = {}
-    for (rank, _), (part, more) in zip(schedule.placement.places, weights, strict=True):
-        busy[rank] = busy.get(rank, 0.0) + part + more * SHARES[0]
+    for (rank, _), (part, *more) in zip(schedule.placement.places, weights, strict=True):
+        busy[rank] = busy.get(rank, 0.0) + part + sum(more) * SHARES[0]
     unit = seconds / max(busy.values())
-    return Costs(
-        tuple((part + more) * SHARES[0] * unit for part, more in weights),
-        tuple(part * SHARES[1] * unit for part, _ in weights),
-        tuple(part * SHARES[2] * unit for part, _ in weights),
-    )
+    work = Work(*(share * unit for share in SHARES), weights=lambda _: weights)
+    return work.costs(schedule.placement)
 
 
 def mapped(config: Config) -> Report:
