@@ -35,7 +35,7 @@ PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwe
 PRESETS += ("qwen2_5_0_5b", "megatron_1t")
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
 NAMES = ("memory", "launches", "bytes sent")
 Keys = dict[str, Any]
 

@@ -41,7 +41,8 @@ class Run:
 
 _DEFAULTS: dict[str, float] = {
     "gated": 0, "tied": 1, "head_size": 0, "kv_heads": 0, "cp": 1, "chunks": 1, "zero": 0,
-    "full_recompute": 0, "recompute_attention": 0, "sequence_parallel": 0, "flash": 0,
+    "full_recompute": 0, "recompute_attention": 0, "recompute_norm": 0, "recompute_activation": 0,
+    "recompute_mlp": 0, "sequence_parallel": 0, "flash": 0,
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
     "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "experts": 1,
     "active_experts": 1, "ep": 1, "grad_bytes": 2, "window": math.inf, "gpus_per_node": 8,

@@ -16,6 +16,7 @@ from parallel3d.commands.plan_page import check_page, write_page
 from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
+from parallel3d.config.recompute import spelled
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest, nearest
 from parallel3d.plan.constants import NETWORKS, SPEEDS, load
@@ -66,6 +67,8 @@ def plan(config: Config, typed: Sequence[str]) -> int:
 def held(config: Config, keys: set[str]) -> dict[str, int | str]:
     """What the user holds, by the names of `plan.search.Choice`."""
     found = {name: getattr(config, key) for key, name in _HELD.items() if key in keys}
+    if "recompute" in found:
+        found["recompute"] = spelled(config.recompute)
     if "dp" in found and found["dp"] is None:
         del found["dp"]
     if "schedule" in keys or "schedule.name" in keys:

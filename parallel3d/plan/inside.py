@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from parallel3d.plan.constants import Constants
-from parallel3d.plan.layer import attention_and_rows, embedding, head, layer, products, waits
+from parallel3d.plan.layer import again, attention_and_rows, embedding, head, layer, products, waits
 from parallel3d.plan.work import Work
 
 
@@ -16,7 +16,6 @@ def inside(work: Work, c: Constants, compute: float) -> dict[str, float]:
     """
     one, (forward, backward) = layer(work, c), products(work, c)
     attend, rows = attention_and_rows(work, c)
-    again = one.forward if work.full_recompute[0] else work.recompute_attention * attend[0]
     single = work.pp == 1
     stages = np.stack([work.first, work.middle, np.where(single, work.first, work.last)])
     ends = np.stack([
@@ -30,7 +29,7 @@ def inside(work: Work, c: Constants, compute: float) -> dict[str, float]:
         "matrix products": forward + backward,
         "attention": attend[0] + attend[1],
         "between the products": 3 * rows,
-        "made again": again,
+        "made again": again(work, c, one.forward),
         "sums over tp": waits(work, c),
     }
     found = {kind: float(count * layers * np.ravel(value)[0]) for kind, value in each.items()}

@@ -53,10 +53,21 @@ def layer(work: Work, c: Constants) -> LayerTime:
     forward, backward = products(work, c)
     (attend, back), rows = attention_and_rows(work, c)
     forward = forward + attend + rows
-    again = np.where(work.full_recompute > 0, forward, work.recompute_attention * attend)
-    backward = backward + back + 2 * rows + again
+    backward = backward + back + 2 * rows + again(work, c, forward)
     exposed = waits(work, c)
     return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
+
+
+def again(work: Work, c: Constants, forward: Any) -> Any:
+    """What the backward of a layer computes once more; `forward`: all that its forward does."""
+    up, mlp = sizes(work)[2], work.recompute_mlp
+    routed = tokens(work) * np.where(work.experts > 1, work.active_experts, 1.0)
+    parts = work.recompute_attention * kernels.attention(work, c)[0]
+    parts = parts + mlp * kernels.gemm(work, c, routed, up, work.hidden)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    width = work.recompute_norm * 8 * work.hidden / share  # two norms read and write it
+    width = width + np.maximum(work.recompute_activation, mlp) * _activation(work)
+    return np.where(work.full_recompute > 0, forward, parts + _moved(work, c, width))
 
 
 def attention_and_rows(work: Work, c: Constants) -> tuple[tuple[Any, Any], Any]:
@@ -92,12 +103,20 @@ def products(work: Work, c: Constants) -> tuple[Any, Any]:
 
 def _elementwise(work: Work, c: Constants) -> Any:
     """Norms, residuals, dropout on whole tokens; activation, rotary, transposes on shards."""
-    qkv, _, up = sizes(work)
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     whole = work.hidden * (20 + 4 * work.dropout) / share
-    sharded = 4 * qkv + (2 * up + 2 * work.ffn / work.tp) * work.active_experts
+    return _moved(work, c, whole + 4 * sizes(work)[0] + _activation(work))
+
+
+def _activation(work: Work) -> Any:
+    """Bytes a token that the MLP's non-linearity reads and writes."""
+    return (2 * sizes(work)[2] + 2 * work.ffn / work.tp) * work.active_experts
+
+
+def _moved(work: Work, c: Constants, width: Any) -> Any:
+    """Seconds of passes over `width` bytes a token."""
     factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
-    return kernels.move(work, c, tokens(work) * (whole + sharded) * factor)
+    return kernels.move(work, c, tokens(work) * width * factor)
 
 
 def _tensor_parallel(work: Work, c: Constants) -> Any:
@@ -107,7 +126,8 @@ def _tensor_parallel(work: Work, c: Constants) -> Any:
     both = np.where(work.sequence_parallel > 0, 2 * one, network.reduce(work, c, bytes, work.tp, 1))
     pairs = 2 - work.parallel_block  # of gather and reduce-scatter, i.e. all-reduces
     forward = pairs * both
-    again = np.where(work.full_recompute > 0, forward, 0.0)
+    again = np.where(work.full_recompute > 0, forward, work.recompute_mlp * one)
+    again = np.where(work.sequence_parallel + work.full_recompute > 0, again, 0.0)
     gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
     return shown * (2 * forward + again + gathered)

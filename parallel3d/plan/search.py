@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from parallel3d.config.recompute import PARTS, parts_of
 from parallel3d.plan.constants import ENGINES, Constants
 from parallel3d.plan.memory import PARALLEL3D, Memory, memory
 from parallel3d.plan.stages import share_left, split_balanced
@@ -33,7 +34,7 @@ class Choice:
     dp: int
     micro_batch: int
     schedule: str
-    recompute: str
+    recompute: str  # as `config.recompute.spelled`
     zero: int
 
 
@@ -123,8 +124,10 @@ def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work
     counts = column["microbatches"].astype(int).tolist()
     left = [share_left(c.schedule, c.pp, n) for c, n in zip(choices, counts, strict=True)]
     column["split"] = np.array(left)
-    column["full_recompute"] = np.array([float(c.recompute == FULL) for c in choices])
-    column["recompute_attention"] = np.array([float(c.recompute == SELECTIVE) for c in choices])
+    parts = [parts_of(c.recompute) for c in choices]
+    for part in PARTS:
+        name = "full_recompute" if part == "layer" else f"recompute_{part}"
+        column[name] = np.array([float(part in of) for of in parts])
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     width = (2 + 2 * sizes["kv_heads"] / sizes["heads"]) * sizes["heads"] * sizes["head_size"]

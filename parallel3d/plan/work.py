@@ -52,6 +52,9 @@ class Work:
     zero: Number
     full_recompute: Number
     recompute_attention: Number
+    recompute_norm: Number
+    recompute_activation: Number
+    recompute_mlp: Number  # up and the activation
     sequence_parallel: Number
     flash: Number
     dropout: Number

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
 from parallel3d.plan.measured.machine import SHARED, Machine
 from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.recompute import collectives_again
 
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
 WIDE = 4  # of gradients and masters
@@ -121,25 +123,36 @@ class Costs:
 
     def around(self, way: str) -> float:
         """Norms and residuals on whole tokens, the activation on this rank's part."""
-        model, m = self.config.model, self.machine
-        rows = self.rows // (self.config.tp if self.config.sp else 1)
+        joined = 2 * self.machine["add"](self._own_rows * self.config.model.hidden_size)
+        return self.norms(way) + joined + self.activation(way)  # backward: gradients of both ways
+
+    @property
+    def _own_rows(self) -> int:
+        return self.rows // (self.config.tp if self.config.sp else 1)
+
+    def norms(self, way: str) -> float:
+        """Both of a layer."""
+        model = self.config.model
+        return 2 * self.machine[f"{model.norm}.{way}"](self._own_rows, model.hidden_size)
+
+    def activation(self, way: str) -> float:
+        model = self.config.model
         kind = "gelu" if model.activation.startswith("gelu") else model.activation
-        active = self.rows * model.ffn_size // self.config.tp
-        return (
-            2 * m[f"{model.norm}.{way}"](rows, model.hidden_size)
-            + 2 * m["add"](rows * model.hidden_size)  # backward: gradients of both ways joined
-            + m[f"{kind}.{way}"](active)
-        )
+        return self.machine[f"{kind}.{way}"](self.rows * model.ffn_size // self.config.tp)
 
     def again(self) -> Pass:
         """What a layer's backward computes once more."""
-        if self.config.recompute == "full":  # up to the last product, whose input is what is wanted
-            model, tp = self.config.model, self.config.tp
-            last = self.machine["gemm.forward"](self.rows, model.hidden_size, model.ffn_size // tp)
-            return self.layer().forward.plus(Pass(-last, -self._tensor(1, 0, 1)))
-        if self.config.recompute == "selective":
-            return Pass(0.0, self.attend("forward"))
-        return Pass()
+        model, tp, parts = self.config.model, self.config.tp, parts_of(self.config.recompute)
+        gemm, h, ffn = self.machine["gemm.forward"], model.hidden_size, model.ffn_size // tp
+        if "layer" in parts:  # up to the last product, whose input is what is wanted
+            last = Pass(-gemm(self.rows, h, ffn), -self._tensor(1, 0, 1))
+            return self.layer().forward.plus(last)
+        up = gemm(self.rows, ffn * (2 if model.activation == "swiglu" else 1), h)
+        rest = self.norms("forward") * ("norm" in parts)
+        rest += self.attend("forward") * ("attention" in parts)
+        rest += self.activation("forward") * bool(parts & {"activation", "mlp"})
+        rest += self._tensor(*collectives_again(parts))
+        return Pass(up * ("mlp" in parts), rest)
 
     def embedding(self) -> Passes:
         """The look-up and its gradient."""

@@ -87,10 +87,9 @@ def _stages(config: Config, costs: Costs) -> list[Passes]:
     found = []
     for stage, layers in enumerate(splits):
         stage_passes = NOTHING.plus(layer, len(layers))
-        if config.recompute != "none":
-            repeated = recomputing(config.recompute_layers, stage, len(layers))
-            more = stage_passes.input.plus(again, repeated)
-            stage_passes = stage_passes._replace(input=more)
+        repeated = recomputing(config.recompute_layers, stage, len(layers))
+        more = stage_passes.input.plus(again, repeated)
+        stage_passes = stage_passes._replace(input=more)
         if stage == 0:
             stage_passes = stage_passes.plus(costs.embedding())
         if stage == len(splits) - 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parallel3d.plan.search import FULL, Choice, Priced
+from parallel3d.config.recompute import parts_of
+from parallel3d.plan.search import Choice, Priced
 
 PARTS = {
     "compute": "the busiest GPU computes, with waits inside of its layers",
@@ -63,11 +64,19 @@ def setting(choice: Choice, domain: int, count: int) -> list[tuple[str, str]]:
     if choice.zero:
         said.append((f"zero={choice.zero}", _ZERO[choice.zero]))
     if choice.recompute != "none":
-        again = "each layer's forward runs again" if choice.recompute == FULL else "attention is"
+        parts = parts_of(choice.recompute)
+        again = " and ".join(words for part, words in _AGAIN.items() if part in parts)
         said.append((f"recompute={choice.recompute}", f"{again} made again, to save memory"))
     return said
 
 
+_AGAIN = {
+    "norm": "what norms give is",
+    "activation": "the MLP's non-linearity is",
+    "attention": "attention is",
+    "mlp": "the MLP up to its last product is",
+    "layer": "each layer's forward is",
+}
 _ZERO = {
     1: "the optimizer's state is cut over the replicas: same bytes sent, less memory",
     2: "gradients and the optimizer's state are cut over the replicas",
