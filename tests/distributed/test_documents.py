@@ -53,6 +53,7 @@ MODELS: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     ),
     "mixed": ("llama_tiny", (("position_embedding", "learned"), ("embedding", "replicated"))),
 }
+RECOMPUTE = ("none", "[norm,activation,attention]", "full")
 
 
 class Levels(NamedTuple):
@@ -101,7 +102,7 @@ class Levels(NamedTuple):
 
 
 def every_combination() -> Iterator[Levels]:
-    rest = (TENSOR, range(4), ("none", "selective", "full"), MODELS, ("sgd", "adamw"), (0, 1))
+    rest = (TENSOR, range(4), RECOMPUTE, MODELS, ("sgd", "adamw"), (0, 1))
     for layout, schedule, *other, drops in product(LAYOUTS, SCHEDULES, *rest):
         levels = Levels(layout, schedule, *other, bool(drops))
         if levels.works():

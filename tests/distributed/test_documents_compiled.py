@@ -51,7 +51,7 @@ def test_compiled_kernels_rotate_by_positions_that_restart(
 
 def test_compiled_blocks_keep_documents_apart(pool: Pool, references: References) -> None:
     cases = [
-        compiled(DROPS, sp=True, recompute="selective"),
+        compiled(DROPS, sp=True, recompute="[norm,activation,attention]"),
         compiled(GPT, recompute="full"),
     ]
     check((2, 1, 1), cases, pool, references)

@@ -135,12 +135,12 @@ LLAMA = replace(
     GPT, preset="llama_tiny", precision="bf16",
     model=(("num_attention_heads", 4), ("num_query_groups", 2)),
 )  # fmt: skip
-FULL, SELECTIVE = ((("recompute", how),) for how in ("full", "selective"))
+FULL, PARTS = ((("recompute", how),) for how in ("full", "[norm,attention,mlp]"))
 RUNS = [
     ((2, 1, 1), [Case(LLAMA, sp=True, keys=FULL), Case(replace(GPT, precision="fp64"))]),
     (
         (1, 2, 1),
-        [Case(replace(GPT, layers=4), "zbv", microbatches=3, keys=(("vpp", 2), *SELECTIVE))],
+        [Case(replace(GPT, layers=4), "zbv", microbatches=3, keys=(("vpp", 2), *PARTS))],
     ),
     ((1, 1, 2), [Case(LLAMA, keys=(("zero", 3),))]),
 ]

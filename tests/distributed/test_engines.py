@@ -28,12 +28,13 @@ from tests.kernels import no_kernels
 
 Levels = tuple[Any, ...]
 
+PARTS = "[norm,attention,mlp]"
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "layout": ((2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)),
     "zero": (0, 1, 2, 3),
     "sp": (False, True),
     "chunks": (1, 2),
-    "recompute": ("none", "full", "selective"),
+    "recompute": ("none", "full", PARTS),
     "schedule": ("1f1b", "gpipe"),
     "compile": (False, True),
     "bucket_order": ("model", "measured"),
@@ -49,7 +50,7 @@ COMPILED = {(2, 2, 1): (1, 2, 1), (2, 1, 2): (2, 1, 1), (1, 2, 2): (1, 1, 2), (1
 COMPILED_LOW = {"fp32": (1, 2, 1), "bf16": (2, 1, 1), "fp16": (1, 1, 2)}
 TOGETHER = [  # tensor, pipeline and data at once, and what is compiled for more than two ranks
     ((2, 2, 2), 3, True, 2, "full", "gpipe", False, "model", "llama_tiny", "adamw", True, "fp64"),
-    ((2, 1, 2), 1, True, 2, "selective", "1f1b", True, "measured", "gpt_tiny", "sgd", True, "fp64"),
+    ((2, 1, 2), 1, True, 2, PARTS, "1f1b", True, "measured", "gpt_tiny", "sgd", True, "fp64"),
 ]
 
 

@@ -46,7 +46,7 @@ CASES = {
     (1, 1, 2): [
         zero(2, replace(LLAMA, tied=True, precision="fp32")),
         zero(3, replace(GPT, precision="fp32"), ("recompute", "full"), microbatches=1),
-        zero(3, replace(LLAMA, optim=(("clip_grad", 0.3),)), ("recompute", "selective")),
+        zero(3, replace(LLAMA, optim=(("clip_grad", 0.3),)), ("recompute", "[norm,attention,mlp]")),
     ],
     (1, 1, 4): [zero(2, replace(GPT, model=ODD), microbatches=2), zero(3, LLAMA)],
     (1, 2, 2): [

@@ -60,6 +60,12 @@ class Levels(NamedTuple):
     def layout(self) -> tuple[int, int, int]:
         return self.tp, self.pp, 2 if self.zero else 1
 
+    @property
+    def again(self) -> str:
+        """The whole layer, or in every other case what needs no more than its norms and inputs."""
+        parts = self.recompute == "full" and self.count % 2
+        return "[norm,attention,mlp]" if parts else self.recompute
+
     def pairs(self) -> set[tuple[Any, ...]]:
         return set(combinations(zip(self._fields, self, strict=True), 2))
 
@@ -72,7 +78,7 @@ class Levels(NamedTuple):
             layers=self.pp * chunks + 1, steps=2, batch=batch,
         )  # fmt: skip
         keys = (
-            *(("vpp", chunks), ("zero", self.zero), ("recompute", self.recompute)),
+            *(("vpp", chunks), ("zero", self.zero), ("recompute", self.again)),
             ("schedule.slices", self.slices),
         )
         return Case(

@@ -179,18 +179,22 @@ CASES = [
     pytest.param(Layout(tp=2), {"sp": True}, id="tp2 sp"),
     pytest.param(Layout(tp=2), {"sp": True, **LLAMA, **UNTIED}, id="tp2 sp llama"),
     pytest.param(Layout(tp=2), {"recompute": "full"}, id="tp2 recompute"),
-    pytest.param(Layout(tp=2), {"recompute": "selective"}, id="tp2 attention recomputed"),
+    pytest.param(Layout(tp=2), {"recompute": "[norm,attention,mlp]"}, id="tp2 parts recomputed"),
     pytest.param(
         Layout(tp=2, pp=2),
         {"recompute": "full", "recompute_layers": [1, 0], "sp": True},
         id="tp2 pp2 sp, a layer recomputed",
     ),
-    pytest.param(Layout(tp=2), {"sp": True, "recompute": "full"}, id="tp2 sp recompute"),
+    pytest.param(
+        Layout(tp=2),
+        {"sp": True, "recompute": "[norm,activation,attention]"},
+        id="tp2 sp no collective repeated",
+    ),
     pytest.param(Layout(tp=2), {"sp": True, "chunks": 2}, id="tp2 sp in two pieces"),
     pytest.param(
         Layout(tp=2, pp=2),
-        {"sp": True, "chunks": 4, "recompute": "full", **LLAMA},
-        id="tp2 pp2 sp in four pieces, recompute",
+        {"sp": True, "chunks": 4, "recompute": "[norm,mlp]", **LLAMA},
+        id="tp2 pp2 sp in four pieces, a gather repeated",
     ),
     pytest.param(
         Layout(tp=2),
@@ -216,7 +220,11 @@ CASES = [
         id="tp4 sp norms of heads and shared heads",
     ),
     pytest.param(Layout(tp=2, dp=2), {**QWEN3, "zero": 3}, id="tp2 dp2 norms of heads zero3"),
-    pytest.param(Layout(tp=2), {**GATHER_QK, **LLAMA}, id="tp2 q and k gathered"),
+    pytest.param(
+        Layout(tp=2),
+        {**GATHER_QK, **LLAMA, "recompute": "[norm,attention]"},
+        id="tp2 q and k gathered once",
+    ),
     pytest.param(
         Layout(tp=4),
         {**GATHER_QK, **LLAMA, "sp": True, "recompute": "full"},

@@ -11,12 +11,14 @@ import yaml
 from torch import Tensor
 
 from parallel3d.comm.group import SINGLE
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import ModelConfig, conf_dir
-from parallel3d.models import transformer
+from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
 from parallel3d.parameters.pieces import Initializer
 from parallel3d.sizes.recompute import recomputing
 from parallel3d.tensor_parallel import linear_nodes
+from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.kernels import no_kernels
 
 LAYERS, BATCH, SEQUENCE, HIDDEN = 3, 2, 16, 32
@@ -28,11 +30,11 @@ MODEL = ModelConfig(
 NOTHING = (None, None, None)
 
 
-def middle_stage(recompute: str, layers: int = LAYERS, first: int | None = None) -> Stage:
+def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | None = None) -> Stage:
     """Layers without embedding and head; parameters keep their gradients in main_grad. `first`:
     how many of them recompute."""
     init = Initializer(5, torch.float32, torch.device("cpu"))
-    context = BuildContext(init, SINGLE, sp=False, recompute=recompute)
+    context = BuildContext(init, SINGLE, sp=False, recompute=parts_of(recompute))
     stage = Stage(MODEL, range(layers), False, False, context, recomputed=first)
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
@@ -66,16 +68,33 @@ def kept_bytes(stage: Stage) -> int:
 
 
 INPUTS = LAYERS * BATCH * SEQUENCE * HIDDEN * 4
+QKV, HEADS = 1.5, 3.0  # inputs: the projection of 8 + 2 + 2 heads; q, and k and v repeated for it
+ATTENDED = 2.0  # by head for attention's backward, by token for the projection behind it
+UP, INNER = 3.5, 1.75  # gate and up, 56 columns each; their product is as wide as silu(gate)
+STATISTICS = 1 / HIDDEN  # of a norm
+SUMS = 8 / HIDDEN  # attention's, of each head
+# What is kept by part, in layers' inputs.
+NORMS, ATTENTION, MLP = 2 * (1 + STATISTICS), HEADS + ATTENDED + SUMS, UP + 2 * INNER
+ALL = 2 + NORMS + ATTENTION + MLP
+KEPT = {
+    "none": ALL,
+    "[norm]": ALL - NORMS,
+    "[activation]": ALL - 2 * INNER,
+    "selective": ALL - ATTENTION + QKV,
+    "[mlp]": ALL - MLP,
+    "[norm,activation]": ALL - NORMS - 2 * INNER,
+    "[norm,mlp]": ALL - NORMS - MLP,
+    "[norm,attention,mlp]": 2 + QKV,
+    "full": 1,
+}
 
 
-def test_full_keeps_the_layers_inputs_and_selective_no_heads() -> None:
-    kept = {way: kept_bytes(middle_stage(way)) for way in ("none", "selective", "full")}
-    assert kept["full"] == INPUTS < 0.1 * kept["none"]
-    # Heads of q, and of k and v repeated for q's, against the fused projection of 8 + 2 + 2 heads.
-    assert kept["none"] - kept["selective"] >= 3 * INPUTS - 1.5 * INPUTS
+@pytest.mark.parametrize("way", KEPT)
+def test_each_part_leaves_out_what_it_says(way: str) -> None:
+    assert kept_bytes(middle_stage(way)) == KEPT[way] * INPUTS
 
 
-@pytest.mark.parametrize("way", ["selective", "full"])
+@pytest.mark.parametrize("way", ["[norm,attention]", "full"])
 def test_some_layers_recompute_and_the_others_keep_what_they_kept(way: str) -> None:
     none, full = (kept_bytes(middle_stage(how)) for how in ("none", way))
     for first in range(LAYERS + 1):
@@ -91,37 +110,59 @@ def test_how_many_layers_of_a_stage_recompute(given: tuple[int, ...], counts: li
     assert [recomputing(given, s, n) for s, n in enumerate((3, 2, 2))] == counts
 
 
-def test_compiled_full_keeps_the_layers_inputs() -> None:
-    stage = middle_stage("full", layers=2)
+def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
+    """A graph of two layers, made again in parts and as a whole."""
+    stage, calls = middle_stage("[norm,attention,mlp]", layers=2), Counter()
+    stage.layers["1"] = middle_stage("full", layers=2).layers["1"]
     compile_blocks([stage], keeps_operands=False)
-    with no_kernels():
-        assert kept_bytes(stage) == INPUTS * 2 // LAYERS
+
+    def counted(kind: type) -> object:
+        run = kind.run_forward
+        return patch.object(
+            kind, "run_forward", lambda self, x: calls.update([kind]) or run(self, x)
+        )
+
+    with no_kernels(), counted(ColumnParallelLinear), counted(RowParallelLinear):
+        assert kept_bytes(stage) == (2 + QKV + 1) * INPUTS // LAYERS
+        calls.clear()
+        of_compiled = gradients(stage)
+    assert calls == {ColumnParallelLinear: 3 + 4, RowParallelLinear: 2 + 3}
+    of_eager = gradients(middle_stage(layers=2))
+    for name, grad in of_eager.items():
+        torch.testing.assert_close(of_compiled[name], grad, rtol=1e-4, atol=1e-5)
 
 
-def gradients(recompute: str) -> tuple[Tensor, dict[str, Tensor]]:
-    stage, x = middle_stage(recompute), hidden()
+def gradients(stage: Stage) -> dict[str, Tensor]:
+    x = hidden()
     (stage(x, *NOTHING) ** 2).sum().backward()
-    return x.grad, {n: p.main_grad for n, p in stage.named_parameters() if p.dim() == 2}
+    kept = {n: p.main_grad if p.dim() == 2 else p.grad for n, p in stage.named_parameters()}
+    return {"x": x.grad, **kept}
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [*KEPT][1:])
 def test_gradients_are_those_without_it_bit_for_bit(recompute: str) -> None:
-    plain, again = gradients("none"), gradients(recompute)
-    assert torch.equal(plain[0], again[0])
-    assert plain[1].keys() == again[1].keys()
-    for name, grad in plain[1].items():
+    plain, again = gradients(middle_stage()), gradients(middle_stage(recompute))
+    assert plain.keys() == again.keys()
+    for name, grad in plain.items():
         assert grad.abs().max() > 0
-        assert torch.equal(grad, again[1][name]), name
+        assert torch.equal(grad, again[name]), name
 
 
 @pytest.mark.parametrize(
-    ("recompute", "columns", "rows", "attentions"),
-    [("none", 2, 2, 1), ("selective", 2, 2, 2), ("full", 4, 3, 2)],
+    ("recompute", "columns", "rows", "attentions", "norms"),
+    [
+        ("none", 2, 2, 1, 2),
+        ("[norm,activation]", 2, 2, 1, 4),
+        ("selective", 2, 2, 2, 2),
+        ("[mlp]", 3, 2, 1, 2),
+        ("[norm,attention,mlp]", 3, 2, 2, 4),
+        ("full", 4, 3, 2, 4),
+    ],
 )
 def test_what_runs_again_is_what_the_backward_needs(
-    recompute: str, columns: int, rows: int, attentions: int
+    recompute: str, columns: int, rows: int, attentions: int, norms: int
 ) -> None:
-    """Calls by layer. The second row-parallel GEMM, a layer's last, is never run again."""
+    """Calls by layer. The GEMM that ends what is made again is not: of a layer its last."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, function: object) -> object:
@@ -143,12 +184,14 @@ def test_what_runs_again_is_what_the_backward_needs(
         patch.object(
             transformer, "causal_attention", counted("attention", transformer.causal_attention)
         ),
+        patch.object(ops, "rms_norm_forward", counted("norm", ops.rms_norm_forward)),
     ):
         stage(hidden(), *NOTHING).sum().backward()
     assert calls == {
         "column": columns * LAYERS,
         "row": rows * LAYERS,
         "attention": attentions * LAYERS,
+        "norm": norms * LAYERS,
     }
     linears = [name for name, p in stage.named_parameters() if p.dim() == 2]
     assert told == Counter(linears)  # each bucket hears of each weight once
@@ -167,7 +210,7 @@ def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> N
     kept = {}
     for recompute in ("none", "full"):
         context = BuildContext(
-            Initializer(1, torch.bfloat16, torch.device("meta")), SINGLE, False, recompute
+            Initializer(1, torch.bfloat16, torch.device("meta")), SINGLE, False, parts_of(recompute)
         )
         stage = Stage(model, range(model.num_layers), False, False, context)
         sizes: dict[int, int] = {}
