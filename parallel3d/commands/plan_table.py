@@ -25,7 +25,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
         f"{len(priced.choices)} layouts, {len(priced.order)} fit",
         "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute zero  step s   MFU %  GiB  why",
+        "  #   tp  pp vpp    dp  mb schedule       recompute         zero  step s   MFU %  GiB  why",
     ]
     for place, i in enumerate(rows, 1):
         c, seconds = priced.choices[i], float(priced.seconds[i])
@@ -33,7 +33,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         why = reason(priced, i, rows[0], int(sizes["gpus_per_node"]))
         lines.append(
             f"{place:3d} {c.tp:4d} {c.pp:3d} {c.vpp:3d} {c.dp:5d} {c.micro_batch:3d} "
-            f"{c.schedule:14s} {c.recompute:9s} {c.zero:4d} {seconds:7.3g} "
+            f"{c.schedule:14s} {c.recompute:17s} {c.zero:4d} {seconds:7.3g} "
             f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
         )
     return [*lines, "", command(priced, rows[0])]

@@ -34,7 +34,7 @@ class StageWeights:
     Args:
         layer, head: their costs, in one unit. ranks: of the pipeline.
         again: of a layer's forward, what the backward of one that recomputes makes again.
-        recompute_layers: of each stage (see `recomputing`).
+        recompute_layers: of each stage (see `recomputing`); of another number of them: all.
         given: `schedule.layers_per_stage`, if there is one: then no placement with other stages
             fits, unless `balances` says that those are balanced.
     """
@@ -69,9 +69,9 @@ class StageWeights:
         else:
             counts = balance_chunks(self.layer, layers, placement, last_extra=self.head)
         extras = [0.0] * (stages - 1) + [HEAD_PRODUCTS * self.head / self.layer]
+        given = self.recompute_layers if len(self.recompute_layers) in (1, stages) else ()
         again = [
-            self.again * recomputing(self.recompute_layers, stage, count)
-            for stage, count in enumerate(counts)
+            self.again * recomputing(given, stage, count) for stage, count in enumerate(counts)
         ]
         of_rank = layers / self.ranks
         return [

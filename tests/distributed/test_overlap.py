@@ -51,7 +51,7 @@ RUNS = {
     ],
     (2, 2, 1): [
         case(GPT, 4, "full", schedule="gpipe"),
-        case(LLAMA, 2, "selective"),
+        case(LLAMA, 2, "[norm,mlp]"),
         case(LLAMA, 1, "full", embedding="replicated"),
     ],
     (2, 1, 2): [

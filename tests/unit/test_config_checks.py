@@ -17,6 +17,7 @@ import pytest
 from parallel3d.config import fields
 from parallel3d.config.checks.whole import NOT_YET, check_config
 from parallel3d.config.fields import all_keys
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from tests.pace import in_time
@@ -82,6 +83,14 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     ({"tpp": 2}, None, ["tpp=2", "not a key", "nearest is tp"]),
     ({"model.num_layer": 2}, None, ["model.num_layer=2", "not a key", "model.num_layers"]),
     ({"model": None}, None, ["model=null", "ModelConfig"]),
+    ({"recompute": "norms"}, None, ["recompute=norms must be one of", "nearest is recompute=norm"]),
+    ({"recompute": 3}, None, ["recompute=3", "list of norm,", "nearest is recompute=none"]),
+    (
+        {"recompute": ["norm", "atention"]},
+        None,
+        ["recompute=[norm,atention]", "nearest is recompute=[norm,attention]"],
+    ),
+    ({"recompute": ["full", "norm"]}, None, ["recompute=[full,norm]", "nearest is recompute=full"]),
     (
         {"recompute_layers": [2]},
         None,
@@ -361,6 +370,24 @@ def test_a_value_is_accepted_once_its_row_is_deleted(monkeypatch: pytest.MonkeyP
     rows = {label: row for label, row in NOT_YET.items() if label != "precision=fp8"}
     monkeypatch.setattr(fields, "NOT_YET", rows)
     assert check_config(config(**{"precision.name": "fp8"})).precision.name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled", "parts"),
+    [
+        ([], "none", ()),
+        ("norm", "[norm]", ("norm",)),
+        (["attention"], "selective", ("attention",)),
+        (["norm", "layer"], "full", ("layer",)),
+        (["mlp", "activation", "norm", "norm"], "[norm,mlp]", ("norm", "mlp")),
+        ("[norm,mlp]", "[norm,mlp]", ("norm", "mlp")),
+    ],
+)
+def test_parts_that_recompute_are_spelled_in_one_way(
+    given: object, spelled: str, parts: tuple[str, ...]
+) -> None:
+    assert check_config(config(recompute=given)).recompute == spelled
+    assert parts_of(spelled) == {*parts}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def test_a_step_of_products_alone_takes_their_flops() -> None:
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter"])
 @pytest.mark.parametrize(
-    "keys", [{}, {"sp": True}, {"recompute": "full"}, {"sp": True, "recompute": "full"}]
+    "keys",
+    [{}, {"recompute": "full"}, *({"sp": True, "recompute": r} for r in ("none", "[mlp]", "full"))],
 )
 def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
     op: str, keys: dict[str, object]
@@ -135,8 +136,10 @@ def test_collectives_of_a_tensor_group_are_as_many_as_are_sent(
 
 
 def test_recomputation_costs_a_forward_more() -> None:
-    plain, again = (step_parts(config(recompute=kind), machine()).core for kind in ("none", "full"))
-    assert 1.25 < again / plain < 1.4
+    ways = ("none", "[norm]", "[norm,activation]", "[norm,mlp]", "[norm,attention,mlp]", "full")
+    seconds = [step_parts(config(recompute=way), machine()).core for way in ways]
+    assert seconds == sorted({*seconds})
+    assert 1.25 < seconds[-1] / seconds[0] < 1.4
 
 
 def test_a_gpu_hides_launches_behind_its_kernels_and_a_core_does_not() -> None:

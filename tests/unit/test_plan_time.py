@@ -82,6 +82,9 @@ def test_recomputation_costs_a_forward() -> None:
     c = Constants({})
     none, full = layer(work(), c), layer(work(full_recompute=1), c)
     assert full.backward - none.backward == pytest.approx(float(none.forward))
+    parts = {"recompute_norm": 1}, {"recompute_activation": 1}, {"recompute_mlp": 1}
+    seconds = [float(layer(work(**part), c).backward - none.backward) for part in parts]
+    assert 0 < seconds[0] < seconds[1] < seconds[2] < float(none.forward)
 
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parallel3d.config.checks.whole import check_config
+from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
 from parallel3d.schedules.choose import Work, choose, measure
 from parallel3d.schedules.placement import Placement
+from parallel3d.sizes.recompute import flops_again, layer_flops
 from parallel3d.sizes.run_schedule import run_schedule, why_chosen
 from parallel3d.sizes.stage_costs import StageWeights
-from parallel3d.sizes.stages import layers_of_stages
+from parallel3d.sizes.stages import forwards_again, layers_of_stages
 
 
-def config(layers: int, vocabulary: int = 257, **schedule: object) -> Config:
+def config(
+    layers: int, vocabulary: int = 257, recompute: str = "none", **schedule: object
+) -> Config:
     model = ModelConfig(num_layers=layers, vocab_size=vocabulary)
     keys = ScheduleConfig(name="auto", **schedule)
     sizes = {"pp": 4, "vpp": 2, "dp": 1, "micro_batch_size": 4, "global_batch_size": 32}
-    return check_config(Config(model=model, schedule=keys, **sizes))
+    return check_config(Config(model=model, schedule=keys, recompute=recompute, **sizes))
 
 
 def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
@@ -59,3 +65,36 @@ def test_what_no_schedule_can_lay_out_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         config(layers, layers_per_stage=given)
+
+
+def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
+    """Of the first stages' layers as many as are given; norms and the like are no FLOPs."""
+    flops, placement = layer_flops(config(8).model), Placement(4)
+    plain = Work(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(placement)
+    for recompute, products in {
+        "[norm,activation]": 0.0,
+        "selective": flops.attention,
+        "[norm,mlp]": flops.up,
+        "full": sum(flops) - flops.down,
+    }.items():
+        made = replace(config(8, recompute=recompute), recompute_layers=[2, 1, 0, 0])
+        costs = Work(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(placement)
+        share = products / sum(flops)
+        more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
+        assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0
+        assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
+        assert forwards_again(replace(made, vpp=1, schedule=ScheduleConfig())) == pytest.approx(
+            more
+        )
+
+
+def test_flops_made_again_are_those_that_dry_runs_count() -> None:
+    """docs/dryrun.md: of a step of Llama 3 8B a rank plays sixteen sequences in 32 layers."""
+    model = ModelConfig(
+        hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336,
+        seq_length=8192, activation="swiglu",
+    )  # fmt: skip
+    tera = 32 * 16 * 8192 / 1e12
+    for recompute, flops in (("full", 8506), ("selective", 7169), ("[norm,activation]", 6887)):
+        again = tera * flops_again(model, parts_of(recompute))
+        assert again == pytest.approx(flops - 6887, abs=1)  # both are rounded
