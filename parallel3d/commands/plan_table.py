@@ -25,7 +25,8 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
         f"{config.global_batch_size} sequences of {config.model.seq_length} a step: "
         f"{len(priced.choices)} layouts, {len(priced.order)} fit",
         "",
-        "  #   tp  pp vpp    dp  mb schedule       recompute         zero  step s   MFU %  GiB  why",
+        "  #   tp  pp vpp    dp  mb schedule       recompute         "
+        "zero  step s   MFU %  GiB  why",
     ]
     for place, i in enumerate(rows, 1):
         c, seconds = priced.choices[i], float(priced.seconds[i])
