@@ -57,13 +57,13 @@ def measure(ranks: int, repeats: int) -> Row:
         start = time.perf_counter()
         groups = ProcessGroups.create(layout, "fake", launch=LaunchConfig())
         times.append(time.perf_counter() - start)
-        kinds = (groups.tp, groups.dp, groups.pp, groups.model, groups.embedding, groups.world)
+        kinds = (groups.tp, groups.dp, groups.pp, groups.embedding, groups.world)
         own = {g.ranks for g in kinds if g.handle is not None}
         groups.close()
     dist.destroy_process_group()
     everywhere = sum(
         len(layout.groups(*dims))
-        for dims in (("tp",), ("dp",), ("pp",), ("tp", "pp"), ("pp",), ("tp", "cp", "dp", "pp"))
+        for dims in (("tp",), ("dp",), ("pp",), ("pp",), ("tp", "cp", "dp", "pp"))  # twice: ends
     )
     members = sum(map(len, own))
     seconds = statistics.median(times)

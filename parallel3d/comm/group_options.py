@@ -25,6 +25,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import Placement
 
 NOTHING = (False, ())  # of `nccl_settings`: the backend's defaults
+BACKWARD = "pp_backward"  # the group of a pipeline's gradients
 GLOO_ON = "gloo_on"  # gloo whose options name the interface; plain gloo ignores its options
 
 
@@ -113,9 +114,9 @@ def nccl_options(
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
     """(priority stream, fields of ncclConfig_t) that `launch` asks for; `NOTHING` for NCCL's own.
 
-    The two levels of dp are dp.
+    The two levels of dp are dp, and both directions of pp are pp.
     """
-    kind = {"dp_inner": "dp", "dp_outer": "dp"}.get(kind, kind)
+    kind = {"dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)
     fields = tuple((field, value) for group, field, value in settings if group == kind)
     return kind in launch.nccl_high_priority, fields

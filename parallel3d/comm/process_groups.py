@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import (
+    BACKWARD,
     GLOO_ON,
     NOTHING,
     Interfaces,
@@ -34,16 +35,18 @@ if TYPE_CHECKING:
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.
-DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", "embedding")
+DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
 
 Ranks = list[list[int]]
 
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: five kinds, seven with two levels of dp, whatever the world size.
+    """The groups of one rank: six kinds, eight with two levels of dp, whatever the world size.
 
     tp, dp, pp   along one dimension
+    pp_backward  pp once more, for the gradients that go back (see `pipeline.p2p`): on NCCL a
+                 communicator of its own, elsewhere the same group
     embedding    first and last stage of a pipeline (tied embeddings)
     world        all ranks (loss and gradient norm)
     dp_inner     members of dp in one NVLink domain, and
@@ -57,6 +60,7 @@ class ProcessGroups:
     tp: Group
     dp: Group
     pp: Group
+    pp_backward: Group
     embedding: Group
     world: Group
     dp_inner: Group = SINGLE
@@ -127,6 +131,7 @@ class ProcessGroups:
             torch.device(device_type), datetime.timedelta(seconds=timeout_s), launch, interfaces
         )
         tp, dp, pp = (maker.group(d, layout.groups(d)) for d in ("tp", "dp", "pp"))
+        back = maker.group(BACKWARD, layout.groups("pp"))
         if device_type == "cpu" and launch.shared_memory:
             tp, dp = (_with_shared_memory(g, timeout_s) for g in (tp, dp))
         inner, outer = levels or ([], [])
@@ -138,6 +143,7 @@ class ProcessGroups:
             tp=tp,
             dp=dp,
             pp=pp,
+            pp_backward=back,
             embedding=maker.group("embedding", ends),
             world=maker.group("world", [list(range(world))]),
             dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
@@ -147,7 +153,7 @@ class ProcessGroups:
     @classmethod
     def single(cls) -> ProcessGroups:
         """Groups of one: the whole model on this process, whatever world is initialised."""
-        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+        return cls(Layout(), 0, None, *[SINGLE] * 6)
 
     def close(self) -> None:
         """Destroys the groups that `create` made; the world stays with whoever initialised it."""
@@ -156,8 +162,8 @@ class ProcessGroups:
                 group.shared.memory.close()
         # As they were made, alike on all ranks: NCCL's members destroy a communicator together, and
         # ranks that take two of them in different orders wait for each other for ever.
-        kinds = (self.tp, self.dp, self.pp, self.embedding, self.dp_inner, self.dp_outer)
-        for handle in dict.fromkeys(group.handle for group in kinds):
+        kinds = (self.tp, self.dp, self.pp, self.pp_backward, self.embedding)
+        for handle in dict.fromkeys(g.handle for g in (*kinds, self.dp_inner, self.dp_outer)):
             if handle not in (None, dist.group.WORLD):
                 dist.destroy_process_group(handle)
 
@@ -190,7 +196,7 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
 @dataclass
 class _Maker:
     """Makes the groups of each kind. Equal ranks share one, where they want nothing different:
-    with dp=1, `model` is the world.
+    with pp=2 its two ends are the pipeline.
 
     Attributes:
         splits: the world's backend where it splits (NCCL), else None (gloo).
@@ -233,6 +239,8 @@ class _Maker:
         """What sets groups of a kind apart from others of the same ranks; None for nothing."""
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
+            if kind == BACKWARD:
+                return kind, settings
             return None if settings == NOTHING else settings
         # The kinds that have interfaces of their own are made apart from the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None

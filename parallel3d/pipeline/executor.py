@@ -125,7 +125,8 @@ class Executor:
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
         boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
         clock.floors = measure_floors(groups, message, boxes)
-        slices, route = groups.tp if sliced else None, Route(groups.pp, placement)
+        slices = groups.tp if sliced else None
+        route = Route(groups.pp, placement, groups.pp_backward)
         return cls(stages, route, shape, dtype, device, boxes, clock, slices)
 
     def train_step(

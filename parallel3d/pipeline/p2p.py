@@ -29,10 +29,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Route:
-    """Where the messages of one rank of a pipeline go, and by what number both ends know them."""
+    """Where the messages of one rank of a pipeline go, and by what number both ends know them.
+
+    `backward`: the same ranks, by which gradients go back; None: by `group`, as activations do.
+    """
 
     group: Group
     placement: Placement
+    backward: Group | None = None
+
+    def handle(self, action: Action) -> dist.ProcessGroup | None:
+        """By which both ends exchange it."""
+        back = self.backward if is_backward(action) else None
+        return (back or self.group).handle
 
     def peer(self, action: Action) -> int:
         """The member of the group at the other end."""
@@ -47,8 +56,12 @@ class Route:
         it; gradients are odd, activations even."""
         stage = self.placement.stage(self.group.index, action.chunk)
         stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
-        is_backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
-        return 2 * (action.microbatch * self.placement.stages + stage) + is_backward
+        return 2 * (action.microbatch * self.placement.stages + stage) + is_backward(action)
+
+
+def is_backward(action: Action) -> bool:
+    """Whether a message is of gradients."""
+    return action.kind in (Kind.SEND_B, Kind.RECV_B)
 
 
 def post(
@@ -58,20 +71,29 @@ def post(
 
     With `boxes` messages go through shared memory, as long as they fit.
 
-    On NCCL a message is known by its position alone, so the group goes out as one batch and the
-    checker proves that both ends list the same messages in the same order; gloo also matches tags.
-    So nothing is posted before its place in the plan either: a receive posted early would keep the
-    sends behind it on NCCL's one stream waiting for its other end.
+    On NCCL a message is known by its position alone, so what goes one way leaves as one batch and
+    the checker proves that both ends list the same messages in the same order; gloo also matches
+    tags. A communicator has one stream, on which all wait for who is late. So activations and
+    gradients have one each: a gradient that has come is not held up by an activation whose reader
+    still computes. And nothing is posted before its place in the plan: a receive posted early would
+    keep the sends behind it waiting for its other end.
     """
     if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
         return [_through(boxes, action, tensor, route) for action, tensor in messages]
-    handle = route.group.handle
+    works: dict[Action, Work] = {}
+    for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
+        works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
+    return [Transfer(a, t, _noted(a, t, route, lambda a=a: works[a])) for a, t in messages]
+
+
+def _start(messages: Sequence[tuple[Action, Tensor]], route: Route) -> dict[Action, Work]:
+    """Those of one communicator, on an accelerator as one batch."""
     calls = [
         (
             dist.isend if action.kind.is_send else dist.irecv,
             tensor,
             route.rank(action),
-            handle,
+            route.handle(action),
             route.tag(action),
         )
         for action, tensor in messages
@@ -83,10 +105,7 @@ def post(
             works = [works[0]] * len(calls)
     else:
         works = [call(tensor, *rest) for call, tensor, *rest in calls]
-    return [
-        Transfer(a, t, _noted(a, t, route, lambda w=w: w))
-        for (a, t), w in zip(messages, works, strict=True)
-    ]
+    return dict(zip((action for action, _ in messages), works, strict=True))
 
 
 def _through(boxes: Mailboxes, action: Action, tensor: Tensor, route: Route) -> Transfer:

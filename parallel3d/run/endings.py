@@ -13,6 +13,7 @@ from parallel3d.errors import USER_ERROR, say
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.launch import Worker
+from parallel3d.run.meeting import RankZerosError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -62,12 +63,12 @@ def report(config: Config, worker: Worker, error: Exception, store: Store | None
             failed = failure.write(failed, error, worker.run_dir)
     elif worker.run_dir != Path() and worker.rank == 0:
         discard_unused(worker.run_dir)
-    if failed.kind != "user" or _is_first_to_speak(worker, store):
+    if failed.kind != "user" or _is_first_to_speak(worker, error, store):
         say(failed.sentence())
 
 
-def _is_first_to_speak(worker: Worker, store: Store | None) -> bool:
-    if store is None:
+def _is_first_to_speak(worker: Worker, error: Exception, store: Store | None) -> bool:
+    if store is None or isinstance(error, RankZerosError):
         return worker.rank == 0
     try:
         return store.add(USER_ERRORS_KEY, 1) == 1

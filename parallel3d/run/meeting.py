@@ -39,6 +39,10 @@ RUN_KEY = "parallel3d/run"
 SEEN_KEY = "parallel3d/run_seen"
 
 
+class RankZerosError(UserError):
+    """What rank 0 has found and says itself; its store may be gone with it."""
+
+
 def meet(config: Config, place: Place) -> Store:
     """Connect to the store at rank 0 (or, under torchrun, its agent).
 
@@ -99,7 +103,8 @@ def agree_on_run(
     """Make or take the run directory on rank 0 and make it known; the others learn the run.
 
     Sets `worker.run_dir` and `worker.device`, one of `kind`, this host's choice. A UserError of
-    rank 0 is raised on every rank; so is one on ranks whose host chose another kind.
+    rank 0 is raised on every rank, on the others as a RankZerosError; so is one on ranks whose host
+    chose another kind.
     """
     error: UserError | None = None
     if place.rank == 0:
@@ -123,7 +128,7 @@ def agree_on_run(
     if place.rank != 0:
         store.add(SEEN_KEY, 1)
     if "error" in word:
-        raise UserError(word["error"])
+        raise RankZerosError(word["error"])
     worker.run_dir = Path(word["run_dir"])
     if kind != word["device"]:
         raise UserError(

@@ -207,11 +207,12 @@ def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.Monkey
     layout = Layout(tp=2, pp=4, dp=2)
     groups = ProcessGroups.create(layout, "cuda")
     calls = recorded.splits
-    assert recorded.kinds() == ["tp", "dp", "pp", "embedding"]
-    assert [call["pg_options"].is_high_priority_stream for call in calls] == [1, 0, 1, 0]
+    assert recorded.kinds() == ["tp", "dp", "pp", "pp_backward", "embedding"]
+    assert [call["pg_options"].is_high_priority_stream for call in calls] == [1, 0, 1, 1, 0]
     assert calls[0]["split_ranks"] == layout.groups("tp")
-    assert calls[3]["split_ranks"][0] == [0, 12]  # first and last stage
-    assert groups.pp.handle == "group pp"
+    assert calls[3]["split_ranks"] == layout.groups("pp")
+    assert calls[4]["split_ranks"][0] == [0, 12]  # first and last stage
+    assert (groups.pp.handle, groups.pp_backward.handle) == ("group pp", "group pp_backward")
     assert groups.embedding.handle is None  # rank 5 is on a middle stage
     assert groups.world.handle is dist.group.WORLD
 
@@ -234,11 +235,11 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
         (Layout(dp=8), LaunchConfig(nccl_high_priority=["dp"]), ["dp"]),
         (Layout(tp=8), LaunchConfig(nccl_high_priority=[]), []),
         # The two ends of two stages are the pipeline: one communicator does, unless they ask.
-        (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp"]),
+        (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp", "pp_backward"]),
         (
             Layout(pp=2, dp=4),
             LaunchConfig(nccl_settings=["embedding.max_ctas:2"]),
-            ["dp", "pp", "embedding"],
+            ["dp", "pp", "pp_backward", "embedding"],
         ),
     ],
     ids=str,
@@ -251,7 +252,8 @@ def test_what_is_asked_of_a_kind_reaches_it_also_where_its_ranks_are_the_world(
     assert recorded.kinds() == made
     for said in recorded.splits:
         options = said["pg_options"]
-        assert options.is_high_priority_stream == (said["group_desc"] in launch.nccl_high_priority)
+        kind = said["group_desc"].removesuffix("_backward")
+        assert options.is_high_priority_stream == (kind in launch.nccl_high_priority)
     assert groups.world.handle is dist.group.WORLD  # the loss's sums stay off the bounded ones
     whole = groups.tp if layout.tp > 1 else groups.dp
     if whole.size == 8 and not made:
@@ -275,9 +277,9 @@ def test_groups_are_destroyed_in_the_order_in_which_they_were_made(
     monkeypatch.setattr(dist, "split_group", split_group)
     groups = ProcessGroups.create(Layout(tp=2, pp=4, dp=2), "cuda")
     groups.close()
-    order = ["tp", "dp", "pp", "embedding"]
+    order = ["tp", "dp", "pp", "pp_backward", "embedding"]
     # Rank 5 is on a middle stage, and no member of the embedding's.
-    assert recorded.destroyed == [handles[kind] for kind in (order if rank == 0 else order[:3])]
+    assert recorded.destroyed == [handles[kind] for kind in (order if rank == 0 else order[:4])]
 
 
 def test_a_group_of_two_names_is_destroyed_once_and_the_world_never(
@@ -285,7 +287,7 @@ def test_a_group_of_two_names_is_destroyed_once_and_the_world_never(
 ) -> None:
     recorded = Recorded(monkeypatch, ranks=8, rank=5)
     ProcessGroups.create(Layout(pp=2, dp=4), "cuda").close()
-    assert recorded.destroyed == ["group dp", "group pp"]
+    assert recorded.destroyed == ["group dp", "group pp", "group pp_backward"]
     recorded.destroyed.clear()
     ProcessGroups.create(Layout(dp=8), "cuda").close()
     assert recorded.destroyed == []

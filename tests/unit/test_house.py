@@ -196,6 +196,13 @@ def test_functions_have_at_most_60_lines() -> None:
     worst(lengths, 60)
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "benchmarks/peers", "docs", "examples"])
+def test_no_script_has_a_name_of_pythons_own(folder: str) -> None:
+    """`python folder/script.py` imports its neighbours first: one named tokenize broke them all."""
+    names = {path.stem for path in (ROOT / folder).glob("*.py")}
+    assert names and not names & sys.stdlib_module_names
+
+
 def test_imports_stand_at_the_top_but_for_those_with_a_reason() -> None:
     found = {
         (str(path), module)

@@ -53,6 +53,25 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
     assert batches.works[0].waits == 2
 
 
+def test_gradients_have_a_communicator_and_a_batch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits for a late reader of activations does not hold up a gradient that has come."""
+    batches, groups = Batches(monkeypatch), []
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group, _: groups.append(group))
+    there, back = (Group("pp", PP.ranks, 1, name) for name in ("there", "back"))
+    messages = [
+        (Action(kind, i), torch.ones(2))
+        for i, kind in enumerate((Kind.RECV_F, Kind.SEND_B, Kind.SEND_F, Kind.RECV_B))
+    ]
+    transfers = post(messages, Route(there, Placement(3), back))
+    assert groups == ["there", "there", "back", "back"]
+    assert [t.action for t in transfers] == [action for action, _ in messages]
+    for transfer in transfers[:3]:
+        transfer.work.wait()
+    assert [work.waits for work in batches.works] == [2, 1]
+
+
 def test_the_floor_is_measured_as_messages_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Batches(monkeypatch)
     for first, ways in ((True, [dist.isend, dist.irecv]), (False, [dist.irecv, dist.isend])):

@@ -29,8 +29,9 @@ from parallel3d.run.directory import (
     status,
     take_run,
 )
+from parallel3d.run.endings import report
 from parallel3d.run.launch import Place, Worker
-from parallel3d.run.meeting import agree_on_run
+from parallel3d.run.meeting import SEEN_KEY, agree_on_run
 
 # Of a trainer after four steps, as a manifest has it.
 PROGRESS = {
@@ -279,6 +280,27 @@ def test_b4_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: P
         agree_on_run("train", mine, place, worker, store, "cpu")
     assert worker.run_dir == Path()
     os.close(lock)
+
+
+def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that is gone has torch print pages on its own."""
+    mine, inner = config(tmp_path, run="mine", dp=2), HashStore()
+    (Path(mine.runs_dir) / "mine").mkdir(parents=True)
+    PrefixStore("0", inner).add(SEEN_KEY, 1)  # the other has read why
+    for rank, says in ((0, 1), (1, 0)):
+        place = Place("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
+        worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)
+        with pytest.raises(UserError, match="is not a run directory") as refused:
+            agree_on_run("train", mine, place, worker, store, "cpu")
+        report(mine, worker, refused.value, Gone() if rank else store)
+        assert capsys.readouterr().err.count("is not a run directory") == says
+
+
+class Gone:
+    def add(self, key: str, amount: int) -> int:
+        raise AssertionError(key)
 
 
 def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.calibrate.timing import clock_of
 from parallel3d.config.checks.whole import check_config
@@ -22,7 +21,6 @@ from parallel3d.device import accelerator
 from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Provenance
 from parallel3d.plan.measured.steps import step_parts
 from parallel3d.plan.measured.tables import Table
-from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 
 SHAPES = ((1, 1), (6, 1), (1, 6), (6, 6))  # layers, micro-batches
@@ -106,7 +104,7 @@ def tiny(config: Config, layers: int, microbatches: int) -> Config:
 
 def _step(config: Config, device: torch.device) -> float:
     """Seconds of a step on this rank alone, the best of some runs of some."""
-    groups = ProcessGroups(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
+    groups = ProcessGroups.single()
     source = Same(config.model.seq_length)
     trainer = Trainer(config, groups, device, train_source=source)
     clock, found = clock_of(device), []

@@ -129,7 +129,8 @@ def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine
     machine.collect()
     start_peak = memory.peak
     kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
-    watch.names = {getattr(groups, kind).handle: kind for kind in kinds}
+    watch.names = {groups.pp_backward.handle: "pp"}  # the same wires
+    watch.names |= {getattr(groups, kind).handle: kind for kind in kinds}
     memory.phase = None
     microbatches, stage = config.num_microbatches, groups.coordinates.pp
     few = _fewest(config, stage)

@@ -1,8 +1,8 @@
 """Text to tokens: `data tokenize` beside `datasets.map` and a plain loop, with one tokenizer.
 
     pip install --target /tmp/datasets-peer datasets
-    PYTHONPATH=/tmp/datasets-peer python -m benchmarks.tokenize [--workers 2] [--repeats 5]
-    python -m benchmarks.tokenize --memory 2000 --workers 1 [--byte]
+    PYTHONPATH=/tmp/datasets-peer python -m benchmarks.tokenizing [--workers 2] [--repeats 5]
+    python -m benchmarks.tokenizing --memory 2000 --workers 1 [--byte]
 
 `datasets` is no dependency of this project: it is taken from PYTHONPATH, and left out where it is
 not. The input is this Python's sources as jsonl, a file a row, the tokenizer 8,192 tokens of
@@ -145,7 +145,7 @@ def compare(args: argparse.Namespace, text: Path) -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(args.repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            words = (sys.executable, "-m", "benchmarks.tokenize", *sys.argv[1:], "--only", name)
+            words = (sys.executable, "-m", "benchmarks.tokenizing", *sys.argv[1:], "--only", name)
             out = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
             found[name].append(json.loads(out.strip().splitlines()[-1]))
             print(name, {k: v for k, v in found[name][-1].items() if k != "digest"}, flush=True)
