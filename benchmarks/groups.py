@@ -55,7 +55,7 @@ def measure(ranks: int, repeats: int) -> Row:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        groups = ProcessGroups.create(layout, "fake", launch=LaunchConfig())
+        groups = ProcessGroups.create(layout, "cpu", launch=LaunchConfig(shared_memory=False))
         times.append(time.perf_counter() - start)
         kinds = (groups.tp, groups.dp, groups.pp, groups.embedding, groups.world)
         own = {g.ranks for g in kinds if g.handle is not None}
