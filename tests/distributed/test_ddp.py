@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.group import Group
@@ -122,6 +125,26 @@ def test_two_ranks_train_as_one_process(pool: Pool) -> None:
 def test_three_ranks_train_as_one_process(pool: Pool) -> None:
     names = ["cnn, several buckets", "cnn, backend", "cnn, uneven", "unused", "checkpointed"]
     for found in pool.run(3, errors, names):
+        assert max(found.values()) < 1e-9, found
+
+
+def late(index: int) -> AbstractContextManager[None]:
+    """This rank stops behind the last bucket, before it takes gradients that it lacks."""
+    sound = SharedTransport.finish
+
+    def finish(self: SharedTransport) -> Iterator[Tensor]:
+        yield from sound(self)
+        if self.index == index:
+            time.sleep(0.05)
+
+    return replaced(SharedTransport, "finish", finish)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_is_late_takes_what_it_lacks_before_it_is_overwritten(
+    pool: Pool, index: int
+) -> None:
+    for found in pool.run(2, errors, ["unused"], partial(late, index)):
         assert max(found.values()) < 1e-9, found
 
 

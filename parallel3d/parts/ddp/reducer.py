@@ -284,12 +284,12 @@ class Reducer:
         self._write_flags([False] * (len(self.parameters) + 1))
         for index in range(len(self.buckets)):
             self.transport.start(index)
-        for _ in self.transport.finish():
-            pass
+        list(self.transport.finish())
         self.running = self.counting = False
         self._after()
 
     def _after(self) -> None:
+        self.transport.release()
         self.verdict.note(self.transport.summed_flags[-1:], self.transport.fault)
         if self.measure:
             self.measure = False

@@ -53,6 +53,9 @@ class Transport(Protocol):
     def finish(self) -> Iterator[Tensor]:
         """The sums, in order; all buffers have been started."""
 
+    def release(self) -> None:
+        """What `finish` gave is not read any more."""
+
     def close(self) -> None:
         """Lets go of what is shared."""
 
@@ -95,6 +98,9 @@ class BackendTransport:
             work.wait()
             yield buffer
 
+    def release(self) -> None:
+        """The sums are in this rank's own buffers."""
+
     def close(self) -> None:
         self.works = []
 
@@ -121,7 +127,7 @@ class SharedTransport:
 
     Two ranks that want the sums elsewhere (`adds`) need no total: each reads all of the other's
     buffer where it is, which is less to read and write, and waits once. Their second signal says
-    that this was read.
+    that this was read, `release`: not before gradients were made of it that this rank did not have.
     """
 
     fault = None
@@ -180,6 +186,10 @@ class SharedTransport:
             yield from self._read()
         else:
             yield from self._add_up()
+
+    def release(self) -> None:
+        if self.adds:
+            self._tell(1)
         self.step += 1
 
     def _read(self) -> Iterator[Tensor]:
@@ -188,7 +198,6 @@ class SharedTransport:
             self._check(index)
             yield buffer
         torch.add(self.flags, self.peer_flags, out=self.summed_flags)
-        self._tell(1)
 
     def _add_up(self) -> Iterator[Tensor]:
         for index, place in enumerate(self.places):
