@@ -8,9 +8,10 @@
 does not matter. The share of all ranks' time in which they compute nothing, beside the clock's.
 
 `peer`: the same model and micro-batches under PyTorch's 1F1B, interleaved and zero-bubble schedules
-(those that run) and ours. Contenders take turns of four steps that count, the others stopped
-meanwhile; the figure is the median of all these steps, the ratio that of PyTorch's fastest to ours
-(above 1: we are faster). All contenders are there at once: pp processes each.
+(those that run) and ours. Contenders take turns of two steps that count, the others stopped
+meanwhile. The figure is the median of all these steps, with the least and the most of a turn's; the
+ratio is that of PyTorch's fastest to ours, turn by turn (above 1: we are faster), the median of all
+turns with the least and the most. All contenders are there at once: pp processes each.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("idle", "large", "peer"))
-    parser.add_argument("--turns", type=int, default=3, help="peer: of each contender")
+    parser.add_argument("--turns", type=int, default=7, help="peer: of each contender")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="peer: pp")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
     for side, all_of_it in (("ours", OUR_SCHEDULES), ("theirs", THEIRS)):

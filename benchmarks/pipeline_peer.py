@@ -31,7 +31,7 @@ from parallel3d.schedules.simulate import Costs, time_orders
 SAMPLES = 2
 STEPS = 10**6  # more than any turn comes to: contenders are ended
 WARMUP = 3  # steps before the turns
-TURN = 5  # steps, of which the first, in which it was stopped, does not count
+TURN = 3  # steps, of which the first, in which it was stopped, does not count
 # By name, PyTorch's flags. Its zero-bubble schedules do not compile.
 THEIRS = {
     "1F1B": [],
@@ -205,8 +205,10 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
             contender.end()
     ranked = [sorted(side, key=lambda c: c.ms) for side in sides]
     said = [", ".join([*map(str, ranked[0])]), ", ".join([*map(str, ranked[1]), *failed])]
-    ratio = ranked[1][0].ms / ranked[0][0].ms
-    line = f"| {of.pp} | {of.microbatches} | {said[0]} | {said[1]} | **{ratio:.2f}×** |"
+    best = zip(ranked[1][0].medians, ranked[0][0].medians, strict=True)
+    ratios = [theirs / ours for theirs, ours in best]  # of turns, one straight after the other
+    ratio = f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f}–{max(ratios):.2f})"
+    line = f"| {of.pp} | {of.microbatches} | {said[0]} | {said[1]} | {ratio} |"
     print(line, flush=True)
     return ranked[0][0]
 
