@@ -94,9 +94,8 @@ def measured_costs(
 ) -> tuple[float, float, float]:
     """Seconds of F, I and W of a micro-batch in the layers of an average rank.
 
-    From stages without the head, which `schedule=auto` knows by its size. Where no backward is
-    split, half of one stands for I and for W. Nor is what a backward makes again counted, `again`
-    forwards by stage.
+    From stages without the head, which `schedule=auto` knows by its size; a backward in one piece
+    counts as two halves. Nor is what a backward makes again counted, `again` forwards by stage.
     """
     stages = schedule.placement.stages
     each = [
@@ -107,10 +106,9 @@ def measured_costs(
     ]
     forward = median(seconds for kind, _, seconds in each if kind == Kind.F)
     gradient, weight = [], []
-    splits = any(kind == Kind.I for kind, _, _ in each)
     for kind, stage, seconds in each:
         new = seconds - again[stage] * forward
-        if kind == Kind.B and not splits:
+        if kind == Kind.B:
             gradient.append(new / 2)
             weight.append(new / 2)
         elif kind == Kind.I:

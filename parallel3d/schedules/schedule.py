@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallel3d.errors import UserError, nearest
 from parallel3d.schedules import orders
-from parallel3d.schedules.actions import Action, Kind, Orders, Plan, action
+from parallel3d.schedules.actions import Kind, Orders, Plan
 from parallel3d.schedules.blocks import v_half
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.placement import Placement
@@ -34,15 +34,8 @@ class Schedule:
         return any(step.kind == Kind.I for order in self.orders for step in order)
 
     def plan(self) -> Plan:
-        """The orders with their messages; a backward whose halves nothing parts is whole, but for
-        a table of one's own, which runs as it is written.
-
-        Raises ScheduleError where ranks wait for each other.
-        """
-        if self.name not in FORMS:
-            return self._with_messages(self.orders)
-        ranks = enumerate(self.orders)
-        return self._with_messages([_joined(rank, o, self.placement) for rank, o in ranks])
+        """The orders with their messages. Raises ScheduleError where ranks wait for each other."""
+        return self._with_messages(self.orders)
 
     def forwards(self) -> Plan:
         """The plan of an evaluation: the forwards alone, in the same order."""
@@ -50,23 +43,6 @@ class Schedule:
 
     def _with_messages(self, orders: Orders) -> Plan:
         return add_communication(orders, None if self.name in IN_ORDER else self.placement)
-
-
-def _joined(rank: int, order: list[Action], placement: Placement) -> list[Action]:
-    """The order, where an I that no other rank waits for and the W behind it are one B.
-
-    That takes the same time on the clock, and less in truth: W finds in the caches what I has read.
-    """
-    joined: list[Action] = []
-    for step in order:
-        before = joined[-1] if joined else None
-        if step.kind == Kind.W and before == action(Kind.I, step.microbatch, step.chunk):
-            reader = placement.neighbour(rank, step.chunk, -1)
-            if reader is None or reader[0] == rank:
-                joined[-1] = action(Kind.B, step.microbatch, step.chunk)
-                continue
-        joined.append(step)
-    return joined
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:

@@ -261,27 +261,3 @@ def test_placements_without_costs_are_left_out() -> None:
     assert best.schedule.placement.chunks == 1
     with pytest.raises(ValueError, match="no costs are known"):
         work.costs(Placement(4, 2))
-
-
-def computations(schedule: Schedule) -> list[list[Action]]:
-    return [[step for step in steps if isinstance(step, Action)] for steps in schedule.plan()]
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", "zbv", "v_half"])
-def test_whole_backwards_take_the_time_of_their_halves(name: str) -> None:
-    for ranks, count, hop in product((1, 2, 4), (1, 5, 12), (0.0, 0.3)):
-        schedule = make(name, ranks, count, 1 if name == "zb_h1" else 2)
-        costs = Costs.even(schedule.placement, 1.0, 1.3, 0.7, hop)
-        halves = time_orders(schedule.orders, schedule.placement, costs)
-        whole = time_orders(computations(schedule), schedule.placement, costs)
-        assert whole.makespan == pytest.approx(halves.makespan, rel=1e-12)
-
-
-def test_backwards_are_whole_where_no_other_rank_waits_for_their_first_half() -> None:
-    first, *others = computations(make("zb_h1", 4, 8))
-    assert Counter(step.kind for step in first) == {Kind.F: 8, Kind.B: 8}
-    assert not any(step.kind == Kind.B for steps in others for step in steps)
-    turn = computations(make("zbv", 4, 8, 2))[3]
-    assert {step.chunk for step in turn if step.kind == Kind.B} == {1}
-    listed = Schedule("file", Placement(1), 1, [[Action(kind, 0) for kind in "FIW"]])
-    assert computations(listed) == listed.orders
