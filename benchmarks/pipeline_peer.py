@@ -7,6 +7,7 @@ is a few steps: what disturbs a machine for longer than that disturbs all of the
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 import signal
@@ -78,6 +79,7 @@ class Contender:
     processes: list[subprocess.Popen] = field(default_factory=list)
     counted: list[dict[str, Any]] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)  # ms, of each turn
+    computed: list[float] = field(default_factory=list)  # CPU seconds a step of each turn
 
     def start(self) -> None:
         """Runs until it has warmed up. Raises Failed."""
@@ -95,9 +97,10 @@ class Contender:
 
     def turn(self) -> None:
         """A few steps more. Raises Failed."""
-        done = len(self._lines())
+        done, spent = len(self._lines()), self._cpu_s()
         self._signal(signal.SIGCONT)
         self._run_until(done + TURN)
+        self.computed.append((self._cpu_s() - spent) / TURN)
         counted = [json.loads(line) for line in self._lines()[done + 1 : done + TURN]]
         self.counted += counted
         self.medians.append(1e3 * statistics.median(step["step_time_s"] for step in counted))
@@ -113,8 +116,18 @@ class Contender:
         return 1e3 * statistics.median(step["step_time_s"] for step in self.counted)
 
     def __str__(self) -> str:
-        """The median, with the least and the most of a turn."""
-        return f"{self.name} {self.ms:.0f} ({min(self.medians):.0f}–{max(self.medians):.0f})"
+        """The median, with the least and the most of a turn, and the CPU seconds of all ranks."""
+        cpu = statistics.median(self.computed)
+        turns = f"{min(self.medians):.0f}–{max(self.medians):.0f}"
+        return f"{self.name} {self.ms:.0f} ({turns}; {cpu:.2f} s of CPU)"
+
+    def _cpu_s(self) -> float:
+        """Of all ranks since their start, in the program and in the kernel."""
+        ticks = 0
+        for process in self.processes:
+            of = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(of[11]) + int(of[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -207,7 +220,9 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
     said = [", ".join([*map(str, ranked[0])]), ", ".join([*map(str, ranked[1]), *failed])]
     best = zip(ranked[1][0].medians, ranked[0][0].medians, strict=True)
     ratios = [theirs / ours for theirs, ours in best]  # of turns, one straight after the other
+    cpu = statistics.median(map(operator.truediv, ranked[1][0].computed, ranked[0][0].computed))
     ratio = f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f}–{max(ratios):.2f})"
+    ratio += f", of CPU {cpu:.2f}×"
     line = f"| {of.pp} | {of.microbatches} | {said[0]} | {said[1]} | {ratio} |"
     print(line, flush=True)
     return ranked[0][0]
