@@ -6,6 +6,7 @@ say nothing, their neighbours look at the processes.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 KEY = "parallel3d/hang"
 HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
 ANSWER_S = 3.5  # ranks that have not answered after this are silent
-VERDICT_S = 8.0  # the others leave after so long, whatever the first of them found
 RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+DUMP_S = 3.0  # what is left for files that are still being written then
+# The others leave after so long, whatever the first of them found and said.
+VERDICT_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
 
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
 Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
@@ -43,9 +46,13 @@ class Inquiry:
     worker: Worker
     store: Store | None
     keeper: dict[str, Any] | None = None
+    _silent: list[int] | None = None  # on the rank that speaks
 
     def agree(self, state: hang_state.RankState) -> Found:
-        """The verdict, on the rank that finds it (None elsewhere), and processes to kill here."""
+        """The verdict, on the rank that finds it, and processes to kill here.
+
+        None elsewhere, once that rank has `spoken`: by the first that ends, launchers end all.
+        """
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
         store, world = self.store, range(self.worker.world_size)
@@ -65,8 +72,13 @@ class Inquiry:
         states = {answer.rank: answer for answer in found}
         silent = {rank: self._look_at(rank) for rank in world if rank not in there}
         verdict = hang.diagnose(states, silent)
-        put(store, f"{KEY}/verdict", sorted(silent))
-        return verdict, self._mine_to_kill(sorted(silent))
+        self._silent = sorted(silent)
+        return verdict, self._mine_to_kill(self._silent)
+
+    def spoken(self) -> None:
+        """Lets the others leave."""
+        if self.store is not None and self._silent is not None:
+            put(self.store, f"{KEY}/verdict", self._silent)
 
     def process(self, rank: int) -> dict[str, Any] | None:
         key = f"{KEY}/process/{rank}"
@@ -91,6 +103,7 @@ class Inquiry:
         who, why = self._look_at_process(0, self.keeper)
         here = of_this_job([self.keeper])
         if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            time.sleep(DUMP_S + RECORD_FILE_S)  # the first speaks meanwhile
             return None, here
         why += ", and the store that it keeps gives no answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here

@@ -33,7 +33,7 @@ from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import say
 from parallel3d.faults import flight_record, hang_state
-from parallel3d.faults.inquiry import KEY, RECORD_FILE_S, VERDICT_S, Inquiry
+from parallel3d.faults.inquiry import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
 from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
 STORE_S = 3.0  # a store that takes longer is out of reach
-DUMP_S = 3.0  # what is left for files that are still being written then
 RESTS = 3.0  # time-outs without work after which also a rank that may take its time hangs
 END_S = 30.0  # more than all of these: then the process ends without a word
 
@@ -187,6 +186,7 @@ class Watchdog:
         dumps.join(DUMP_S)
         if verdict is not None:
             self._speak(self._failure(verdict))
+        within(STORE_S, self._inquiry.spoken, None)
         for process in pids:  # last: this rank's own main thread may fail by it
             kill(*process)
 

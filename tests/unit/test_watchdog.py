@@ -12,13 +12,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import HashStore
 
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.faults import stacks
 from parallel3d.faults.stacks import in_torch_distributed, of_the_work
 from parallel3d.faults.watchdog import Watchdog
-from parallel3d.run import endings
+from parallel3d.run import endings, failure
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import within
 from tests.e2e.ready import ROOT, ReadyPopen
@@ -144,6 +145,41 @@ def test_c1_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path:
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
     with pytest.raises(SystemExit):
         endings.leave(1, rank)
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_no_rank_leaves_before_the_verdict_is_said(
+    has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first rank that ends a launcher ends all: also one that has not spoken yet."""
+    monkeypatch.setattr("parallel3d.faults.inquiry.DUMP_S", 0.5)
+    monkeypatch.setattr("parallel3d.faults.inquiry.RECORD_FILE_S", 2.0)
+    store, order = HashStore(), []
+
+    class Slow(Watchdog):
+        def _speak(self, failed: failure.Failure) -> None:
+            time.sleep(0.5)
+            order.append("said")
+
+        def _store_answers(self) -> bool:
+            return has_store
+
+        def leave(self) -> None:
+            self._tell()
+            order.append("left")
+
+    watchdogs = [
+        Slow(Config(dp=2), Worker(rank, rank, 2, 2, tmp_path, "local", "cpu"), store, 0.4)
+        for rank in range(2)
+    ]
+    for watchdog in watchdogs:
+        watchdog._inquiry.keeper = {"pid": 1, "born": 0, "host": "another"}
+    leaving = [threading.Thread(target=watchdog.leave) for watchdog in watchdogs]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join(60)
+    assert order == ["said", "left", "left"]
 
 
 def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:
