@@ -16,7 +16,7 @@ import torch
 
 from parallel3d.device import accelerator
 from parallel3d.device.precision import COMPUTE
-from parallel3d.device.products import is_widened, product
+from parallel3d.device.products import product
 from parallel3d.metrics.text import si
 
 TERA = 1e12
@@ -139,47 +139,40 @@ def _enough(device: torch.device, dtype_name: str) -> int:
     """The size of a product that keeps an accelerator busy, and does not take for ever."""
     size = 1024
     while size < 8192:
-        a, out = _operands(device, dtype_name, size)
-        _time(a, out)
-        if _time(a, out) > MEASURE_BUDGET_S / 40:
+        a = _operand(device, dtype_name, size)
+        _time(a)
+        if _time(a) > MEASURE_BUDGET_S / 40:
             break
         size *= 2
     return size
 
 
-def _operands(
-    device: torch.device, dtype_name: str, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random square matrix, and room for a product."""
+def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
+    """A random square matrix."""
     generator = torch.Generator().manual_seed(0)  # not the run's random numbers
-    matrix = torch.randn(size, size, generator=generator)
-    a = matrix.to(device, _TORCH_TYPES[dtype_name])
-    return a, torch.empty_like(a)
+    return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
 
 
 def _measure(device: torch.device, dtype_name: str, size: int) -> float:
     """FLOP/s of a square GEMM: the median of as many runs as fit the budget, after a warm-up."""
-    a, out = _operands(device, dtype_name, size)
+    a = _operand(device, dtype_name, size)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # CUDA's alone: others do not look at it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
     try:
-        _time(a, out)
+        _time(a)
         times: list[float] = []
         while not times or sum(times) < MEASURE_BUDGET_S:
-            times.append(_time(a, out))
+            times.append(_time(a))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     return 2 * size**3 / statistics.median(times)
 
 
-def _time(a: torch.Tensor, out: torch.Tensor) -> float:
+def _time(a: torch.Tensor) -> float:
     """Seconds of one a @ a, waiting for the device on both sides."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
-    if is_widened(a):
-        product(a, a)
-    else:
-        torch.mm(a, a, out=out)
+    product(a, a)
     accelerator.synchronize(a.device)
     return time.perf_counter() - start
 

@@ -21,7 +21,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
-from parallel3d.device.products import is_widened, product
+from parallel3d.device.products import product
 from parallel3d.parameters.gradients import add_product
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
@@ -172,10 +172,10 @@ class _Run:
         work, reduced = Done(), grad_x
         for chunk in chunks:
             grad = self._gradient(chunk, factor)
-            if is_widened(grad):
-                grad_x[chunk] = product(grad, self.table)
-            else:
+            if accelerator.is_on_accelerator(grad):
                 torch.mm(grad, self.table, out=grad_x[chunk])
+            else:  # on a CPU not every product can be written in place
+                grad_x[chunk] = product(grad, self.table)
             if chunk is chunks[-1]:  # travels while the last weight-gradient GEMM runs
                 reduced, work = self._reduce(grad_x.view_as(self.full))
             add_product(out, grad, self.x[chunk])

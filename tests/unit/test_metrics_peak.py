@@ -136,12 +136,12 @@ def test_another_is_measured_at_a_size_that_fits_its_speed(
     chip.name = "New Chip"
     sizes = []
 
-    def operands(device: torch.device, dtype_name: str, n: int) -> tuple[int, int]:
+    def operand(device: torch.device, dtype_name: str, n: int) -> int:
         sizes.append(n)
-        return n, n
+        return n
 
-    monkeypatch.setattr(peak_module, "_operands", operands)
-    monkeypatch.setattr(peak_module, "_time", lambda n, out: 2 * n**3 / flops)
+    monkeypatch.setattr(peak_module, "_operand", operand)
+    monkeypatch.setattr(peak_module, "_time", lambda n: 2 * n**3 / flops)
     peak = device_peak_flops(CPU, "bf16")
     assert peak.flops == pytest.approx(flops)
     assert peak.source == f"measured: New Chip, bf16 GEMM of {size}"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.commands.calibrate.timing import Run, seconds_of
-from parallel3d.device import accelerator
+from parallel3d.device import accelerator, products
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, swiglu
 from parallel3d.parameters.gradients import add_product
@@ -115,9 +115,9 @@ class Kernels:
         x, weight = self.tensor(rows, inputs), self.tensor(outputs, inputs)
         grad = self.tensor(rows, outputs)
         if part == "forward":
-            return lambda: F.linear(x, weight)
+            return lambda: products.linear(x, weight)
         if part == "input":
-            return lambda: grad @ weight
+            return lambda: products.product(grad, weight)
         out = self.tensor(outputs, inputs, wide=True)
         return lambda: add_product(out, grad, x)
 
