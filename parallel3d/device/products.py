@@ -32,14 +32,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_widened(x):
         wide = None if bias is None else bias.float()
         return linear(x.float(), weight.float(), wide).to(x.dtype)
-    return _by_onednn(x, weight, bias) if _takes_onednn(x, weight) else F.linear(x, weight, bias)
+    return by_onednn(x, weight, bias) if _takes_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a·b: (…, m, k), (k, n) → (…, m, n)."""
     if is_widened(a):
         return product(a.float(), b.float()).to(a.dtype)
-    return _by_onednn(a, b.t(), None) if _takes_onednn(a, b.t()) else a @ b
+    return by_onednn(a, b.t(), None) if _takes_onednn(a, b.t()) else a @ b
 
 
 @functools.cache
@@ -59,6 +59,6 @@ def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
     return x.numel() * weight.shape[0] >= ENOUGH and onednn_is_faster()
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x·Wᵀ + b; the weight may be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
