@@ -45,7 +45,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 @functools.cache
 def onednn_is_faster(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether large fp32 products of this processor are oneDNN's: AMD's with AVX-512 (Zen 4 on)."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not cpuinfo.is_file():
         return False
     return torch.backends.mkldnn.is_available() and "AuthenticAMD" in cpuinfo.read_text()
 

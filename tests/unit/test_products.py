@@ -103,17 +103,19 @@ def test_layers_train_with_it() -> None:
         ("AuthenticAMD", "AVX512", True),
         ("AuthenticAMD", "AVX2", False),
         ("GenuineIntel", "AVX512", False),  # MKL knows its own
-        ("", "DEFAULT", False),
+        ("AuthenticAMD", "DEFAULT", False),
+        (None, "AVX512", False),  # a system that has no such file
     ],
 )
 def test_which_processors(
-    vendor: str,
+    vendor: str | None,
     capability: str,
     is_faster: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    if vendor is not None:
+        cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert onednn_is_faster(cpuinfo) is is_faster
