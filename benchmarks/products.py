@@ -34,7 +34,7 @@ def in_turns(made: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
     for turn in range(TURNS + 1):
         for name, make in made.items():
             count, start = 0, time.perf_counter()
-            while time.perf_counter() < start + TURN_S:
+            while not count or time.perf_counter() < start + TURN_S:
                 make()
                 count += 1
             if turn:  # the first warms up

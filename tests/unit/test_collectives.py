@@ -12,26 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from tests.operators import Operators
 
 GROUP = Group("dp", (0, 1, 2, 3), 2, "handle")
 NAMES = [("all_gather_single", "reduce_scatter_single")]
 NAMES.append(("all_gather_into_tensor", "reduce_scatter_tensor"))  # before torch 2.13
-
-
-class Operations(TorchDispatchMode):
-    """Names of the operations that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(params=NAMES, ids=["now", "before"])
@@ -65,7 +53,7 @@ def test_buckets_are_gathered_and_scattered_in_place(
     backend: list[tuple[str, Tensor, Tensor]],
 ) -> None:
     bucket = torch.arange(64.0)
-    with Operations() as ran:
+    with Operators() as ran:
         collectives.reduce_scatter_bucket(bucket, GROUP).wait()
         collectives.all_gather_bucket(bucket, GROUP).wait()
     (scatter, mine, whole), (gather, every, given) = backend
@@ -73,16 +61,16 @@ def test_buckets_are_gathered_and_scattered_in_place(
     assert whole is bucket and every is bucket
     for own in (mine, given):  # where NCCL wants it: rank · count elements behind the first
         assert own.data_ptr() == bucket.data_ptr() + 4 * 2 * 16 and own.numel() == 16
-    assert set(ran.found) <= {"split", "detach", "alias"}, "nothing is copied or allocated"
+    assert set(ran.names) <= {"split", "detach", "alias"}, "nothing is copied or allocated"
 
 
 def test_a_given_output_goes_to_the_backend(backend: list[tuple[str, Tensor, Tensor]]) -> None:
     tensor, out = torch.zeros(64), torch.zeros(16)
-    with Operations() as ran:
+    with Operators() as ran:
         collectives.reduce_scatter_into(out, tensor, GROUP).wait()
     ((name, written, read),) = backend
     assert name == "reduce_scatter" and written is out and read is tensor
-    assert ran.found == []
+    assert ran.names == []
 
 
 def test_a_scatter_into_an_output_is_noted_like_any_other(

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
+from tests.operators import Operators
 
 PAIR = Group("tp", (0, 1), 0, None)
 ADDS = ("index_add_", "index_put_", "_index_put_impl_")
-
-
-class Added(TorchDispatchMode):
-    """Notes by which operator rows are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ADDS:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
@@ -42,9 +24,10 @@ def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
     ids = torch.randint(0, 11, (2, 32), generator=generator)
     layer = VocabParallelEmbedding(table, group=group, sp=sp, replicated=True)
     y = layer(ids)
-    with Added() as added:
+    with Operators() as operators:
         (y * torch.arange(y.numel()).view_as(y)).sum().backward()
-    return added.found, table.main_grad if bucket else table.grad
+    added = [name for name in operators.names if name in ADDS]
+    return added, table.main_grad if bucket else table.grad
 
 
 @pytest.mark.parametrize("bucket", [True, False])

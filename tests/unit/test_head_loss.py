@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.loss_memory import peak_bytes
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.head_loss import HeadLoss
+from tests.operators import Operators
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -130,20 +129,6 @@ def test_the_bucket_is_told_once_and_in_the_backward() -> None:
     torch.testing.assert_close(table.main_grad - 1, gradient)
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        self.found[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def bucketed(rows: int, hidden: int, dtype: torch.dtype) -> nn.Parameter:
     """A table with a gradient bucket in fp32, as the trainer makes it."""
     table = nn.Parameter(torch.randn(rows, hidden).to(dtype))
@@ -162,9 +147,9 @@ def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
     head = HeadLoss(Objective(257), 264, chunk_tokens=chunk)
     labels, mask = torch.arange(128).view(2, 64), torch.ones(2, 64, dtype=torch.bool)
     x = torch.randn(2, 64, 16).requires_grad_()
-    with Products() as products:
+    with Operators() as operators:
         train(head, x, bucketed(264, 16, torch.float32), labels, mask)
-    counted = {name: n for name, n in products.found.items() if "mm" in name}
+    counted = Counter(name for name in operators.names if "mm" in name)
     assert counted == {"mm": 2 * chunks, "addmm_": chunks}
 
 

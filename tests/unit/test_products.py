@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import products as benchmark
 from parallel3d.comm.group import SINGLE
 from parallel3d.device import products
 from parallel3d.device.products import linear, onednn_is_faster, product
 from parallel3d.tensor_parallel.linear_nodes import ColumnNode
+from tests.operators import Operators
 
 ROWS, INPUTS, OUTPUTS = (2, 256), 128, 264  # 17.3 million multiply-adds
 NAME = "_linear_pointwise"
 
 
-class Calls(TorchDispatchMode):
-    """Names of the operators that run while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture(autouse=True)
-def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor on which oneDNN is faster."""
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    yield
 
 
 def factors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,10 +36,10 @@ def factors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 def test_the_products_are_those_of_double_precision(has_bias: bool) -> None:
     x, weight, bias = factors()
     given = bias if has_bias else None
-    with Calls() as calls:
+    with Operators() as operators:
         y = linear(x, weight, given)
         back = product(y, weight)
-    assert calls.names.count(NAME) == 2
+    assert operators.names.count(NAME) == 2
     assert y.shape == (*ROWS, OUTPUTS) and back.shape == x.shape
     exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0)
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-4)
@@ -64,21 +48,21 @@ def test_the_products_are_those_of_double_precision(has_bias: bool) -> None:
 
 def test_widened_factors_go_the_same_way() -> None:
     x, weight, _ = factors(torch.float16)
-    with Calls() as calls:
+    with Operators() as operators:
         y = linear(x, weight)
-    assert NAME in calls.names and y.dtype == torch.float16
+    assert NAME in operators.names and y.dtype == torch.float16
     torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=1e-3, atol=1e-4)
 
 
 def test_what_it_cannot_or_should_not_do_is_left_to_others() -> None:
     x, weight, bias = factors()
     wanted = weight.clone().requires_grad_()
-    with Calls() as calls:
+    with Operators() as operators:
         linear(x.double(), weight.double())
         linear(x[:, ::2], weight)  # with gaps
         linear(x[:1].contiguous(), weight, bias)  # small
         linear(x, wanted).sum().backward()  # it has no gradient
-    assert NAME not in calls.names
+    assert NAME not in operators.names
     torch.testing.assert_close(wanted.grad, x.flatten(0, 1).sum(0).expand(OUTPUTS, INPUTS))
 
 
@@ -87,9 +71,9 @@ def test_layers_train_with_it() -> None:
     x, weight, bias = factors()
     x.requires_grad_()
     parameters = nn.Parameter(weight), nn.Parameter(bias)
-    with Calls() as calls:
+    with Operators() as operators:
         ColumnNode.apply(x, *parameters, SINGLE, None).square().sum().backward()
-    assert calls.names.count(NAME) == 2  # the forward, and the gradient of the input
+    assert operators.names.count(NAME) == 2  # the forward, and the gradient of the input
     exact = [t.detach().double().requires_grad_() for t in (x, *parameters)]
     (exact[0] @ exact[1].t() + exact[2]).square().sum().backward()
     for tensor, expected in zip((x, *parameters), exact, strict=True):
@@ -119,3 +103,13 @@ def test_which_processors(
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert onednn_is_faster(cpuinfo) is is_faster
+
+
+def test_the_benchmark_times_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "TURN_S", 0.0)
+    cells = benchmark.row(16, 8, 24).strip("| ").split(" | ")
+    assert cells[0] == "16 × 8 × 24" and len(cells) == 3
+    for cell in cells[1:]:
+        times, ratio = cell.split(": ")
+        theirs, ours = (float(time) for time in times.removesuffix(" µs").split(", "))
+        assert theirs > 0 and ours > 0 and ratio.endswith("×")
