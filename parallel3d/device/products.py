@@ -63,5 +63,5 @@ def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` of fp32 tensors on a CPU, without a gradient; the weight may be a transposed view."""
+    """`linear` of fp32 tensors on a CPU, without a gradient; `weight` may be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

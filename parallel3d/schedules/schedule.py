@@ -93,8 +93,3 @@ def check_vpp(name: str, chunks: int) -> None:
             f"schedule={name} has one chunk per rank, so vpp={chunks} does not fit it; the nearest "
             f"is vpp=1, or schedule={other}."
         )
-
-
-def schedule(name: str, stages: int, microbatches: int) -> Plan:
-    """The whole plan of a schedule with one chunk per rank. Raises as `make`."""
-    return make(name, stages, microbatches).plan()

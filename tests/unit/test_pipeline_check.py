@@ -9,7 +9,7 @@ import pytest
 
 from parallel3d.schedules.actions import Action, Kind, Plan, Step
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.schedule import IN_ORDER, schedule
+from parallel3d.schedules.schedule import IN_ORDER, make
 from tests.pace import in_cpu_time
 
 
@@ -44,7 +44,7 @@ def split_groups(plan: Plan, sends_first: Callable[[int], bool]) -> Plan:
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_schedule_is_sound_and_costs_what_theory_says(name: str, stages: int) -> None:
     for microbatches in range(1, 17):
-        report = check(schedule(name, stages, microbatches), microbatches)
+        report = check(make(name, stages, microbatches).plan(), microbatches)
         assert (report.stages, report.microbatches) == (stages, microbatches)
         assert report.messages == 2 * (stages - 1) * microbatches
         live = [min(stages - r, microbatches) if name == "1f1b" else microbatches
@@ -75,7 +75,7 @@ def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
 @pytest.mark.parametrize("kind", [Kind.RECV_F, Kind.RECV_B])
 def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> None:
     swap = {Action(kind, 1): Action(kind, 2), Action(kind, 2): Action(kind, 1)}
-    plan = schedule(name, 4, 6)
+    plan = make(name, 4, 6).plan()
     plan[1] = [s if isinstance(s, Action) else tuple(swap.get(a, a) for a in s) for s in plan[1]]
     with pytest.raises(ScheduleError, match=rf"rank 1 does [FB]1 before {kind}1"):
         check(plan)
@@ -85,7 +85,7 @@ def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> No
 def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str) -> None:
     """The receiver also computes in the swapped order, so that it is ordered in itself."""
     number = {1: 2, 2: 1}
-    plan = schedule(name, 2, 6)
+    plan = make(name, 2, 6).plan()
 
     def exchange(a: Action) -> Action:
         back = a.kind in (Kind.B, Kind.RECV_B)
@@ -99,10 +99,10 @@ def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_every_single_missing_action_is_caught(name: str) -> None:
-    for rank, steps in enumerate(schedule(name, 3, 4)):
+    for rank, steps in enumerate(make(name, 3, 4).plan()):
         for index, step in enumerate(steps):
             for dropped in (step,) if isinstance(step, Action) else step:
-                plan = schedule(name, 3, 4)
+                plan = make(name, 3, 4).plan()
                 rest = () if isinstance(step, Action) else tuple(a for a in step if a != dropped)
                 plan[rank][index : index + 1] = [rest] if rest else []
                 with pytest.raises(ScheduleError, match=f"rank {rank} never does {dropped}$"):
@@ -111,9 +111,9 @@ def test_every_single_missing_action_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_every_single_doubled_action_is_caught(name: str) -> None:
-    for rank, steps in enumerate(schedule(name, 3, 4)):
+    for rank, steps in enumerate(make(name, 3, 4).plan()):
         for index, step in enumerate(steps):
-            plan = schedule(name, 3, 4)
+            plan = make(name, 3, 4).plan()
             plan[rank].insert(index, step)
             first = step if isinstance(step, Action) else step[0]
             with pytest.raises(ScheduleError, match=f"rank {rank} has {first} twice"):
@@ -121,7 +121,7 @@ def test_every_single_doubled_action_is_caught(name: str) -> None:
 
 
 def test_missing_microbatch_on_all_ranks_needs_the_number() -> None:
-    plan = schedule("1f1b", 2, 3)
+    plan = make("1f1b", 2, 3).plan()
     assert check(plan).microbatches == 3
     with pytest.raises(ScheduleError, match="rank 0 never does F3"):
         check(plan, 4)
@@ -171,7 +171,7 @@ def test_malformed_steps_are_caught() -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_both_sending_first_deadlocks_and_the_circle_is_named(stages: int) -> None:
-    serial = split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: True)
+    serial = split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: True)
     with pytest.raises(ScheduleError, match="deadlock: ") as caught:
         check(serial)
     last = stages - 1
@@ -182,7 +182,7 @@ def test_both_sending_first_deadlocks_and_the_circle_is_named(stages: int) -> No
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_both_receiving_first_deadlocks(stages: int) -> None:
-    serial = split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: False)
+    serial = split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: False)
     with pytest.raises(ScheduleError, match=r"deadlock: .* waits to get RB0 from"):
         check(serial)
 
@@ -190,7 +190,7 @@ def test_both_receiving_first_deadlocks(stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_mirrored_order_is_no_deadlock(stages: int) -> None:
     """Even ranks send first and odd ones receive first: the checker must not cry wolf."""
-    check(split_groups(schedule("1f1b", stages, 16), sends_first=lambda rank: rank % 2 == 0), 16)
+    check(split_groups(make("1f1b", stages, 16).plan(), sends_first=lambda rank: rank % 2 == 0), 16)
 
 
 def test_message_held_back_over_a_group_deadlocks() -> None:
@@ -202,7 +202,7 @@ def test_message_held_back_over_a_group_deadlocks() -> None:
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_64_stages_512_microbatches_in_under_2_s(name: str) -> None:
-    plan = schedule(name, 64, 512)
+    plan = make(name, 64, 512).plan()
     start = time.process_time()
     report = check(plan, 512)
     assert in_cpu_time(time.process_time() - start, 2.0)

@@ -11,7 +11,7 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind, Plan
 from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.schedule import IN_ORDER, make, schedule
+from parallel3d.schedules.schedule import IN_ORDER, make
 
 
 def words(steps: list) -> str:
@@ -39,7 +39,7 @@ def test_text_that_is_no_action_is_refused(text: str) -> None:
 
 
 def test_1f1b_plan_by_hand() -> None:
-    plan = schedule("1f1b", 3, 3)
+    plan = make("1f1b", 3, 3).plan()
     assert [words(steps) for steps in plan] == [
         "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
         "(RF0) F0 (SF0 RF1) F1 (SF1 RB0) B0 (SB0 RF2) F2 (SF2 RB1) B1 (SB1 RB2) B2 (SB2)",
@@ -48,7 +48,7 @@ def test_1f1b_plan_by_hand() -> None:
 
 
 def test_gpipe_plan_by_hand() -> None:
-    plan = schedule("gpipe", 2, 3)
+    plan = make("gpipe", 2, 3).plan()
     assert [words(steps) for steps in plan] == [
         "F0 (SF0) F1 (SF1) F2 (SF2 RB0) B0 (RB1) B1 (RB2) B2",
         "(RF0) F0 (RF1) F1 (RF2) F2 B0 (SB0) B1 (SB1) B2 (SB2)",
@@ -56,8 +56,8 @@ def test_gpipe_plan_by_hand() -> None:
 
 
 def test_one_stage_only_computes() -> None:
-    assert words(schedule("1f1b", 1, 3)[0]) == "F0 B0 F1 B1 F2 B2"
-    assert words(schedule("gpipe", 1, 3)[0]) == "F0 F1 F2 B0 B1 B2"
+    assert words(make("1f1b", 1, 3).plan()[0]) == "F0 B0 F1 B1 F2 B2"
+    assert words(make("gpipe", 1, 3).plan()[0]) == "F0 F1 F2 B0 B1 B2"
 
 
 def test_fewer_microbatches_than_stages() -> None:
@@ -94,13 +94,13 @@ def test_backwards_run_in_microbatch_order(name: str) -> None:
 
 def test_unknown_schedule_names_the_key_and_the_nearest() -> None:
     with pytest.raises(UserError, match=r"schedule=1f1bb .*gpipe, 1f1b.*nearest: 1f1b"):
-        schedule("1f1bb", 2, 2)
+        make("1f1bb", 2, 2).plan()
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4)])
 def test_impossible_sizes_are_refused(stages: int, microbatches: int) -> None:
     with pytest.raises(ValueError, match="needs a rank, a chunk and a micro-batch"):
-        schedule("gpipe", stages, microbatches)
+        make("gpipe", stages, microbatches).plan()
 
 
 def test_pipeline_plans_need_no_torch() -> None:

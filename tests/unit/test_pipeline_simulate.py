@@ -6,7 +6,7 @@ import pytest
 
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError
-from parallel3d.schedules.schedule import IN_ORDER, make, schedule
+from parallel3d.schedules.schedule import IN_ORDER, make
 from parallel3d.schedules.simulate import Timeline, simulate
 
 
@@ -20,7 +20,7 @@ def test_bubble_of_equal_stages(name: str, stages: int) -> None:
     """(p - 1) / (m + p - 1) of the step: Narayanan et al. 2021, section 2.2.1."""
     for microbatches in range(1, 17):
         for forward, backward in ((1.0, 1.0), (1.0, 2.0), (0.3, 0.7)):
-            timeline = simulate(schedule(name, stages, microbatches), forward, backward)
+            timeline = simulate(make(name, stages, microbatches).plan(), forward, backward)
             bubble = (stages - 1) / (microbatches + stages - 1)
             assert timeline.bubble == pytest.approx([bubble] * stages, rel=1e-12, abs=1e-12)
             assert timeline.bubble_fraction == pytest.approx(bubble, rel=1e-12, abs=1e-12)
@@ -29,7 +29,7 @@ def test_bubble_of_equal_stages(name: str, stages: int) -> None:
 
 
 def test_two_stages_by_hand_with_hops_and_uneven_stages() -> None:
-    timeline = simulate(schedule("1f1b", 2, 2), [1.0, 2.0], [3.0, 5.0], hop_s=0.5)
+    timeline = simulate(make("1f1b", 2, 2).plan(), [1.0, 2.0], [3.0, 5.0], hop_s=0.5)
     assert times(timeline, 0) == {
         "F0": (0.0, 1.0),
         "F1": (1.0, 2.0),
@@ -51,7 +51,7 @@ def test_two_stages_by_hand_with_hops_and_uneven_stages() -> None:
 def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
     stages, hop = 5, 0.25
     forward, backward = [1.0, 0.5, 2.0, 1.5, 0.7], [2.0, 1.1, 3.0, 2.5, 1.9]
-    timeline = simulate(schedule(name, stages, 7), forward, backward, hop)
+    timeline = simulate(make(name, stages, 7).plan(), forward, backward, hop)
     ends = {(r, s.action): s.end for r, spans in enumerate(timeline.spans) for s in spans}
     for rank, spans in enumerate(timeline.spans):
         free = 0.0
@@ -72,12 +72,12 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
 
 
 def test_messages_in_the_plan_do_not_change_the_clock() -> None:
-    plan, bare = schedule("1f1b", 4, 6), make("1f1b", 4, 6).orders
+    plan, bare = make("1f1b", 4, 6).plan(), make("1f1b", 4, 6).orders
     assert simulate(plan, 1.0, 2.0, 0.1) == simulate(bare, 1.0, 2.0, 0.1)
 
 
 def test_slowest_stage_bounds_the_step() -> None:
-    timeline = simulate(schedule("1f1b", 4, 32), [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
+    timeline = simulate(make("1f1b", 4, 32).plan(), [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0])
     assert timeline.bubble[2] < 0.1
     assert timeline.bubble[0] > 0.6
 
@@ -94,7 +94,7 @@ def test_orders_that_can_never_run_are_refused() -> None:
 
 
 def test_costs_that_do_not_fit_are_refused() -> None:
-    plan = schedule("gpipe", 2, 2)
+    plan = make("gpipe", 2, 2).plan()
     with pytest.raises(ValueError, match="forward_s has 3 entries for 2 stages"):
         simulate(plan, [1.0, 1.0, 1.0], 1.0)
     with pytest.raises(ValueError, match=r"backward_s=0.0 must be positive"):
