@@ -82,18 +82,20 @@ def test_layers_train_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "is_faster"),
+    ("vendor", "capability", "has_onednn", "is_faster"),
     [
-        ("AuthenticAMD", "AVX512", True),
-        ("AuthenticAMD", "AVX2", False),
-        ("GenuineIntel", "AVX512", False),  # MKL knows its own
-        ("AuthenticAMD", "DEFAULT", False),
-        (None, "AVX512", False),  # a system that has no such file
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX512", False, False),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("AuthenticAMD", "DEFAULT", True, False),
+        ("GenuineIntel", "AVX512", True, False),  # MKL knows its own
+        (None, "AVX512", True, False),  # a system that has no such file
     ],
 )
 def test_which_processors(
     vendor: str | None,
     capability: str,
+    has_onednn: bool,
     is_faster: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,6 +104,7 @@ def test_which_processors(
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
     assert onednn_is_faster(cpuinfo) is is_faster
 
 
