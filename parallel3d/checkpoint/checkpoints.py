@@ -114,6 +114,10 @@ class Checkpoints:
 
     def _prepare_saver(self) -> None:
         """Rank 0 names this session, claims the run's checkpoints and tidies them up."""
+        if self.config.checkpoint.every:
+            # Half a second, and many on a cold network file system: not within a save, where the
+            # watchdog and the grace time of a preempted run are counting.
+            import parallel3d.checkpoint.storage  # noqa: F401
         if self.saver is None:
             session = self._word_of_first_rank(lambda: uuid.uuid4().hex[:12])
             self.saver = Saver(
@@ -220,7 +224,7 @@ class Checkpoints:
 
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
         """Load one checkpoint on every rank, or say on rank 0 why it cannot be, and return None."""
-        from parallel3d.checkpoint.storage import read_state  # DCP takes half a second to import
+        from parallel3d.checkpoint.storage import read_state
 
         def read() -> tuple[Manifest, str | None]:
             manifest = read_manifest(folder)

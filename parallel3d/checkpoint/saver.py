@@ -144,7 +144,7 @@ class Saver:
         try:
             state = copy(save.state) if copy is not None else save.state
             self.copied.set()
-            # Here, as DCP takes half a second to import.
+            # Imported by `Checkpoints`; not at the top: a run without saves needs none of it.
             from parallel3d.checkpoint.storage import write_state
 
             for folder in (self.folder, unfinished):

@@ -42,6 +42,7 @@ from parallel3d.data.text.run_tokenizer import with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
 from parallel3d.host.devices import HostError, check_precision_of, choose_device
 from parallel3d.host.gpu_environment import gpu_environment
+from parallel3d.host.standard_streams import open_closed_streams
 from parallel3d.run.directory import check_run, make_run_directory, take_run
 from parallel3d.run.failure import full_stop
 from parallel3d.run.launch import Place, detect, port_is_free
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
     stopped by signal n.
     """
+    open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not words or words[0] in ("-h", "--help", "help"):

@@ -31,6 +31,7 @@ from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
 TYPES = ("bf16", "fp16", "fp8")
 _MOST_NODES = 1 << 16  # looked through for a cluster that a model would fit
+_STILL = 0.98  # of a rank's memory: with twice the nodes it still needs as much
 _HELD = {
     "tp": "tp", "pp": "pp", "vpp": "vpp", "dp": "dp", "zero": "zero", "recompute": "recompute",
     "micro_batch_size": "micro_batch",
@@ -232,17 +233,29 @@ def fits_nowhere(
             f"{_fewer_layers(config, choice, sizes)}"
         )
     node = config.cluster.gpus_per_node or 8
-    words = f"none was found up to {_MOST_NODES} nodes"
-    more = nodes * 2
-    while more <= _MOST_NODES:
+    more, needed = nodes, float(priced.memory.total[least])
+    progress = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+    while True:
+        more *= 2
+        if progress is not None:
+            print(f"\r\x1b[Kplan: trying cluster.nodes={more} …", end="", file=progress, flush=True)
         batch = max(config.global_batch_size, more * node)
         tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
         grown = replace(config, global_batch_size=batch)
-        if tried and priced_by_shapes(grown, tried, sizes).order:
+        found = priced_by_shapes(grown, tried, sizes) if tried else None
+        if found is not None and found.order:
             words = f"the nearest that would is cluster.nodes={more}"
             words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
             break
-        more *= 2
+        before = needed
+        if found is not None:
+            needed = min(needed, float(found.memory.total.min()))
+        # Where twice the GPUs save nothing, what is left is shared out as far as it can be.
+        if 2 * more > _MOST_NODES or (tried and needed > _STILL * before):
+            words = f"none was found up to {more} nodes"
+            break
+    if progress is not None:
+        print("\r\x1b[K", end="", file=progress, flush=True)
     return (
         f"model={config.model.name} fits no layout on cluster.nodes={nodes}: the one that needs "
         f"least (tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "

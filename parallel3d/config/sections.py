@@ -53,7 +53,7 @@ class ModelConfig:
     """The transformer, as GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
     name: str = key("custom", "name of the preset, for logs")
-    num_layers: int = key(4, "transformer layers", minimum=1, megatron="--num-layers")
+    num_layers: int = key(4, "transformer layers", minimum=1, maximum=4096, megatron="--num-layers")
     hidden_size: int = key(128, "width of the residual stream", minimum=1, megatron="--hidden-size")
     num_attention_heads: int = key(8, "query heads", minimum=1, megatron="--num-attention-heads")
     num_query_groups: int | None = key(

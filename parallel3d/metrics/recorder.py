@@ -14,7 +14,9 @@ from rich.console import Console
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.errors import say as tell
 from parallel3d.files.durable import replace_durably
+from parallel3d.host.standard_streams import lost_output
 from parallel3d.metrics import report
 from parallel3d.metrics.breakdown import RankTimes, summary_of
 from parallel3d.metrics.breakdown_picture import breakdown_svg
@@ -208,6 +210,9 @@ class Recorder:
                 closing.callback(self._write, "breakdown.svg", self._draw)
             closing.push(self._resources.pop_all())
         report.print_summary(self._console, summary, self._curve.values())
+        if (lost := lost_output()) is not None:
+            what = f"{lost['bytes']:,} bytes of output were lost ({lost['reason']})"
+            tell(f"{what}; the run's figures are in {self._run_dir}/")
         return summary
 
     def __enter__(self) -> Self:
@@ -294,4 +299,6 @@ class Recorder:
             content["noise_scale"] = last.noise_scale
         if self._error is not None:
             content["error"] = self._error
+        if (lost := lost_output()) is not None:
+            content["lost_output"] = lost
         return finite(content)

@@ -8,10 +8,7 @@ same answer in it after the same step (`Trainer.train_step`). The loop then save
 
 from __future__ import annotations
 
-import errno
-import io
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,32 +81,6 @@ class StopSignals:
 def is_nohup(number: int) -> bool:
     """Whether it is the SIGHUP that nohup has this process ignore: the run shall outlive it."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
-
-
-class _Terminal(io.FileIO):
-    """A terminal that may go away; what is written to it then is lost, and fails nothing."""
-
-    def write(self, data: bytes | memoryview) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return memoryview(data).nbytes
-
-
-def outlive_terminal() -> None:
-    """From here on a run that a lost terminal stops (SIGHUP) is not ended by its own words before
-    it has saved: `sys.stdout` and `sys.stderr` go on, into nothing.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None or not stream.isatty():
-            continue
-        stream.flush()
-        kept = io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False))
-        words = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
-        setattr(sys, name, io.TextIOWrapper(kept, **words))
 
 
 @contextmanager

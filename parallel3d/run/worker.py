@@ -21,6 +21,7 @@ from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.host.host_memory import give_back_freed_memory, keep_freed_memory, nothing_collected
 from parallel3d.host.numa import bind_near
 from parallel3d.host.processes import die_with_parent
+from parallel3d.host.standard_streams import drop_failed_output
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.endings import (
@@ -37,7 +38,7 @@ from parallel3d.run.launch import Place, Worker, detect
 from parallel3d.run.local_workers import run_local_workers
 from parallel3d.run.meeting import agree_on_run, keeps_store, meet
 from parallel3d.run.rank_exchange import take_rank
-from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers, outlive_terminal
+from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers
 from parallel3d.topology.layout import layout_of
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run_here(
     `again`: this process will do so for other runs (a sweep's); a single rank is not in it either,
     as nothing can be forked of what has computed. Returns the exit code; failures were said.
     """
-    outlive_terminal()
+    drop_failed_output()
     if device.note:
         say(device.note)
     try:
@@ -124,7 +125,7 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     """
     if keeps_store(os.environ):  # without it nothing could be saved any more
         die_with_parent()
-    outlive_terminal()
+    drop_failed_output()
     begin_on(kind)
     place = place.with_port(config.launch.master_port)
     worker = Worker(
@@ -159,7 +160,7 @@ def local_worker_main(
     matters.
     """
     _die_with(launcher_pid)
-    outlive_terminal()
+    drop_failed_output()
     begin_on(kind)
     place = detect(os.environ)
     assert place is not None  # the launcher has told

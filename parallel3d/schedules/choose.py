@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from parallel3d.errors import UserError
+from parallel3d.files.reading import plain, read_bounded
 from parallel3d.schedules.actions import Kind, Orders
 from parallel3d.schedules.listed import Rule, list_schedule
 from parallel3d.schedules.orders import interleaved_zero_bubble
@@ -22,6 +23,7 @@ WORK = 600_000  # actions that the search may place: some seconds
 SAME = 1e-9
 # Micro-batches × stages that are still searched in some seconds.
 LARGEST = 300_000
+LARGEST_TABLE = 1 << 26  # bytes of `schedule.file`, some six million actions
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,11 @@ def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Sc
         )
     said = file if file.isprintable() and " " not in file else repr(file)
     try:
-        table = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
+        table = read_bounded(Path(file), LARGEST_TABLE).decode("utf-8-sig")  # Excel writes a mark
+    except UnicodeDecodeError:
+        raise UserError(f"schedule.file={said} cannot be read: it is not text.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or plain(str(error))
         raise UserError(f"schedule.file={said} cannot be read: {reason}.") from None
     return read_table(table, said, ranks, microbatches, chunks if chunks > 1 else None)
 

@@ -18,6 +18,19 @@ def loss_chunks(
 ) -> list[int]:
     """The sizes of the chunks, in order, into which the loss cuts the tokens of a micro-batch.
 
+    Arguments as those of `loss_chunk_counts`.
+    """
+    counts = loss_chunk_counts(
+        tokens, columns, chunk_tokens, item=item, on_accelerator=on_accelerator
+    )
+    return [size for size, count in counts.items() for _ in range(count)]
+
+
+def loss_chunk_counts(
+    tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
+) -> dict[int, int]:
+    """How many chunks of which size the loss makes of a micro-batch's tokens, the larger first.
+
     Args:
         columns: of the logits that one rank holds.
         chunk_tokens: `loss.chunk_tokens`; None: as many as take 64 MiB in fp32 on a CPU, at least
@@ -29,5 +42,7 @@ def loss_chunks(
     else:
         most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
     count = -(-tokens // most)
-    # As equal as can be, the larger ones first: a short rest would run at half the speed.
-    return [tokens // count + (i < tokens % count) for i in range(count)]
+    # As equal as can be: a short rest would run at half the speed.
+    size, larger = divmod(tokens, count)
+    counts = {size + 1: larger, size: count - larger}
+    return {size: count for size, count in counts.items() if count}

@@ -16,7 +16,7 @@ from parallel3d.schedules.placement import Placement
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
 from parallel3d.sizes.layer_traffic import layer_transfers
 from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
-from parallel3d.sizes.loss_chunks import loss_chunks
+from parallel3d.sizes.loss_chunks import loss_chunk_counts
 from parallel3d.sizes.stages import layers_of_stages, placement_of
 from parallel3d.sizes.transfer import (
     SCALAR_BYTES,
@@ -145,10 +145,10 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
         token, what = columns * rank.item, "logits"
     # Where the run has yet to find out (device=auto), a topology is one of accelerators.
     on_accelerator = rank.config.device != "cpu"
-    sizes = loss_chunks(
+    chunks = loss_chunk_counts(
         rank.tokens, columns, loss.chunk_tokens, item=rank.item, on_accelerator=on_accelerator
     )
-    for tokens, count in Counter(sizes).items():
+    for tokens, count in chunks.items():
         yield Transfer("tp", "all_gather", token * tokens, count * microbatches, what)
 
 

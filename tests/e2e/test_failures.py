@@ -154,6 +154,18 @@ def test_c7_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
     assert not (run / "failures").exists()
 
 
+@pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
+def test_a_run_outlives_the_reader_of_its_output(shell: Shell, layout: str) -> None:
+    piped = 'set -o pipefail; "$@" | head -n 1'
+    train = words(shell, layout, "checkpoint.every=2")
+    ended = shell.run("bash", "-c", piped, "bash", *PARALLEL3D, *train)
+    assert ended.code == 0, ended
+    assert "bytes of output were lost (Broken pipe)" in ended.errors[-1]
+    run = shell.cwd / "runs" / "mine"
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    assert '"lost_output"' in (run / "summary.json").read_text()
+
+
 def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
     train = words(shell, "tp=2", LONG)
     agent = shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", *train)

@@ -31,6 +31,11 @@ BAD = [
     (("tp=3",), "tp=3 must divide the 16 GPUs .*the nearest is 2"),
     (("pp=64", "cluster.nodes=64"), "pp=64 must be at most .*the nearest is 32"),
     (("tp=2", "pp=2", "global_batch_size=15"), "global_batch_size=15 must be .*nearest is 16"),
+    (("model.num_layers=1000000",), "num_layers=1000000 must be .*the nearest is .*=4096"),
+    (
+        ("model.seq_length=1000000000", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
+        "cluster.nodes must be larger, none was found up to 4 nodes",
+    ),
     (("model=llama3_405b",), "fits no layout .*misses by .* GiB .*cluster.nodes=16"),
 ]
 

@@ -136,3 +136,27 @@ def test_disk_that_takes_no_more_is_said_and_training_goes_on(shell: Shell) -> N
     run = shell.cwd / "runs" / "full"
     assert len(curve(run)) == 3
     assert [path.name for path in (run / "checkpoints").iterdir()] == [".claim"]
+
+
+IMPORTS = """
+import sys
+from parallel3d.checkpoint.saver import Saver
+from parallel3d.cli.command_line import main
+
+work = Saver._work
+
+def seen(self, *args):
+    before = set(sys.modules)
+    work(self, *args)
+    print("imported in a save:", sorted(set(sys.modules) - before), file=sys.stderr)
+
+Saver._work = seen
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
+    """Minutes on a cold file system, of a preempted run's grace time and under its watchdog."""
+    words = (*TINY, *shell.text(), "checkpoint.every=2", "checkpoint.async_save=false")
+    ended = shell.run(PARALLEL3D[0], "-c", IMPORTS, "train", *words)
+    assert ended.code == 0 and ended.err.count("imported in a save: []") == 2, ended

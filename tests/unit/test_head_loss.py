@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.loss_memory import peak_bytes
-from parallel3d.sizes.loss_chunks import loss_chunks
+from parallel3d.sizes.loss_chunks import loss_chunk_counts, loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.head_loss import HeadLoss
 from tests.operators import Operators
@@ -188,6 +188,12 @@ def test_chunks_are_even_and_cover_the_tokens() -> None:
     assert chunks(1100, 131072, None) == [550, 550]
     assert chunks(16, 8, 7) == [6, 5, 5]
     assert chunks(3, 8, 1) == [1, 1, 1]
+
+
+def test_chunks_are_counted_without_making_a_list_of_them() -> None:
+    counts = loss_chunk_counts(10**12 + 1, 8, 1000, item=2, on_accelerator=True)
+    assert sum(size * count for size, count in counts.items()) == 10**12 + 1
+    assert sum(counts.values()) == 10**9 + 1 and list(counts) == [1000, 999]
 
 
 @pytest.mark.parametrize("item", [2, 4, 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -106,6 +107,31 @@ def test_bad_input_is_one_sentence(
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert re.search(sentence, err), err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_tables_are_read_in_bounds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    table = tmp_path / "table.csv"
+    if kind == "pipe":
+        os.mkfifo(table)
+    elif kind == "device":
+        table.symlink_to("/dev/zero")
+    else:
+        with table.open("wb") as file:
+            file.truncate(10 << 30)
+    code, out, err = run(capsys, "schedule=file", f"schedule.file={table}")
+    assert (code, out) == (2, "") and "cannot be read" in err and err.count("\n") == 1
+
+
+def test_a_table_may_begin_with_a_byte_order_mark(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(write_table(make("1f1b", 2, 4, 1)), encoding="utf-8-sig")
+    words = ("schedule=file", f"schedule.file={table}", "pp=2", "num_microbatches=4")
+    assert run(capsys, *words)[0] == 0
 
 
 def test_no_torch_is_imported() -> None:

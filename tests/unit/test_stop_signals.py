@@ -1,16 +1,13 @@
-"""What signals ask of a run, in the order in which they come, and what a lost terminal does."""
+"""What signals ask of a run, in the order in which they come."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.run import stop_signals
 from parallel3d.run.local_ranks import LocalRanks, Stopped
 from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
@@ -80,36 +77,3 @@ def test_d8_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
     with pytest.raises(Stopped):
         launcher._ask_to_stop(INT, None)
     assert launcher.handed_on == [TERM, INT]
-
-
-LOST = """
-import os, pty, sys
-from parallel3d.run.stop_signals import outlive_terminal
-master, terminal = pty.openpty()
-os.dup2(terminal, 1)
-sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-{outlive}
-print("seen")
-print(repr(os.read(master, 100)), file=sys.stderr)
-os.close(terminal)
-os.close(master)
-print("into nothing")
-sys.stdout.flush()
-print("went on", file=sys.stderr)
-"""
-
-
-def test_c7_words_to_a_lost_terminal_end_no_run() -> None:
-    ends = {}
-    for outlive in ("", "outlive_terminal()"):
-        command = [sys.executable, "-c", LOST.format(outlive=outlive)]
-        ends[outlive] = subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
-        assert "seen" in ends[outlive]
-    assert ends["outlive_terminal()"].endswith("went on\n")
-    assert "Input/output error" in ends[""]  # what it is about
-
-
-def test_streams_that_are_no_terminal_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = sys.stdout, sys.stderr
-    stop_signals.outlive_terminal()
-    assert (sys.stdout, sys.stderr) == before

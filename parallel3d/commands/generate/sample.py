@@ -139,15 +139,12 @@ class Stream:
         self.last = "\n"
 
     def write(self, text: str) -> None:
-        """Prints it at once. A reader that has gone is no error."""
+        """Prints it at once."""
         if not text:
             return
         self.last = text[-1]
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `parallel3d generate … | head`: the rest goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Ends the last line."""

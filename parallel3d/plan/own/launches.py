@@ -11,7 +11,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.plan.own.layer import Tensors, tensors
 from parallel3d.sizes.buckets import assign, padded_numel
 from parallel3d.sizes.local_shapes import LocalParameter
-from parallel3d.sizes.loss_chunks import loss_chunks
+from parallel3d.sizes.loss_chunks import loss_chunk_counts
 from parallel3d.sizes.traffic import TIED_TABLES, pipeline_ranks, transfers
 from parallel3d.sizes.transfer import PipelineRank
 from parallel3d.topology.layout import layout_of
@@ -90,7 +90,8 @@ def _chunks(config: Config, rank: PipelineRank) -> int:
     columns //= config.tp if config.model.parallel_output else 1
     accelerated = config.device != "cpu"
     item, most = rank.item, config.loss.chunk_tokens
-    return len(loss_chunks(rank.tokens, columns, most, item=item, on_accelerator=accelerated))
+    counts = loss_chunk_counts(rank.tokens, columns, most, item=item, on_accelerator=accelerated)
+    return sum(counts.values())
 
 
 def _sharding(config: Config, rank: PipelineRank, count: int, layers: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.sizes.loss_chunks import loss_chunks
+from parallel3d.sizes.loss_chunks import loss_chunk_counts
 from parallel3d.sizes.run_schedule import sends_slices
 from parallel3d.sizes.transfer import ACTIVATION_BYTES
 
@@ -145,9 +145,12 @@ def head_bytes(config: Config, t: Tensors) -> HeadBytes:
     model, tp = config.model, config.tp
     item, rows = ACTIVATION_BYTES[config.precision.name], config.micro_batch_size * model.seq_length
     columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
-    chunk = loss_chunks(
-        rows, columns, config.loss.chunk_tokens, item=item, on_accelerator=config.device != "cpu"
-    )[0]
+    chunk = max(
+        loss_chunk_counts(
+            rows, columns, config.loss.chunk_tokens, item=item,
+            on_accelerator=config.device != "cpu",
+        )
+    )  # fmt: skip
     statistics = chunk * (25 + 24 * tp)
     reduced = t.stream if t.sp else 0.0
     kept = t.stream + t.norm + t.stream  # the norm's input and the gradient of it
