@@ -131,7 +131,8 @@ def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
     bits ^= high
     bits *= SECOND
     bits ^= _shifted(bits, 15, 32)
-    return bits.bitwise_and_(0x7FFFFFFF) < round(p * (1 << 31))
+    # Not < round(p · 2³¹): for p next to 1 that is 2³¹, which int32 does not have.
+    return bits.bitwise_and_(0x7FFFFFFF) <= round(p * (1 << 31)) - 1
 
 
 def without(x: Tensor, dropped: Tensor, p: float) -> Tensor:

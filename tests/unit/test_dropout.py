@@ -29,6 +29,13 @@ def test_masks_are_those_of_the_formula() -> None:
     assert set(everything.unique().tolist()) == {0.0, 2.0}
 
 
+@pytest.mark.parametrize("p", [1 - 2**-31, 1 - 2**-33, 1 - 2**-53])
+def test_a_probability_next_to_1_drops_everything(p: float) -> None:
+    """2³¹, the number of values that are compared, is no int32."""
+    x = torch.ones(2, 8, 64, dtype=torch.float64)
+    assert not Dropout(1, "a", p)(x, samples(0, 1)).any()
+
+
 def test_parts_have_the_masks_of_the_whole() -> None:
     x, numbers = torch.ones(4, 8, 6, 10), samples(4, 5, 6, 7)
     whole = Dropout(1, "a", 0.4)(x, numbers)
