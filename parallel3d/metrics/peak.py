@@ -5,18 +5,17 @@ Never one vendor's number for every device: a name that the table does not know 
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from parallel3d.device import accelerator
 from parallel3d.device.precision import COMPUTE
 from parallel3d.device.products import product
+from parallel3d.host.devices import available_cores
 from parallel3d.metrics.text import si
 
 TERA = 1e12
@@ -121,18 +120,6 @@ def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
 def cpu_share(threads: int, local_ranks: int, cores: int) -> float:
     """Share of its stand-alone speed that a rank has when all `local_ranks` compute at once."""
     return min(1.0, cores / (threads * local_ranks))
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity (Slurm, taskset), its container's CPU quota."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<µs of CPU> <µs of time>" or "max …"
-    if quota_file.is_file():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def _enough(device: torch.device, dtype_name: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.device import accelerator
+from parallel3d.host.devices import available_cores
 
 WORD_TABLE = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn
@@ -117,8 +119,8 @@ class Initializer:
     """Makes parameters whose values are a function of (seed, name, index) alone.
 
     A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
-    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, on as
-    many threads as torch has and a band of at most `BAND` elements at a time: beside its slice it
+    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, on
+    `drawing_threads` threads and a band of at most `BAND` elements at a time: beside its slice it
     holds one band, and no layout changes a value.
 
     With `deferred`, parameters have their shape and type but one element of memory: whoever
@@ -189,7 +191,7 @@ class Initializer:
         down = range(top // TILE, (bottom - 1) // TILE + 1)
         across = range(left // TILE, (left + cols - 1) // TILE + 1)
         tiles = [(i, j) for i in down for j in across]
-        threads = min(torch.get_num_threads(), len(tiles))
+        threads = min(drawing_threads(self.device), len(tiles))
         if threads == 1:
             for tile in tiles:
                 draw(tile)
@@ -205,3 +207,15 @@ class Initializer:
         key = np.frombuffer(digest, dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key))
         return stream.standard_normal((rows, TILE), dtype=np.float32)
+
+
+def drawing_threads(device: torch.device) -> int:
+    """Threads on which a rank on `device` draws its parameters: torch's own.
+
+    On an accelerator no fewer than the rank's share of its host's cores. torchrun sets
+    OMP_NUM_THREADS=1 for CPU kernels, and one thread draws an 8B model in minutes.
+    """
+    threads = torch.get_num_threads()
+    if not accelerator.is_accelerator(device) or "LOCAL_WORLD_SIZE" not in os.environ:
+        return threads
+    return max(threads, available_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))

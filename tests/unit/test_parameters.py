@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -102,6 +103,42 @@ def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> No
         patch.object(pieces, "BAND", band),
     ):
         assert torch.equal(draw(4, "w", full, start, shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "threads"),
+    [
+        ("cuda", {"LOCAL_WORLD_SIZE": "2"}, 4),
+        ("cuda", {"LOCAL_WORLD_SIZE": "16"}, 1),
+        ("cuda", {}, 1),  # srun: torch has the cores that are bound to the task
+        ("cpu", {"LOCAL_WORLD_SIZE": "2"}, 1),
+    ],
+)
+def test_ranks_on_accelerators_share_the_cores_to_draw(
+    device: str, environ: dict[str, str], threads: int
+) -> None:
+    """Whatever OMP_NUM_THREADS says, which torchrun sets to 1."""
+    pools = []
+
+    class Pool(pieces.ThreadPoolExecutor):
+        def __init__(self, threads: int) -> None:
+            pools.append(threads)
+            super().__init__(threads)
+
+    full = (4 * TILE, 3 * TILE)
+    expected, out = draw(4, "w", full, (0, 0), full), torch.empty(full)
+    with (
+        patch.object(torch, "get_num_threads", lambda: 1),
+        patch.object(pieces, "available_cores", lambda: 8),
+        patch.object(pieces, "ThreadPoolExecutor", Pool),
+        patch.dict(os.environ, environ),
+    ):
+        if not environ:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        piece = Piece("w", full, (0, 0), full, std=0.02)
+        Initializer(4, torch.float32, torch.device(device)).fill(piece, out)
+    assert pools == ([threads] if threads > 1 else [])
+    assert torch.equal(out, expected)
 
 
 def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
