@@ -38,6 +38,12 @@ CAN_GO_ON = ("train",)
 RUN_KEY = "parallel3d/run"
 SEEN_KEY = "parallel3d/run_seen"
 
+# Written by ProcessGroupNCCL on an error or time-out past all prefixes (kStoreDumpKey in
+# ProcessGroupNCCL.hpp): whoever finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
+# its other keys, such as remote_error, have the group's prefix and so the attempt's.
+NCCL_DUMP_KEY = "exception_dump"
+CLEARED_KEY = "parallel3d/cleared"
+
 
 class RankZerosError(UserError):
     """What rank 0 has found and says itself; its store may be gone with it."""
@@ -69,7 +75,13 @@ def meet(config: Config, place: Place) -> Store:
         ) from None
     # The agent's store outlives the ranks: what those before a restart said is not for these.
     attempt = _attempt() if agent_listens else 0
-    return dist.PrefixStore(f"attempt{attempt}", behind_secret(store))
+    own = dist.PrefixStore(f"attempt{attempt}", behind_secret(store))
+    if attempt and place.rank == 0:
+        store.delete_key(NCCL_DUMP_KEY)
+        own.set(CLEARED_KEY, "")
+    elif attempt:
+        own.wait([CLEARED_KEY])  # NCCL looks for the other key from the start of its first group
+    return own
 
 
 def keeps_store(environ: Mapping[str, str]) -> bool:

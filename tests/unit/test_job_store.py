@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import meeting
 from parallel3d.run.launch import Place, Worker
-from parallel3d.run.local_workers import OneHost
+from parallel3d.run.local_workers import OneHost, _place
 from parallel3d.run.rank_exchange import take_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
@@ -140,6 +143,38 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
         pytest.raises(UserError, match=r"another launch\.master_port"),
     ):
         meeting.meet(Config(), place("127.0.0.1", taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize("agent", ["torchrun", "local"])
+def test_a_restart_does_not_see_that_nccl_failed_before_it(
+    agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes first, and meets nobody before the key is gone."""
+    host = OneHost(0)
+    host.open()
+    assert host.store is not None
+
+    def start(number: int) -> Callable[[int], dist.Store]:
+        environ = _place(host, 0, 2, number)
+        if agent == "torchrun":
+            environ = {name: environ[name] for name in AGENT}
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        here = place("127.0.0.1", host.port, agent)
+        return lambda rank: meeting.meet(Config(), dataclasses.replace(here, rank=rank))
+
+    meet = start(0)
+    meet(1), meet(0)
+    host.store.set("exception_dump", "1")  # ProcessGroupNCCL's, of the whole store
+    assert meet(0).underlying_store.underlying_store.check(["exception_dump"])
+    meet = start(1)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(meet, 1)
+        with pytest.raises(TimeoutError):
+            first.result(0.2)
+        meet(0)
+        first.result(30)
+    assert not host.store.check(["exception_dump"])
 
 
 def test_a5_two_jobs_at_one_store_do_not_hear_of_each_other(
