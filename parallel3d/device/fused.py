@@ -15,7 +15,8 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -30,6 +31,9 @@ T = TypeVar("T")
 # Elements of the largest argument below which a kernel of its own saves microseconds, and compiling
 # it costs seconds: a token at a time in `generate`, say.
 LEAST_ELEMENTS = 1 << 20
+# Kinds of arguments that a function is compiled for, seconds each. More come of `generate`, with
+# prompts of all lengths: what comes later runs as separate operations.
+MOST_KERNELS = 64
 
 
 def fuses(device: torch.device) -> bool:
@@ -68,7 +72,8 @@ class _Fused(Generic[P, T]):
         functools.update_wrapper(self, function)
         self.least = least
         self.function = function
-        self.compiled: Callable[P, T] | None = None
+        self.kernels: dict[Hashable, Callable[P, T]] = {}
+        self.compiles = True
 
     def __call__(self, *args: P.args) -> T:
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -80,29 +85,58 @@ class _Fused(Generic[P, T]):
             with kernel(self.function.__name__):
                 return self.function(*args)
         least = LEAST_ELEMENTS if self.least is None else self.least
-        if max(t.numel() for t in tensors) < least:
+        if not self.compiles or max(t.numel() for t in tensors) < least:
             return self.function(*args)
         return self._run_compiled(*args)
 
     def _run_compiled(self, *args: Any) -> T:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        if self.compiled is None:
-            self.compiled = torch.compile(
-                self.function, fullgraph=True, dynamic=False, options=equal_on_all_ranks()
-            )
         # Without gradients of their own, or training and evaluation would be two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
+        kernel = self._kernel(tuple(map(_kind, plain)))
         try:
             with torch.no_grad():
-                return self.compiled(*plain)
+                return kernel(*plain)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
             # Raised before anything ran. The plain function is slower and as right.
-            log.warning(
-                "%s runs as separate operations: %s", self.function.__name__, _first_line(error)
-            )
-            self.compiled = self.function
+            self._warn(_first_line(error))
+            self.compiles = False
             return self.function(*args)
+
+    def _kernel(self, kind: Hashable) -> Callable[P, T]:
+        """Returns what is compiled for arguments of this kind, beyond the limit the plain function.
+
+        Dynamo finds compiled code through a function's code object and refuses a ninth shape of
+        one (`recompile_limit`), so each kind gets a code object of its own.
+        """
+        kernel = self.kernels.get(kind)
+        if kernel is None and len(self.kernels) < MOST_KERNELS:
+            kernel = self.kernels[kind] = torch.compile(
+                _with_own_code(self.function),
+                fullgraph=True,
+                dynamic=False,
+                options=equal_on_all_ranks(),
+            )
+            if len(self.kernels) == MOST_KERNELS:
+                self._warn(f"for all but the {MOST_KERNELS} shapes that are compiled")
+        return kernel or self.function
+
+    def _warn(self, why: str) -> None:
+        log.warning("%s runs as separate operations: %s", self.function.__name__, why)
+
+
+def _kind(argument: Any) -> Hashable:
+    """Returns what of an argument a kernel is compiled for."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    return argument
+
+
+def _with_own_code(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the same function with a copy of its code."""
+    code, more = function.__code__.replace(), (function.__defaults__, function.__closure__)
+    return FunctionType(code, function.__globals__, function.__name__, *more)
 
 
 def fused(function: Callable[P, T], *, least: int | None = None) -> Callable[P, T]:

@@ -243,8 +243,52 @@ def test_small_calls_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "LEAST_ELEMENTS", 8)
     for size in (4, 8, 4, 9):
         assert torch.equal(doubled(torch.ones(size)), torch.full((size,), 2.0))
-    assert ran == [8, 9] and made == [
-        {"fullgraph": True, "dynamic": False, "options": {"deterministic": True}}
+    how = {"fullgraph": True, "dynamic": False, "options": {"deterministic": True}}
+    assert ran == [8, 9] and made == [how, how]
+
+
+class Compiled:
+    """Dynamo's own limits, without TorchInductor's seconds: which sizes came to a compiler."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.said: list[str] = []
+        compile_ = torch.compile
+        compiled(monkeypatch)
+        monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, **HOW, backend=self.take))
+        monkeypatch.setattr(fused.log, "warning", lambda text, *a: self.said.append(text % a))
+
+    def take(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        self.sizes.append(inputs[0].numel())
+        return graph.forward
+
+
+HOW = {"fullgraph": True, "dynamic": False}
+
+
+def test_more_shapes_than_dynamo_recompiles_for_are_a_kernel_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trebled = fused.fused(lambda x, by: x * by)
+    compiler = Compiled(monkeypatch)
+    sizes = list(range(1, torch._dynamo.config.recompile_limit + 5))
+    for size in sizes * 2:
+        assert torch.equal(trebled(torch.ones(size), 3), torch.full((size,), 3.0))
+    assert compiler.sizes == sizes and not compiler.said
+    for x, by in ((torch.ones(2, 2)[:, 0], 3), (torch.ones(2).int(), 3), (torch.ones(2), 4)):
+        assert torch.equal(trebled(x, by), x * by)
+    assert compiler.sizes == [*sizes, 2, 2, 2]  # strides, types and constants as well
+
+
+def test_shapes_beyond_the_most_kernels_run_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    trebled = fused.fused(lambda x: x * 3)
+    compiler = Compiled(monkeypatch)
+    monkeypatch.setattr(fused, "MOST_KERNELS", 2)
+    for size in (1, 2, 3, 4, 1, 2):
+        assert torch.equal(trebled(torch.ones(size)), torch.full((size,), 3.0))
+    assert compiler.sizes == [1, 2]
+    assert [said.partition(": ")[2] for said in compiler.said] == [
+        "for all but the 2 shapes that are compiled"
     ]
 
 
