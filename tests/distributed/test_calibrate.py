@@ -29,7 +29,9 @@ def be_rank(rank_dir: str, file: str) -> int:
     config = Config(dp=dist.get_world_size(), device="cpu")
     config.calibrate.file, config.calibrate.passes = file, 1
     rank, world = dist.get_rank(), dist.get_world_size()
-    return calibrate(config, Worker(rank, rank, world, world, Path(rank_dir), "local"), FEW)
+    worker = Worker(rank, rank, world, world, Path(rank_dir), "local")
+    worker.store = dist.FileStore(f"{rank_dir}/store", world)
+    return calibrate(config, worker, FEW)
 
 
 def step(machine: Machine, dp: int = 1, **sizes: int) -> float:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from parallel3d.commands.calibrate import together
 from parallel3d.commands.calibrate.kernels import Grids, Kernels, tables_of
@@ -33,6 +32,7 @@ from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Prove
 from parallel3d.plan.measured.tables import Table
 from parallel3d.run.launch import Worker
 
+MEASURED_KEY = "parallel3d/calibrate/measured"
 SINGLE_RANK = Table(((1.0, 2.0), (64.0, 128.0)), (1e-4,) * 4)  # of one device: never asked
 
 
@@ -59,8 +59,18 @@ def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int
         replace_durably(path, Machine(made, tables, numbers).text().encode())
         seconds = time.perf_counter() - began
         _said(path, made, numbers, worker.world_size, seconds)
-    dist.barrier()
+    _wait_for_rank_0(worker)
     return 0
+
+
+def _wait_for_rank_0(worker: Worker) -> None:
+    """Waits at the store: rank 0 compiles and measures longer than a collective may take."""
+    if worker.store is None:
+        return
+    if worker.rank == 0:
+        worker.store.set(MEASURED_KEY, "")
+    else:
+        worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
 
 
 def provenance(config: Config, device: torch.device) -> Provenance:

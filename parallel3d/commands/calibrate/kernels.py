@@ -11,11 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.comm.group import SINGLE
 from parallel3d.commands.calibrate.timing import Run, seconds_of
+from parallel3d.config.schema import OptimConfig
 from parallel3d.device import accelerator, products
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.ops import rms_norm, swiglu
+from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.gradients import add_product
+from parallel3d.parameters.pieces import ParameterSpec
+from parallel3d.parameters.segments import Part, Segment
 from parallel3d.plan.measured.tables import Table
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 
@@ -171,30 +176,20 @@ class Kernels:
         return run
 
     def _update(self, name: str, count: int) -> Run:
-        """Gradients cleared, their norm, clipping, the kernel: as optim/optimizer.py has it."""
-        master, grad, *state = (self.tensor(count, wide=True) for _ in range(4))
-        state = [s.square_() for s in state]
-        steps = [torch.ones((), device=self.device)]
-        narrow = self.tensor(count)
-        changing = {"maximize": False, "lr": 1e-6, "weight_decay": 0.1, "grad_scale": None}
+        """Clears, norms, clips and steps one segment, then copies it into the compute type."""
+        master, grad = (self.tensor(count, wide=True) for _ in range(2))
+        param = master if self.dtype == master.dtype else self.tensor(count)
+        part = Part("weight", ParameterSpec((count,), (), replicated=False), 0, count)
+        segment = Segment(param, grad, master, True, False, tied_copy=False, parts=[part])
+        optimizer = Optimizer(OptimConfig(name=name), [segment], SINGLE)
+        clips = 2 * optimizer.optim.clip_grad
 
         def run() -> None:
             grad.zero_()
-            torch.stack(torch._foreach_norm(grad.split(1 << 15))).double().square().sum()
-            torch._foreach_mul_([grad], 0.5)
-            if name == "adamw":
-                means, squares = state
-                more = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "amsgrad": False}
-                torch._fused_adamw_(
-                    [master], [grad], [means], [squares], [], steps, **more, **changing
-                )
-            else:
-                more = {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
-                torch._fused_sgd_(
-                    [master], [grad], [state[0]], is_first_step=False, **more, **changing
-                )
-            if narrow.dtype != master.dtype:
-                narrow.copy_(master)
+            optimizer.squared_norm()
+            optimizer.step(1e-6, clips)
+            if param is not master:
+                param.copy_(master)
 
         return run
 
