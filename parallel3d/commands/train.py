@@ -25,6 +25,7 @@ from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenizer
 from parallel3d.device import accelerator
+from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, say
 from parallel3d.faults.health import Health
 from parallel3d.faults.inquiry import HANG_FILE
@@ -150,13 +151,16 @@ def run_steps(
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     first = trainer.steps_done + 1
+    # Graphs, and an accelerator's kernels also without compile=true, are compiled in a start's
+    # first step and first evaluation, minutes on a GPU, while others wait in a collective. A hang
+    # there is left to the backend's own time-out.
+    may_compile = trainer.config.compile or fuses(trainer.device)
+    evaluation_compiles = may_compile
     for step in range(first, settings.steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
         start = time.perf_counter()
-        # Graphs are compiled in a start's first step, minutes on a GPU, while others wait in a
-        # collective. A hang in it is left to the backend's own time-out.
-        compiles = trainer.config.compile and step == first
+        compiles = may_compile and step == first
         if compiles:
             worker.watchdog.rest()
         if trainer.config.trace and step == min(first + LATER, settings.steps):
@@ -172,8 +176,13 @@ def run_steps(
         if settings.eval_batches and (due or step == settings.steps):
             worker.phase = f"evaluation after step {step}"
             worker.log.boundary("evaluation")
+            if evaluation_compiles:
+                worker.watchdog.rest()
             eval_loss = trainer.evaluate()
             of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
+            if evaluation_compiles:
+                worker.watchdog.go_on()
+                evaluation_compiles = False
             if recorder is not None:
                 recorder.evaluation(step, eval_loss, of_parts)
         if recorder is not None and (due or step == settings.steps):

@@ -109,7 +109,8 @@ class RecoveryConfig:
     watchdog_s: float | None = key(
         None,
         "seconds without progress after which a hang is reported and the job ended; null: nine "
-        "tenths of launch.timeout_s, before a collective's own time-out",
+        "tenths of launch.timeout_s, before a collective's own time-out. Below 120 it is not for "
+        "GPUs, which compile a kernel for each new shape",
         above=0,
     )
     spike_factor: float = key(

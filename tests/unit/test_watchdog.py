@@ -9,13 +9,15 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from parallel3d.commands import train
-from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import stacks
 from parallel3d.faults.stacks import in_torch_distributed, of_the_work
 from parallel3d.faults.watchdog import Watchdog
@@ -301,3 +303,35 @@ def test_innermost_call_of_torch_distributed_is_named() -> None:
     stack = [("/ours/train.py", 3, "train"), (inside, 9, "all_reduce"), (inside, 4, "wrapper")]
     assert in_torch_distributed(stack) == "all_reduce"
     assert in_torch_distributed(stack[:1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("compiled", "on_gpu", "rests"),
+    [(False, True, True), (True, False, True), (False, False, False)],
+)
+def test_a_watchdog_rests_where_kernels_are_compiled(
+    compiled: bool, on_gpu: bool, rests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a start's first step and first evaluation, in no other."""
+    seen: list[tuple[str, bool]] = []
+    worker = Worker(0, 0, 1, 1, tmp_path, "local")
+    worker.watchdog = Watchdog(Config(dp=1), worker, None, 60)
+
+    def look(what: str) -> SimpleNamespace:
+        seen.append((what, worker.watchdog._resting))
+        return SimpleNamespace(stop=False)
+
+    config = Config(dp=1, compile=compiled, train=TrainConfig(steps=6, eval_every=2))
+    trainer = SimpleNamespace(
+        config=config,
+        device=torch.device("cpu"),
+        steps_done=2,
+        train_step=lambda: look("step"),
+        evaluate=lambda: look("evaluation"),
+        held_out_batches={},
+    )
+    monkeypatch.setattr(train, "fuses", lambda device: on_gpu)
+    monkeypatch.setattr(train, "Health", Mock())
+    train.run_steps(trainer, worker, None, Mock())
+    later = [("step", False), ("step", False), ("evaluation", False)]
+    assert seen == [("step", rests), ("step", False), ("evaluation", rests), *later]
