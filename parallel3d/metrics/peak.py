@@ -27,16 +27,21 @@ _H100_PCIE = {"fp64": 51.0, "fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp8": 1
 _HOPPER_NVL = {"fp64": 60.0, "fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp8": 1670.5}
 _B200 = {"fp64": 37.0, "fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp8": 4500.0}
 _GB200 = {"fp64": 40.0, "fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp8": 5000.0}
+_B300 = {"tf32": 1125.0, "bf16": 2250.0, "fp8": 4500.0}
+_GB300 = {"tf32": 1250.0, "bf16": 2500.0, "fp8": 5000.0}
 _L4 = {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp8": 242.5}
 _L40S = {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0, "fp8": 733.0}
 _RTX_4090 = {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp8": 330.3}
 _MI250X_GCD = {"fp64": 47.9, "fp32": 47.9, "bf16": 191.5}
 _MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp8": 2614.9}
+_MI355X = {"fp32": 157.3, "bf16": 2516.6, "fp8": 5033.2}
 
 # (pattern of the device's name, dense TFLOP/s by type, public source). Vendors print the numbers
 # with 2:4 sparsity, which are twice these. fp64 is that of the matrix units, fp32 that of the
 # plain ones (where matrix units take true fp32, theirs), fp16 equals bf16, and sums are in fp32.
 DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
+    (r"\bGB300\b", _GB300, "NVIDIA GB300 NVL72 specifications, per GPU"),
+    (r"\bB300\b", _B300, "NVIDIA HGX B300 datasheet, per GPU"),
     (r"\bGB200\b", _GB200, "NVIDIA GB200 NVL72 specifications, per GPU"),
     (r"\bB200\b", _B200, "NVIDIA HGX B200 datasheet, per GPU"),
     (r"\bH200 NVL\b", _HOPPER_NVL, "NVIDIA H200 NVL datasheet"),
@@ -52,6 +57,8 @@ DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     # PyTorch shows each of the package's two dies as a device: half of AMD's figures.
     (r"\bMI250X\b", _MI250X_GCD, "AMD Instinct MI250X datasheet, one of two dies"),
     (r"\bMI300X\b", _MI300X, "AMD Instinct MI300X datasheet"),
+    (r"\bMI325X\b", _MI300X, "AMD Instinct MI325X datasheet"),
+    (r"\bMI355X\b", _MI355X, "AMD Instinct MI355X datasheet"),
 )
 
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8

@@ -29,11 +29,15 @@ CPU = torch.device("cpu")
         ("NVIDIA H200", "fp8", 1978.9),
         ("NVIDIA B200", "bf16", 2250.0),
         ("NVIDIA GB200", "bf16", 2500.0),
+        ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
+        ("NVIDIA GB300", "bf16", 2500.0),
         ("NVIDIA L4", "bf16", 121.0),
         ("NVIDIA L40S", "bf16", 362.0),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
         ("AMD Instinct MI250X", "bf16", 191.5),
         ("AMD Instinct MI300X", "fp8", 2614.9),
+        ("AMD Instinct MI325X", "bf16", 1307.4),
+        ("AMD Instinct MI355X", "bf16", 2516.6),
     ],
 )
 def test_datasheet_gives_each_device_its_own_dense_peak(
@@ -50,6 +54,9 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
     [
         ("NVIDIA H20", "bf16"),  # not an H200
         ("NVIDIA GH200 480GB", "bf16"),
+        ("NVIDIA H800", "bf16"),  # no datasheet at hand, as for the A800
+        ("NVIDIA A800-SXM4-80GB", "bf16"),
+        ("NVIDIA B300 SXM6 AC", "fp64"),  # nearly none
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of it
