@@ -8,6 +8,7 @@ from typing import Any
 from parallel3d.config.schema import Config
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.reasons import reason
+from parallel3d.plan.report.words import caution
 from parallel3d.plan.search import Priced, best
 from parallel3d.sizes.flops import flops_per_token
 
@@ -37,7 +38,7 @@ def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float])
             f"{c.schedule:14s} {c.recompute:17s} {c.zero:4d} {seconds:7.3g} "
             f"{mfu(config, sizes, gpus, seconds):7.1f} {held:4.{2 if held < 1 else 0}f}  {why}"
         )
-    return [*lines, "", command(priced, rows[0])]
+    return [*lines, *filter(None, [caution(config)]), "", command(priced, rows[0])]
 
 
 def mfu(config: Config, sizes: Mapping[str, float], gpus: int, seconds: float) -> float:

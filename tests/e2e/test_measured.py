@@ -33,6 +33,7 @@ def test_plan_lists_layouts_of_the_measured_machine(
     assert (ended.code, ended.err) == (0, "")
     assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6  # of tp × pp
     assert "4 " in ended.out.splitlines()[0] and "fp32" in ended.out.splitlines()[0]
+    assert "upper bound" not in ended.out, "this machine was measured"
 
 
 REFUSED = {

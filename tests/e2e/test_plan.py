@@ -23,6 +23,8 @@ def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture
     assert (ended.code, ended.err) == (0, "")
     assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+", ended.out, re.M)) == 10
     assert re.search(r"parallel3d train … tp=\d+ pp=\d+ dp=\d+ micro_batch_size=\d+", ended.out)
+    after_the_table = ended.out.partition("\n 10 ")[2].splitlines()[1]
+    assert after_the_table.startswith("MFU is an upper bound"), "no card has been measured"
 
 
 BAD = [

@@ -12,7 +12,7 @@ from parallel3d.plan.own.memory import Held
 from parallel3d.plan.report.bars import bar, held, legend, table
 from parallel3d.plan.report.changes import Change, changes
 from parallel3d.plan.report.style import css
-from parallel3d.plan.report.words import INSIDE, KINDS, PARTS, setting, verdict
+from parallel3d.plan.report.words import INSIDE, KINDS, PARTS, caution, setting, verdict
 from parallel3d.plan.search import Priced
 
 MARK = "data-by='parallel3d plan'"
@@ -78,10 +78,11 @@ def render(page: Page) -> str:
 
 def _top(page: Page, title: str) -> str:
     config, seconds = page.config, float(page.priced.seconds[page.best])
+    at_most = " at most" if caution(config) else ""
     tiles = (
         (f"{seconds:.3g} s", "a step"),
         (f"{page.tokens / seconds:,.0f}", "tokens a second"),
-        (f"{page.mfu[0]:.1f} %", "MFU: useful work of the datasheet's peak"),
+        (f"{page.mfu[0]:.1f} %", f"MFU{at_most}: useful work of the datasheet's peak"),
         (
             f"{float(page.priced.memory.total[page.best]) / page.room:.0%}",
             f"of the fullest GPU's {page.room / 1e9:.1f} GB",
@@ -147,6 +148,7 @@ def _ten(page: Page) -> str:
     priced, slowest = page.priced, max(float(page.priced.seconds[i]) for i in page.rows)
     head = ("#", "tp", "pp", "vpp", "dp", "mb", "schedule", "recompute", "zero", "step", "MFU %")
     head += ("memory", "where the time goes", "why it stands here")
+    bound = escape(caution(page.config))
     rows = []
     for place, i in enumerate(page.rows):
         c, seconds = priced.choices[i], float(priced.seconds[i])
@@ -161,7 +163,7 @@ def _ten(page: Page) -> str:
         )  # fmt: skip
     return (
         f"<section><h2>The {len(rows)} best layouts</h2><p class='soft'>One for each pair of tp "
-        "and pp; of layouts within half a per cent the simpler stands first.</p>"
+        f"and pp; of layouts within half a per cent the simpler stands first. {bound}</p>"
         + legend((kind, kind) for kind in PARTS)
         + table(head, rows, (6, 7, 12, 13), best=0)
         + "</section>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.recompute import parts_of
+from parallel3d.config.schema import Config
 from parallel3d.plan.search import Choice, Priced
 
 PARTS = {
@@ -31,6 +32,16 @@ KINDS = {
     "buffers": "buffers of collectives and tables",
     "reserve": "kept for the driver, NCCL and fragments",
 }
+
+UNMEASURED = (
+    "MFU is an upper bound and the step's time a lower one: prices are datasheets' and others' "
+    "published runs, and no GPU has been measured against them."
+)
+
+
+def caution(config: Config) -> str:
+    """Returns what to say of a plan's times; nothing where the machine itself was measured."""
+    return "" if config.cluster.file else UNMEASURED
 
 
 def setting(choice: Choice, domain: int, count: int) -> list[tuple[str, str]]:
