@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
 
+from parallel3d.files.durable import no_link
 from parallel3d.run.failure import place_in
 
 Stack = list[tuple[str, int, str]]  # (file, line, function), outermost first
@@ -17,7 +19,7 @@ BACKWARD = "_engine_run_backward"
 
 def dump(path: Path) -> None:
     """Writes the stacks of all Python threads. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
+    with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 

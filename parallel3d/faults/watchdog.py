@@ -35,6 +35,7 @@ from parallel3d.errors import say
 from parallel3d.faults import flight_record, hang_state
 from parallel3d.faults.inquiry import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
 from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
+from parallel3d.files.durable import replace_durably
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
 from parallel3d.run.endings import SAID
@@ -195,7 +196,7 @@ class Watchdog:
         run, rank = self.worker.run_dir, self.worker.rank
         writes: dict[Path, Callable[[Path], object]] = {run / f"rank-{rank}.stacks.txt": dump}
         if record is not None:
-            writes[run / f"rank-{rank}.nccl.json"] = lambda p: p.write_text(record, "utf-8")
+            writes[run / f"rank-{rank}.nccl.json"] = lambda p: replace_durably(p, record.encode())
         for path, write in writes.items():
             try:
                 write(path)

@@ -86,6 +86,7 @@ def test_run_goes_on(shell: Shell) -> None:
     for path in (runs / "mine").rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
         elif folder in (path, *path.parents):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
     kept = {"config.yaml", "config-2.yaml", "config-3.yaml"}

@@ -23,6 +23,7 @@ import numpy as np
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
+from parallel3d.files.durable import replace_durably
 from parallel3d.sizes.stages import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.parts import Cluster, Link, Slots, natural
@@ -267,7 +268,7 @@ def save(placed: PlacedRanks, path: Path) -> None:
     }
     ranks = ",\n    ".join(rows)
     text = json.dumps(head, indent=2)[:-2] + f',\n  "ranks": [\n    {ranks}\n  ]\n}}\n'
-    path.write_text(text, encoding="utf-8")
+    replace_durably(path, text.encode())
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
