@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,8 @@ class LocalRanks:
     asked: signal.Signals | None = None
     asked_at: float = 0.0
     interrupted: bool = False
+    # One byte that the ranks share: whether the signal that was handed on as SIGTERM was SIGHUP.
+    hang_up: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))
 
     def run(self, started: Callable[[], None] = lambda: None) -> dict[int, int]:
         """The exit codes of the ranks that failed of themselves, by rank; none: all did well.
@@ -129,6 +132,7 @@ class LocalRanks:
             self.interrupted = True
         if self.asked is None:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
+        self.hang_up[0] = number == signal.SIGHUP
         # SIGHUP would end them at once (END_SIGNAL).
         self._hand_on(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 

@@ -76,7 +76,7 @@ def run_local_workers(
     world_size: int,
     kind: str,
     module: str,
-    be_rank: Callable[[int], int],
+    be_rank: Callable[[int, Callable[[], bool]], int],
 ) -> int:
     """Start `world_size` ranks of `app` on this host, on devices of type `kind`, and wait.
 
@@ -85,7 +85,8 @@ def run_local_workers(
 
     Args:
         module: what the ranks will import: it is imported here, for all.
-        be_rank: this process's id → exit code; called in each rank's, which has its environment.
+        be_rank: this process's id, and what tells whether its terminal was lost → exit code; called
+            in each rank's process, which has its environment.
     """
     wanted = _defaults_for_workers(config, world_size, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
@@ -100,7 +101,7 @@ def run_local_workers(
             host.leave()
             os.environ.update(_place(host, rank, world_size, starts))
             _take_threads(wanted)
-            return be_rank(launcher)
+            return be_rank(launcher, lambda: bool(ranks.hang_up[0]))
 
         ranks = _local_ranks(app, config, run_dir, world_size, live)
         try:

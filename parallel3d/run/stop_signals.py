@@ -31,12 +31,14 @@ class StopSignals:
         interrupted: a SIGINT came.
         tell: called by the handler, if set; at once if a signal has come already (`listen`).
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
+        lost_terminal: whether the SIGTERM of our launcher stands for its SIGHUP.
     """
 
     number: signal.Signals | None = None
     interrupted: bool = False
     tell: Callable[[], None] | None = None
     second_interrupts: bool = True
+    lost_terminal: Callable[[], bool] = lambda: False
 
     def install(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
         """From here on these signals are noted; main thread only.
@@ -75,6 +77,8 @@ class StopSignals:
 
     @property
     def name(self) -> str:
+        if self.number == signal.SIGTERM and self.lost_terminal():
+            return signal.SIGHUP.name
         return "a signal to another rank" if self.number is None else self.number.name
 
 

@@ -72,8 +72,8 @@ def run_here(
             return run_alone(app, config, run_dir, device.kind)
         module, _ = APPS[app]
 
-        def be_rank(launcher: int) -> int:
-            return local_worker_main(app, config, run_dir, launcher, device.kind)
+        def be_rank(launcher: int, lost_terminal: Callable[[], bool]) -> int:
+            return local_worker_main(app, config, run_dir, launcher, device.kind, lost_terminal)
 
         return run_local_workers(app, config, run_dir, world_size, device.kind, module, be_rank)
     except KeyboardInterrupt:
@@ -151,7 +151,12 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
 
 
 def local_worker_main(
-    app: str, config: Config, directory: Path, launcher_pid: int, kind: str
+    app: str,
+    config: Config,
+    directory: Path,
+    launcher_pid: int,
+    kind: str,
+    lost_terminal: Callable[[], bool],
 ) -> int:
     """A rank that our own launcher forked.
 
@@ -175,6 +180,7 @@ def local_worker_main(
     )
     if app in STOPPABLE:
         worker.stop.second_interrupts = False  # the launcher counts them
+        worker.stop.lost_terminal = lost_terminal
         worker.stop.install(ASKING)
     try:
         worker.device = device_of_rank(kind, place.local_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -150,7 +151,7 @@ def test_c7_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
     run = shell.cwd / "runs" / "mine"
     step = read_metrics(run / "metrics.jsonl")[-1]["step"]
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
-    assert (run / "requeue").exists()
+    assert json.loads((run / "requeue").read_text())["signal"] == "SIGHUP"
     assert not (run / "failures").exists()
 
 

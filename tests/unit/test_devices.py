@@ -294,6 +294,6 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "pretend")
     with pytest.raises(Enabled):
-        worker.local_worker_main("train", Config(), tmp_path, 1, "pretend")
+        worker.local_worker_main("train", Config(), tmp_path, 1, "pretend", lambda: False)
     with pytest.raises(Enabled):
         worker.run_joined("train", Config(), place(0, 0), "pretend")
