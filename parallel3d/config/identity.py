@@ -38,8 +38,12 @@ FREE = (
     *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
     *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
 )
-# Said, though their section is refused: weights of a blend are, where they have been read by.
-SAID = ("model.dropout", "data.blend", "data.blend_stages")
+# Said, though their section is refused or free: weights of a blend are, where they have been read
+# by; hooks that compress gradients change them.
+SAID = (
+    *("model.dropout", "data.blend", "data.blend_stages"),
+    *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
+)
 BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
 # Keys that older checkpoints do not have, with what their models and samples are.
 LATER = {

@@ -6,7 +6,6 @@ Never one vendor's number for every device: a name that the table does not know 
 from __future__ import annotations
 
 import re
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -148,7 +147,10 @@ def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
 
 
 def _measure(device: torch.device, dtype_name: str, size: int) -> float:
-    """FLOP/s of a square GEMM: the median of as many runs as fit the budget, after a warm-up."""
+    """FLOP/s of a square GEMM: the fastest of as many runs as fit the budget, after a warm-up.
+
+    A busy machine makes others slower, and a peak of those would give an MFU above 100 %.
+    """
     a = _operand(device, dtype_name, size)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # CUDA's alone: others do not look at it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
@@ -159,7 +161,7 @@ def _measure(device: torch.device, dtype_name: str, size: int) -> float:
             times.append(_time(a))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
-    return 2 * size**3 / statistics.median(times)
+    return 2 * size**3 / min(times)
 
 
 def _time(a: torch.Tensor) -> float:

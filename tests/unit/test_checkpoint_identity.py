@@ -35,6 +35,14 @@ def test_what_the_next_steps_do_is_said() -> None:
     }
 
 
+def test_hooks_that_change_gradients_are_said() -> None:
+    new = Config()
+    new.ddp.comm_hook, new.ddp.powersgd_rank, new.ddp.bucket_order = "powersgd", 2, "measured"
+    found = changes(there(Config()), new)
+    assert refused(found) == []
+    assert {c.key for c in said(found)} == {"ddp.comm_hook", "ddp.powersgd_rank"}
+
+
 def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
     old = Config()
     for key, new in {
