@@ -75,14 +75,16 @@ class LoggerConfig:
     """Where metrics go besides `metrics.jsonl`: `logger=wandb`."""
 
     name: str = key("none", "logger", choices=("none", "wandb"))
-    project: str = key("parallel3d", "W&B project", megatron="--wandb-project")
+    project: str | None = key(
+        None, "W&B project; null: WANDB_PROJECT, or parallel3d", megatron="--wandb-project"
+    )
     group: str | None = key(None, "W&B group")
     tags: list[str] = key(  # noqa: RUF009
         [], "W&B tags"
     )
     mode: str = key(
         "auto",
-        "auto: online if a key is at hand, else offline",
+        "auto: as WANDB_MODE says (offline, disabled); else online if a key is at hand",
         choices=("auto", "online", "offline"),
     )
     system_metrics: bool = key(

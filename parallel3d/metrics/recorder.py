@@ -104,9 +104,7 @@ class Recorder:
             )
         rows = report.header_facts(self._config, self._world_size, self._peak) | dict(facts)
         if self._wandb is not None:
-            rows["W&B"] = (
-                self._wandb.url or f"{self._wandb.mode}, project {self._config.logger.project}"
-            )
+            rows["W&B"] = self._wandb.shown()
         rows["run directory"] = f"{self._run_dir}/"
         version = self._provenance.parallel3d
         title = f"parallel3d {version}" if version else "parallel3d"

@@ -48,6 +48,7 @@ class UnreadableFile(OSError):
 def run_id(run_dir: Path) -> str:
     """W&B's id of a run: made once, kept in the run's folder, the same at every restart.
 
+    The first start takes WANDB_RUN_ID, which a sweep's agent sets, where it is one.
     Its name alone may be another run's too, in another folder or of another user of the project.
     Raises OSError.
     """
@@ -57,7 +58,11 @@ def run_id(run_dir: Path) -> str:
     # Sessions of before such a file was made have logged under another id: it stays theirs.
     earlier = [path.stem.removeprefix("run-") for path in run_dir.glob(SESSIONS)]
     allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
-    made = earlier[-1] if earlier else f"{allowed[: MAX_ID_LENGTH - 17]}-{secrets.token_hex(8)}"
+    given = os.environ.get("WANDB_RUN_ID", "")
+    own = (
+        given if _ID.fullmatch(given) else f"{allowed[: MAX_ID_LENGTH - 17]}-{secrets.token_hex(8)}"
+    )
+    made = earlier[-1] if earlier else own
     replace_durably(file, f"{made}\n".encode())
     return made
 

@@ -69,10 +69,16 @@ def has_credentials() -> bool:
 
 
 def resolve_mode(mode: str) -> str:
-    """`auto` is online with a key unless W&B's WANDB_MODE says otherwise; else `mode` itself."""
+    """`auto` is online with a key unless W&B's WANDB_MODE says otherwise; else `mode` itself.
+
+    "disabled", of that variable alone, is no W&B run at all.
+    """
     if mode != "auto":
         return mode
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+    wanted = os.environ.get("WANDB_MODE")
+    if wanted == "disabled":
+        return wanted
+    if wanted in ("offline", "dryrun"):
         return "offline"
     return "online" if has_credentials() else "offline"
 
@@ -94,16 +100,21 @@ class WandbLogger:
         self._last: Row | None = None  # the last row that W&B has
         self.mode = resolve_mode(config.logger.mode)
         self._run: Run | None = None
+        self.folder: Path | None = None
+        self.url: str | None = None
         if self.mode == "online":  # this may take a while, and nothing else is on the screen yet
             self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
+        if self.mode == "disabled":
+            return
         self._guard(lambda: self._open(config, run_dir, provenance))
         if self._run is None and self.mode == "online":
             self.mode = "offline"
             self._guard(_forget)  # W&B still holds the id that it could not open
             self._guard(lambda: self._open(config, run_dir, provenance))
         self._guard(lambda: self._catch_up(earlier))
-        self.folder = None if self._run is None else Path(self._run.dir).parent
-        self.url = None if self._run is None or self.mode == "offline" else self._run.url
+        if self._run is not None:
+            self.folder = Path(self._run.dir).parent
+            self.url = None if self.mode == "offline" else self._run.url
 
     def step(self, record: StepRecord) -> None:
         """Log a training step, unless W&B has it from an earlier session."""
@@ -133,6 +144,14 @@ class WandbLogger:
 
         self._guard(close)
 
+    def shown(self) -> str:
+        """The run's address, or why it has none, for the header."""
+        if self.mode == "disabled":
+            return "disabled by WANDB_MODE"
+        if self._run is None:
+            return f"{self.mode}, failed"
+        return self.url or f"{self.mode}, project {self._run.project}"
+
     def place(self) -> dict[str, str | None]:
         """Where the run is to be found."""
         folder = str(self.folder) if self.folder else None
@@ -145,11 +164,12 @@ class WandbLogger:
         self._last = last_row(run_dir)
         content = dataclasses.asdict(config) | {"code": provenance._asdict()}
         run = wandb.init(
-            project=config.logger.project,
+            # What nobody typed is left to W&B's own variables: None takes theirs.
+            project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",
             id=run_id(run_dir),
-            name=run_dir.name,
+            name=os.environ.get("WANDB_NAME") or run_dir.name,
             group=config.logger.group,
-            tags=list(config.logger.tags),
+            tags=list(config.logger.tags) or None,
             config=content,
             dir=str(run_dir),
             mode="online" if self.mode == "online" else "offline",

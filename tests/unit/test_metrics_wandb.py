@@ -31,7 +31,10 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+    for name in (
+        "WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC",
+        "WANDB_PROJECT", "WANDB_NAME", "WANDB_TAGS", "WANDB_RUN_ID",
+    ):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
 
 
@@ -97,6 +100,43 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert summary["wandb"]["mode"] == "offline"
     assert Path(summary["wandb"]["folder"]).is_dir()
     assert "wandb sync" in capfd.readouterr().out
+
+
+def test_wandbs_variables_win_over_what_nobody_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y", "RUN_ID": "agent01"}
+    for name, text in variables.items():
+        monkeypatch.setenv(f"WANDB_{name}", text)
+    wandb.teardown()  # it reads its variables once a process
+    config = make_config()
+    config.logger = LoggerConfig(name="wandb")
+    run_dir = tmp_path / "b"
+    run_dir.mkdir()
+    train(config, run_dir)
+    run = inspect(run_dir)["run"][0]
+    assert (run["project"], run["display_name"], run["tags"]) == ("foo", "nice", ["x", "y"])
+    assert run["run_id"] == (run_dir / "wandb-id").read_text().strip() == "agent01"
+
+    typed = tmp_path / "typed"
+    typed.mkdir()
+    monkeypatch.delenv("WANDB_RUN_ID")
+    wandb.teardown()
+    config.logger = LoggerConfig(name="wandb", project="bar", tags=["z"])
+    train(config, typed)
+    run = inspect(typed)["run"][0]
+    assert (run["project"], run["tags"]) == ("bar", ["z"])
+    wandb.teardown()
+
+
+def test_wandb_mode_disabled_leaves_nothing_of_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    summary = train(make_config(), tmp_path)
+    assert summary["wandb"] == {"mode": "disabled", "url": None, "folder": None}
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "metrics.jsonl", "summary.json"}
+    assert "disabled by WANDB_MODE" in capfd.readouterr().out
 
 
 def test_a_failed_run_is_failed_in_wandb_too(
