@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
-from parallel3d.config.overrides import check_length, explain_override_error
+from parallel3d.config.overrides import (
+    check_length,
+    explain_override_error,
+    groups,
+    presets,
+)
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
@@ -69,12 +75,31 @@ def order_words(words: list[str]) -> list[str]:
         raise UserError(f"{' and '.join(given)} exclude each other; give one of them.")
     if known.resolve and not (known.cfg or known.help):
         raise UserError("--resolve goes with --cfg, as in: --cfg job --resolve.")
+    if known.config_path and not Path(known.config_path).is_absolute():
+        raise UserError(
+            f"--config-path={known.config_path} would take the place of all presets; "
+            f"--config-dir={known.config_path} adds a folder of your own to them."
+        )
     overrides = [*known.overrides, *rest]
     flags = list(words)
     for word in overrides:
         check_length(word)
+        _check_has_effect(word)
         flags.remove(word)
     return [*flags, *overrides]
+
+
+def _check_has_effect(word: str) -> None:
+    """Raises UserError for what Hydra would take and parallel3d would not act upon."""
+    name, _, value = word.partition("=")
+    if name.lstrip("+") == "hydra.run.dir":
+        raise UserError(f"{word} has no effect: runs are kept in runs_dir={value}.")
+    if name.lstrip("+") == "hydra.job.chdir" and value.lower() == "true":
+        raise UserError(f"{word} has no effect: a run stays in the folder it was started in.")
+    if name.startswith("~") and name[1:] in groups():
+        raise UserError(
+            f"{word} has no effect: {name[1:]} must be one of {', '.join(presets(name[1:]))}."
+        )
 
 
 def _raise_argument_error(message: str) -> NoReturn:

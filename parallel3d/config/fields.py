@@ -163,6 +163,8 @@ def nearest_key(word: str) -> str | None:
 
 def unknown_key(word: str, value: Any = None) -> str:
     """The sentence for a key that does not exist, with the nearest one that does."""
+    if word.startswith("hydra."):
+        return f"{word} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
     name = nearest_key(word)
     if name is None:
         close = "docs/configuration.md lists all keys"

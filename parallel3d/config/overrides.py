@@ -106,6 +106,21 @@ def _unknown_preset(text: str) -> str | None:
 
 
 def _wrong_preset(group: str, option: str) -> str:
+    if group.startswith("hydra/"):
+        kind = group.removeprefix("hydra/")
+        return (
+            f"{group}={option} is no plugin that is installed here; its package is most likely "
+            f"hydra-{option.partition('_')[0]}-{kind}, and the nearest is {group}=basic."
+        )
+    first, _, rest = group.partition("/")
+    if first in groups():  # model=./my.yaml
+        group, option = first, f"{rest}/{option}" if rest else option
+    if option.endswith((".yaml", ".yml")) or "/" in option:
+        name = option.rpartition("/")[2].partition(".")[0]
+        return (
+            f"{group}={option} must be the name of a preset, not a file: {group}={name} is "
+            f"{group}/{name}.yaml in a folder that --config-dir=FOLDER adds."
+        )
     key = all_keys().get(f"{group}.name")
     later = refusal(key.name, option) if key else None
     if later:
@@ -127,10 +142,8 @@ def _ambiguous(text: str) -> str | None:
     if not found:
         return None
     name, value = found[1], found[2]
-    return (
-        f"{name}={value} is several values for one key; add --multirun to run each of them, or "
-        f"give a list as {name}=[{value}]."
-    )
+    also = "" if "(" in value else f", or give a list as {name}=[{value}]"
+    return f"{name}={value} is several values for one key; add --multirun to run each of them{also}."
 
 
 def _twice(text: str) -> str | None:

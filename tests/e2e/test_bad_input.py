@@ -79,6 +79,16 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("--tpp=2", ["--tpp=2", "tp"], id="flag"),
         pytest.param("--multirun --cfg job", ["--multirun", "--cfg"], id="two flags"),
         pytest.param("run=a/b", ["a/b"], id="run name"),
+        pytest.param(
+            "hydra/launcher=joblib", ["hydra-joblib-launcher", "launcher=basic"], id="plugin"
+        ),
+        pytest.param("hydra.launcher.n_jobs=2", ["--cfg hydra"], id="key of Hydra's"),
+        pytest.param("model=./my.yaml", ["model=my ", "--config-dir"], id="file for a preset"),
+        pytest.param("-cp mine", ["--config-dir=mine"], id="config path"),
+        pytest.param("seed=range(1,4)", ["seed=range(1,4)", "--multirun"], id="range"),
+        pytest.param("~logger", ["~logger", "none, wandb"], id="group taken away"),
+        pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
+        pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
         pytest.param("data=text data.path=empty.txt", ["empty.txt"], id="empty data"),
         pytest.param("data=text data.path=short.txt", ["short.txt", "seq_length"], id="short data"),
     ],
