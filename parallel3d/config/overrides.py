@@ -143,7 +143,8 @@ def _ambiguous(text: str) -> str | None:
         return None
     name, value = found[1], found[2]
     also = "" if "(" in value else f", or give a list as {name}=[{value}]"
-    return f"{name}={value} is several values for one key; add --multirun to run each of them{also}."
+    several = f"{name}={value} is several values for one key"
+    return f"{several}; add --multirun to run each of them{also}."
 
 
 def _twice(text: str) -> str | None:
