@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,9 @@ class Communicator(dist.ProcessGroup):
         super().__init__(rank, size)
         self.store, self.options, self.timeout = store, options or Options(), timeout
         self._rank, self._size, self.world = rank, size, world or self
-        self.closed: list[str] = []  # groups destroyed, in order; of the world
+        # Groups destroyed, in order, and what tells when all members have; of the world.
+        self.closed: list[str] = []
+        self.destroyed: list[tuple[str, Future[Sequence[Tensor]]]] = []
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = Stream(self.index)
@@ -146,15 +149,42 @@ class Communicator(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """All members destroy it, at the same place among those that they share with others."""
+        """Destroys it with all members, at the same place among those that they share with others.
+
+        Raises Mismatch where another member is in an operation of the group: on NCCL both would
+        wait. The destruction of a group is awaited in that of the world, so that ranks that take
+        two of them in different orders are told so.
+        """
         self.world.closed.append(self.description or "world")
         if self.wire is None:
             return
+        if self._size > 1:
+            nothing = torch.empty(0)
+            destroyed = self.wire.start("destroy", nothing, 0, lambda copies: copies, [])
+            self.world.destroyed.append((self.description or "world", destroyed))
         if self.world is self and self._size > 1:
+            self._await_destroyed("world")
             self._compare_ends()
+            self._await_destroyed()
         self.wire.close()
 
-    abort = shutdown
+    def _await_destroyed(self, only: str | None = None) -> None:
+        for name, destroyed in self.destroyed:
+            if only in (None, name):
+                try:
+                    destroyed.result()
+                except Mismatch:
+                    raise
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"rank {self._rank} destroys group {name}, and not all members do: NCCL "
+                        "waits for them"
+                    ) from error
+
+    def abort(self) -> None:
+        """Lets go of it without the other members."""
+        if self.wire is not None:
+            self.wire.close(cancels=True)
 
     def _compare_ends(self) -> None:
         order = ",".join(self.closed).encode()
@@ -195,9 +225,13 @@ class Communicator(dist.ProcessGroup):
         copies = [t.data_.detach().clone() for t in inputs]
         self._on_stream(name, inputs, outputs)
         done = None
-        if self.wire is not None:
+        if self._travels([*inputs, *outputs]):
             done = self.wire.start(name, copies[0], extra, run, copies)
         return Started(self.stream, done, outputs, (inputs, outputs))
+
+    def _travels(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether there is anybody to talk to, and anything to say: NCCL skips what is empty."""
+        return self.wire is not None and any(t.numel() for t in tensors)
 
     def _on_stream(
         self, name: str, inputs: Sequence[PretendedTensor], outputs: Sequence[PretendedTensor]

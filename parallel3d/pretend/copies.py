@@ -37,7 +37,9 @@ def _to_device(target: PretendedTensor, source: Tensor, non_blocking: bool) -> N
     launch("copy to the device", [], [target])
     stream = machine.stream_of(target.index)
     if not (non_blocking and is_pinned(source)):
-        machine.wait_for_stream(stream, "a copy from memory that is not pinned, or that waits")
+        # Without pinned memory the driver waits, which PyTorch's debug mode does not see.
+        why = "a copy from memory that is not pinned, or that waits"
+        machine.wait_for_stream(stream, why, is_detected=not non_blocking)
     elif machine.data == "cpu":
         before = source.detach().clone()
         machine.once_known(stream, lambda: _check_unchanged(source, before))
@@ -54,16 +56,17 @@ def _to_host(target: Tensor, source: PretendedTensor, non_blocking: bool) -> Non
     machine = this_machine()
     launch("copy to the host", [source], [])
     stream = machine.stream_of(source.index)
+    waits = not (non_blocking and is_pinned(target))
     if machine.data == "meta":
         target.zero_()
-    elif non_blocking and is_pinned(target):
+    elif waits:
+        target.copy_(source.data_)
+    else:
         now = source.data_.detach().clone()
         poison(target)
         machine.once_known(stream, lambda: target.copy_(now))
-        return
-    else:
-        target.copy_(source.data_)
-    machine.wait_for_stream(stream, "a copy to the host")
+    if waits:
+        machine.wait_for_stream(stream, "a copy to the host", is_detected=not non_blocking)
 
 
 def _foreach_copy(operator: Any, targets: list, sources: list, non_blocking: bool = False) -> None:
@@ -81,8 +84,9 @@ def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool
     if device is None or device.type == TYPE:
         return run(operator, tensor, **kwargs)
     data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
-    target = torch.empty_like(data, device="cpu")
-    _to_host(target, PretendedTensor(data, tensor.index), False)
+    # PyTorch, too, gives pinned memory to a copy that does not wait.
+    target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
+    _to_host(target, PretendedTensor(data, tensor.index), non_blocking)
     return target
 
 

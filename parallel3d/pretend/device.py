@@ -194,6 +194,20 @@ class PretendedModule:
     def synchronize(self, device: Any = None) -> None:
         self.machine.wait_for_device("synchronize")
 
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Raises RuntimeError for a word that is no mode."""
+        modes = ("default", "warn", "error")
+        if isinstance(debug_mode, str):
+            if debug_mode not in modes:
+                raise RuntimeError(
+                    "invalid value of debug_mode, expected one of `default`, `warn`, `error`"
+                )
+            debug_mode = modes.index(debug_mode)
+        self.machine.set_sync_debug_mode(debug_mode)
+
+    def get_sync_debug_mode(self) -> int:
+        return self.machine.sync_debug_mode
+
     def manual_seed(self, seed: int) -> None:
         """No random numbers are made on this device."""
 

@@ -8,6 +8,7 @@ to the host have not been waited for. Observers are told of everything; `dryrun`
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.pretend.races import Memory, Races, Range
+from parallel3d.pretend.races import Memory, Races, Range, place
 from parallel3d.pretend.records import Block, Fused, Kernel, Left, Observer, Pending, Usage, Use
 
 DEVICES = 8
 ROUNDING = 512  # bytes: blocks of the allocator are multiples
+PROTOTYPE = (
+    "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+    "operations"
+)
+SYNCHRONIZING = "called a synchronizing CUDA operation"
 FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
 
 
@@ -50,6 +56,7 @@ class Machine:
     Attributes:
         touched: devices on which this process has a context, as `set_device` or a stream makes one.
         host_waits: how often the host waited for a device.
+        sync_debug_mode: of `torch.cuda.set_sync_debug_mode`: 0 is silent, 1 warns, 2 raises.
         special: operators that are more than a kernel → what runs them.
         kept: what is undone where it is let go (libraries of operators).
     """
@@ -60,6 +67,8 @@ class Machine:
     observers: list[Observer] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)
     host_waits: int = 0
+    sync_debug_mode: int = 0
+    is_prototype_told: bool = False
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
@@ -129,8 +138,30 @@ class Machine:
 
     # --- the host ------------------------------------------------------------------------------
 
-    def wait_for_stream(self, stream: int, why: str) -> None:
-        """The host waits until `stream` has done everything."""
+    def set_sync_debug_mode(self, mode: int) -> None:
+        """Warns of itself at the first call in a process, as PyTorch does."""
+        self.sync_debug_mode = mode
+        if not self.is_prototype_told:
+            self.is_prototype_told = True
+            self._warn(PROTOTYPE)
+
+    def _warn(self, sentence: str) -> None:
+        """At the program's line, as a warning from C++."""
+        file, line = place()
+        warnings.warn_explicit(sentence, UserWarning, file, line)
+
+    def wait_for_stream(self, stream: int, why: str, is_detected: bool = True) -> None:
+        """The host waits until `stream` has done everything.
+
+        Args:
+            is_detected: whether PyTorch's debug mode sees such a wait. It sees those of its own
+                blocking copies and of streams, not those of events, devices, collectives, nor those
+                inside the driver.
+        """
+        if is_detected and self.sync_debug_mode == 1:
+            self._warn(SYNCHRONIZING)
+        elif is_detected and self.sync_debug_mode == 2:
+            raise RuntimeError(SYNCHRONIZING)
         with self.lock:
             self.races.syncs.all_streams_wait_for_stream(stream)
             self._waited(why)

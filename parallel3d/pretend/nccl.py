@@ -6,6 +6,7 @@ What NCCL does and gloo does not:
   called; `wait()` orders the current stream behind it. Until then its results are poison here.
 - It takes tensors of its one device alone, contiguous ones; a gather or scatter may be in place
   only at the rank's own part.
+- What has no elements is not sent, so nobody waits for it: neither a message nor a collective.
 - All members call the same operations in the same order, by position and not by tag, and a group is
   made and destroyed by all of its members in one order (`wire.py` tells members that differ).
 
@@ -160,7 +161,7 @@ class PretendedNCCL(Communicator):
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
         started = self._start("barrier", [token], [token], lambda copies: copies)
         started.wait()
-        this_machine().wait_for_stream(self.stream.number, "a barrier")
+        this_machine().wait_for_stream(self.stream.number, "a barrier", is_detected=False)
         return Together([started])
 
     # --- messages ------------------------------------------------------------------------------
@@ -169,11 +170,12 @@ class PretendedNCCL(Communicator):
         self._check("send", tensors)
         copy = tensors[0].data_.detach().clone()
         self._on_stream("send", tensors, [])
-        done = None if self.wire is None else self.wire.send(copy, target, tag)
+        done = self.wire.send(copy, target, tag) if self._travels(tensors) else None
         return Started(self.stream, done, [], (tensors, copy))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Started:
         self._check("receive", tensors)
         self._on_stream("receive", [], tensors)
-        done = None if self.wire is None else self.wire.receive(tensors[0].data_, source, tag)
+        travels = self._travels(tensors)
+        done = self.wire.receive(tensors[0].data_, source, tag) if travels else None
         return Started(self.stream, done, tensors, tensors)

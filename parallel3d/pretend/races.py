@@ -173,6 +173,12 @@ def _sentence(error: Any) -> str:
     )
 
 
+def place() -> tuple[str, int]:
+    """File and line where the program is."""
+    file, line, _ = next(_program_frames(sys._getframe(1)), ("<unknown>", 1, ""))
+    return file, line
+
+
 def caller() -> str:
     """Where the program is, for a report."""
     return str(_Stack(_program_frames(sys._getframe(1))))

@@ -19,7 +19,7 @@ from torch import Tensor
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # copies of the inputs → values of the outputs
 
 NAMES = ("split", "allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather",
-         "scatter", "reduce", "barrier")  # fmt: skip
+         "scatter", "reduce", "barrier", "destroy")  # fmt: skip
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
           torch.int16, torch.uint8, torch.int8, torch.bool)  # fmt: skip
 
@@ -64,8 +64,9 @@ class Wire:
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
         self.batched: list[Message] | None = None
 
-    def close(self) -> None:
-        self.queue.shutdown(wait=False, cancel_futures=True)
+    def close(self, cancels: bool = False) -> None:
+        """Takes no more operations; those that were started go on, unless it `cancels` them."""
+        self.queue.shutdown(wait=False, cancel_futures=cancels)
 
     # --- collectives ---------------------------------------------------------------------------
 

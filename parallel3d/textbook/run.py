@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.textbook.forms import check_form, check_name, rounds_of, segments_of
 from parallel3d.textbook.messages import Rounds, Sent
 from parallel3d.topology.cluster.parts import Link
@@ -71,7 +72,8 @@ def run_rounds(
     """Any rounds, on this rank: returns the messages and elements that it sent.
 
     All messages of a round are posted together, which NCCL needs and gloo allows. What is to be
-    reduced comes into memory of its own, what takes a place comes there at once.
+    reduced comes into memory of its own, what takes a place comes there at once. On an accelerator
+    a message of no elements, of which barriers are made, takes one: NCCL may skip an empty one.
     """
     group = group or dist.group.WORLD
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -79,11 +81,15 @@ def run_rounds(
     for messages in rounds:
         leaving, coming, sums = [], [], []
         for m in messages:
+            if me not in (m.source, m.target):
+                continue
             held = buffer[m.start : m.stop]
+            if m.count == 0 and is_on_accelerator(buffer):
+                held = buffer.new_zeros(1)
             if m.source == me:
                 leaving.append(dist.P2POp(dist.isend, held, ranks[m.target], group))
                 sent = Sent(sent.messages + 1, sent.elements + m.count)
-            elif m.target == me:
+            else:
                 heard = torch.empty_like(held) if m.adds else held
                 coming.append(dist.P2POp(dist.irecv, heard, ranks[m.source], group))
                 sums += [(held, heard)] if m.adds else []

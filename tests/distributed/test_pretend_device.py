@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel3d.pretend.device import PretendedModule
@@ -132,6 +134,38 @@ def the_host_waits_where_it_reads() -> None:
     assert waits(lambda: torch.full((), 3.0, device=here())) == 0
 
 
+def pytorch_warns_of_the_waits_that_it_sees() -> None:
+    """The first one is of the mode itself, once in a process."""
+    x = torch.ones(3, device=here())
+    pageable = torch.zeros(3)
+
+    def warned(action: Callable[[], object]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        assert {w.filename for w in caught} <= {__file__}
+        return [str(w.message) for w in caught]
+
+    module().machine.is_prototype_told = False
+    (told,) = warned(lambda: module().set_sync_debug_mode("warn"))
+    assert "prototype feature and does not yet detect all synchronizing operations" in told
+    assert warned(lambda: module().set_sync_debug_mode("warn")) == []
+    seen = (x.tolist, x.sum().item, x.cpu, x.nonzero, module().current_stream().synchronize)
+    for action in (*seen, lambda: pageable.to(here())):
+        assert warned(action) == ["called a synchronizing CUDA operation"]
+    event = module().current_stream().record_event()
+    hidden = (event.synchronize, module().synchronize, dist.barrier)
+    copies = (lambda: x.copy_(pageable, non_blocking=True), lambda: x + 1)
+    for action in (*hidden, *copies, lambda: pageable.copy_(x, non_blocking=True)):
+        assert warned(action) == []
+    module().set_sync_debug_mode("error")
+    raises(RuntimeError, "called a synchronizing CUDA operation", x.tolist)
+    assert module().get_sync_debug_mode() == 2
+    raises(RuntimeError, "invalid value of debug_mode", lambda: module().set_sync_debug_mode("no"))
+    module().set_sync_debug_mode("default")
+    assert warned(x.tolist) == []
+
+
 def copies_to_pinned_memory_come_when_they_are_waited_for() -> None:
     x = torch.arange(4.0, device=here())
     pinned = torch.zeros(4, pin_memory=True)
@@ -141,6 +175,11 @@ def copies_to_pinned_memory_come_when_they_are_waited_for() -> None:
     assert not event.query()
     event.synchronize()
     assert event.query() and pinned.tolist() == [0.0, 1.0, 2.0, 3.0]
+    before = module().machine.host_waits
+    copy = x.to("cpu", non_blocking=True)
+    assert copy.is_pinned() and copy.isnan().all() and module().machine.host_waits == before
+    module().synchronize()
+    assert copy.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def pinned_memory_is_not_reused_too_early() -> None:
@@ -206,6 +245,7 @@ ON_ONE_RANK = (
     freed_memory_keeps_its_past,
     devices_do_not_mix,
     the_host_waits_where_it_reads,
+    pytorch_warns_of_the_waits_that_it_sees,
     copies_to_pinned_memory_come_when_they_are_waited_for,
     pinned_memory_is_not_reused_too_early,
     every_thread_has_a_device_of_its_own,

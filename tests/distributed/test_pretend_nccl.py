@@ -14,6 +14,7 @@ from parallel3d.pretend.wire import Mismatch
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.test_pretend_device import module, raises
+from tests.distributed.test_textbook import check_barriers
 
 
 def rank() -> int:
@@ -114,6 +115,36 @@ def a_group_made_by_some() -> None:
     dist.all_reduce(filled())
 
 
+def what_is_empty_is_not_waited_for() -> None:
+    """Rank 1 posts its part when rank 0 has gone on: it would never, if that waited."""
+    empty, peer = torch.empty(0, device=here()), 1 - rank()
+    if rank() == 0:
+        dist.all_reduce(empty)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, empty, peer)]):
+            work.wait()
+    dist.barrier()
+    if rank() == 1:
+        dist.all_reduce(empty)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, empty, peer)]):
+            work.wait()
+
+
+def destroyed_by_one_rank() -> None:
+    if rank() == 0:
+        dist.destroy_process_group()
+    else:
+        dist.all_reduce(filled())
+
+
+def a_group_destroyed_by_one_rank() -> None:
+    group = dist.split_group(split_ranks=[[0, 1]], group_desc="tp")
+    if rank() == 0:
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+    else:
+        dist.all_reduce(filled(), group=group)
+
+
 def groups_destroyed_in_another_order() -> None:
     groups = [dist.split_group(split_ranks=[[0, 1]], group_desc=name) for name in ("tp", "dp")]
     for group in groups if rank() else groups[::-1]:
@@ -128,6 +159,7 @@ SOUND = (
     a_side_stream_does_not_wait_for_others_waits,
     tensors_of_the_host_and_of_other_devices_are_refused,
     messages_are_matched_by_position,
+    what_is_empty_is_not_waited_for,
 )
 DIFFERENT = {
     a_send_list_in_another_order: "with tag 0 as message 0 of member .* sent .* with tag 1",
@@ -158,6 +190,19 @@ def test_ranks_that_differ_are_named(check: Callable[[], None], pretended: Prete
     assert any(re.search(DIFFERENT[check], words) for words in said), said
 
 
-def test_groups_destroyed_in_another_order_are_named(pretended: PretendedPool) -> None:
-    with pytest.raises(WorkerFailure, match=r"destroyed its groups in the order \w+, \w+"):
-        pretended.run(2, groups_destroyed_in_another_order)
+BAD_ENDS = {
+    groups_destroyed_in_another_order: r"destroyed its groups in the order \w+, \w+",
+    destroyed_by_one_rank: "of default_pg calls (destroy|allreduce) .* calls (destroy|allreduce)",
+    a_group_destroyed_by_one_rank: "of tp calls (destroy|allreduce) .* calls (destroy|allreduce)",
+}
+
+
+@pytest.mark.parametrize("check", BAD_ENDS, ids=lambda check: check.__name__)
+def test_ends_that_differ_are_named(check: Callable[[], None], pretended: PretendedPool) -> None:
+    with pytest.raises(WorkerFailure, match=BAD_ENDS[check]):
+        pretended.run(2, check)
+
+
+def test_textbook_barriers_wait(pretended: PretendedPool) -> None:
+    """They are made of messages without data."""
+    check_barriers(pretended)

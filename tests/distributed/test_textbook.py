@@ -25,12 +25,14 @@ from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.operations import Operation, Site, WrongResult
 from parallel3d.commands.bench.textbook import prepare
 from parallel3d.config.schema import BenchConfig, Config
+from parallel3d.device import accelerator
 from parallel3d.run.launch import Worker
 from parallel3d.textbook import run as textbook_run
 from parallel3d.textbook.forms import FORMS, own_block, segments_of
 from parallel3d.textbook.run import run
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
+from tests.distributed.pretended import PretendedPool, here
 from tests.reference import textbook
 
 RANKS = 8
@@ -163,15 +165,21 @@ def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, floa
         if dist.get_rank() == late_rank:
             time.sleep(seconds)
         came = time.monotonic()
-        run("barrier", form, torch.ones(1))
+        run("barrier", form, torch.ones(1, device=here()))
+        accelerator.synchronize(here())
         times[form] = (came, time.monotonic())
     return times
 
 
-def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
+def check_barriers(pool: Pool | PretendedPool) -> None:
+    """That nobody leaves before the last rank has come."""
     by_rank = pool.run(5, left_barriers, 3, 0.05)
     for form in FORMS["barrier"]:
         assert min(left for _, left in (times[form] for times in by_rank)) >= by_rank[3][form][0]
+
+
+def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
+    check_barriers(pool)
 
 
 def benched(run_dir: str) -> str:
