@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -31,13 +32,19 @@ def average_gradients(parameters: Sequence[nn.Parameter], dp: Group) -> None:
     if dp.size == 1:
         return
     sent = [(bucket, *_started(bucket, dp)) for bucket in _buckets(parameters)]
-    for bucket, flat, work in sent:
+    for _, flat, work in sent:
         work.wait()
         flat /= dp.size
-        used = flat[-len(bucket) :].tolist()
+    if any(p.grad is None for bucket, _, _ in sent for p in bucket):
+        # The only read, for which a host waits: who has all gradients knows that they are there.
+        flags = torch.cat([flat[-len(bucket) :].float() for bucket, flat, _ in sent])
+        used = iter(flags.tolist())
+    else:
+        used = itertools.repeat(1.0)
+    for bucket, flat, _ in sent:
         parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
-        for parameter, part, there in zip(bucket, parts, used, strict=True):
-            if not there:
+        for parameter, part in zip(bucket, parts, strict=True):
+            if not next(used):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import broadcast_json
 from parallel3d.comm.group import Group
+from parallel3d.device.accelerator import moved
 from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
 from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
@@ -90,6 +91,9 @@ class Reducer:
             self.transport = open_transport(
                 sizes, flags, self.group, self.device, elsewhere=not self.as_views
             )
+        usual = torch.ones(flags, dtype=self.transport.flags.dtype)
+        usual[-1] = 0
+        self.usual_flags = usual.to(self.device)
         self.order = ready
         self.buckets = [
             Bucket(numbers, flat, views_of(flat, part))
@@ -216,7 +220,13 @@ class Reducer:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        self.transport.flags.copy_(torch.tensor(flags, dtype=self.transport.flags.dtype))
+        """Which parameters have a gradient, and whether something is wrong."""
+        if all(flags[:-1]) and not flags[-1]:
+            self.transport.flags.copy_(self.usual_flags)
+        else:
+            # Pinned, for a copy of other memory would wait for the whole backward.
+            given = torch.tensor(flags, dtype=self.transport.flags.dtype)
+            self.transport.flags.copy_(moved(given, self.device))
 
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""

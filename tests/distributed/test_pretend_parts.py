@@ -1,0 +1,101 @@
+"""The library's parts on the pretended accelerator: how often a step of theirs waits for it."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d import DistributedDataParallel
+from parallel3d.parts import replicas
+from parallel3d.parts.groups import group_of
+from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.pretended_runs import waits
+
+
+class Net(nn.Module):
+    """Two layers, and one that `uses` reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = self.layers[1](self.layers[0](x).relu())
+        return (self.layers[2](x) if uses else x).square().mean()
+
+
+def gradients(net: nn.Module) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in net.parameters()]
+
+
+def alone(uses: list[bool]) -> list[list[float] | None]:
+    """The mean over the ranks, on the host; None where no rank has a gradient."""
+    found = []
+    for rank, here_used in enumerate(uses):
+        net = Net()
+        net(torch.full((2, 4), 1.0 + rank), here_used).backward()
+        found.append([p.grad for p in net.parameters()])
+    means = []
+    for of_ranks in zip(*found, strict=True):
+        there = [grad for grad in of_ranks if grad is not None]
+        means.append((sum(there) / len(uses)).flatten().tolist() if there else None)
+    return means
+
+
+def waits_of_backwards(uses: list[bool]) -> tuple[list[str], list[list[float] | None]]:
+    """The waits of two backwards behind the first one, and the gradients of the last."""
+    net = DistributedDataParallel(Net().to(here()), bucket_cap_mb=0.0)
+    x = torch.full((2, 4), 1.0 + dist.get_rank()).to(here())
+    loss = net(x, uses[dist.get_rank()])
+    loss.backward()
+    found: list[str] = []
+    for _ in range(2):
+        net.zero_grad()
+        loss = net(x, uses[dist.get_rank()])
+        with waits() as seen:
+            loss.backward()
+        found += seen
+    return found, gradients(net)
+
+
+def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | None]]:
+    """The waits of `average_gradients` in three buckets, and what it leaves."""
+    net = Net().to(here())
+    net(torch.full((2, 4), 1.0 + dist.get_rank()).to(here()), uses[dist.get_rank()]).backward()
+    with patch.object(replicas, "BUCKET_BYTES", 80), waits() as seen:
+        replicas.average_gradients(list(net.parameters()), group_of(None))
+    return seen, gradients(net)
+
+
+def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a == pytest.approx(b, abs=1e-6)
+
+
+@pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)
+def test_a_backward_of_replicas_copies_nothing_that_waits(
+    uses: list[bool], pretended: PretendedPool
+) -> None:
+    """It waits for the verdict on the one before, and where it lacks a gradient for who has it."""
+    for used, (seen, grads) in zip(uses, pretended.run(2, waits_of_backwards, uses), strict=True):
+        same(grads, alone(uses))
+        verdicts = [why for why in seen if why.startswith("an event's") and "verdict.py" in why]
+        flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
+        assert (len(verdicts), len(flags)) == (2, 0 if used else 2), seen
+        assert len(seen) == len(verdicts) + len(flags), seen
+
+
+@pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)
+def test_the_mean_of_pipelines_waits_once_at_most(
+    uses: list[bool], pretended: PretendedPool
+) -> None:
+    """Whatever the number of buckets, and where this rank lacks a gradient alone."""
+    for used, (seen, grads) in zip(uses, pretended.run(2, waits_of_replicas, uses), strict=True):
+        same(grads, alone(uses))
+        assert len(seen) == (0 if used else 1), seen
