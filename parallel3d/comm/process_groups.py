@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
 
 Ranks = list[list[int]]
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -52,6 +53,8 @@ class ProcessGroups:
     dp_inner     members of dp in one NVLink domain, and
     dp_outer     one of each domain: where gradients are reduced in two levels, else of one.
                  With ddp.shard_size: members that share one copy of the model, and its replicas
+
+    `device` is this rank's, on which it communicates.
     """
 
     layout: Layout
@@ -65,6 +68,7 @@ class ProcessGroups:
     world: Group
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
+    device: torch.device = CPU
 
     @property
     def coordinates(self) -> Coordinates:
@@ -148,6 +152,7 @@ class ProcessGroups:
             world=maker.group("world", [list(range(world))]),
             dp_inner=maker.group("dp_inner", inner) if inner else SINGLE,
             dp_outer=maker.group("dp_outer", outer) if outer else SINGLE,
+            device=accelerator.current(torch.device(device_type)),
         )
 
     @classmethod

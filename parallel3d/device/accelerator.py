@@ -50,6 +50,13 @@ def make_current(device: torch.device) -> None:
         module(device).set_device(device)
 
 
+def current(device: torch.device) -> torch.device:
+    """The calling thread's device of this type, with its index; a CPU has none."""
+    if not is_accelerator(device):
+        return torch.device(device.type)
+    return torch.device(device.type, module(device).current_device())
+
+
 def synchronize(device: torch.device) -> None:
     """Returns when all work queued on `device` is done."""
     if is_accelerator(device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from datetime import timedelta
 
@@ -13,11 +12,13 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
-from parallel3d.device.accelerator import backend_of, is_accelerator, make_current, module
+from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
-from parallel3d.host.devices import choose_device, device_of_rank
+from parallel3d.host.devices import PRETEND, choose_device, device_of_rank
+from parallel3d.parts.script_end import ScriptEnd
 from parallel3d.run.launch import detect
 from parallel3d.run.meeting import meet
+from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 
 FOREIGN = "own"  # the name of a group that was made elsewhere, of which nothing is known
@@ -37,7 +38,8 @@ def init(
 
     Where torch.distributed is initialised already, its world is taken as it is; otherwise the ranks
     meet as their launcher says, and the world and the groups are closed when the script ends. On a
-    host with GPUs a rank's own becomes the current device. Collective over the world.
+    host with GPUs a rank's own becomes the current device, `groups.device`, on which modules and
+    inputs must be. Collective over the world.
 
     Args:
         tp, pp, dp: sizes; one of them may be None: what the others leave of the world.
@@ -56,7 +58,7 @@ def init(
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
     if own:
-        atexit.register(_end, groups)
+        ScriptEnd(groups)
     return groups
 
 
@@ -84,12 +86,13 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
     """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
-    if requested not in ("auto", "cpu", "cuda"):
+    if requested not in ("auto", "cpu", "cuda", PRETEND):
         raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
     place = detect(os.environ)
     ranks_here = 1 if place is None else place.local_world_size
     srun = place is not None and place.launcher == "slurm"
     kind = choose_device(requested, ranks_here, one_gpu_each=srun).kind
+    begin_on(kind)
     device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
     make_current(device)
     dist.init_process_group(
@@ -110,7 +113,7 @@ def _device_of_world() -> torch.device:
     kind = torch.accelerator.current_accelerator()
     if kind is None or dist.get_backend() != backend_of(kind):
         return torch.device("cpu")
-    return torch.device(kind.type, module(kind).current_device())
+    return current(kind)
 
 
 def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
@@ -166,10 +169,3 @@ def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: s
             f"init(order={order!r}) must name each of tp, cp, dp and pp once, joined by dashes; "
             f"the nearest is order={DEFAULT_ORDER!r}"
         ) from None
-
-
-def _end(groups: ProcessGroups) -> None:
-    """Closes what the script has not: the dying interpreter would abort on threads of groups."""
-    if dist.is_initialized():
-        groups.close()
-        dist.destroy_process_group()

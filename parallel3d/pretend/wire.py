@@ -7,9 +7,11 @@ messages as one. Every operation carries what it is: members that differ are tol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -51,6 +53,39 @@ class Message:
             self.done.set_exception(error)
 
 
+class Worker:
+    """A thread that does one thing after the other.
+
+    Unlike an executor's it also takes work while the interpreter ends, and does not hold that up.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.cancels = False
+        Thread(target=self._run, name="communicator", daemon=True).start()
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        self.jobs.put((done, lambda: job(*args)))
+        return done
+
+    def close(self, cancels: bool) -> None:
+        """Ends the thread behind what was submitted, which it may cancel."""
+        self.cancels = cancels
+        self.jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            done, call = job
+            if self.cancels:
+                done.cancel()
+                continue
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+
 class Wire:
     """Of one member of a group."""
 
@@ -59,14 +94,14 @@ class Wire:
         self.name = "world"  # of the group, for what is said
         parts = [dist.PrefixStore(name, store) for name in ("data", "headings")]
         self.gloo, self.headings = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
-        self.queue = ThreadPoolExecutor(1, thread_name_prefix="communicator")
+        self.queue = Worker()
         self.calls = 0
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
         self.batched: list[Message] | None = None
 
     def close(self, cancels: bool = False) -> None:
         """Takes no more operations; those that were started go on, unless it `cancels` them."""
-        self.queue.shutdown(wait=False, cancel_futures=cancels)
+        self.queue.close(cancels)
 
     # --- collectives ---------------------------------------------------------------------------
 

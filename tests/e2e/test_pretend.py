@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, TINY, Shell
-from tests.e2e.forked import run_forked
+from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.forked import Forked, run_forked
+from tests.pace import PATIENCE
 
 pytestmark = pytest.mark.at_once(2)
 SAVING = ("checkpoint.every=2", "optim.lr_decay_steps=6", "precision=fp64")
@@ -43,6 +44,40 @@ def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> Non
     words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=pretend")
     text = run_forked(shell, "generate", *words)
     assert text.code == 0 and text.out.startswith("the")
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+import parallel3d as p3d
+
+groups = p3d.init(tp=2, device="pretend", timeout_s=60)
+if groups.rank == 0 and LAST:
+    exec(LAST)
+dist.all_reduce(torch.ones(3, device=groups.device), group=groups.tp.handle)
+"""
+
+
+def run_script(shell: Shell, last: str) -> list[Ended]:
+    """Of the script's two ranks, of which the first ends with `last`."""
+    forked = Forked(shell)
+    forked.add_world(2, "-c", SCRIPT.replace("LAST", repr(last)))
+    forked.start()
+    return forked.ends(120 * PATIENCE)
+
+
+def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
+    """Its peer, which waits for it, is not asked to destroy a group: its connection breaks."""
+    for last, code, said in (
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+        ("import sys; sys.exit(3)", 3, ""),
+    ):
+        failed, waiting = run_script(shell, last)
+        assert failed.code == code and failed.err.endswith(said), failed
+        assert waiting.code == 1 and "calls destroy" not in waiting.err, waiting
+        assert "onnection" in waiting.err, waiting
+    ended = run_script(shell, "")
+    assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, ended
 
 
 def test_verify_and_bench(shell: Shell) -> None:
