@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,9 +23,9 @@ from parallel3d.config.schema import BenchConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
+from tests.distributed.pretended import here
 
 CONFIG = Config(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
-WAYS = {"backend", "shared memory"}
 
 
 def tiny() -> dict:
@@ -44,13 +46,11 @@ def labels(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 SOUND_INPUTS = ddp_nets.inputs
 
 
-def measured(folder: Path) -> None:
-    worker = SimpleNamespace(
-        phase="", device="cpu", rank=dist.get_rank(), run_dir=folder, placement=None
-    )
-    nets = tiny()
+@contextmanager
+def shrunk() -> Iterator[None]:
+    """Smaller nets, and fewer points of each figure."""
     with (
-        patch.dict(ddp_nets.NETS, nets),
+        patch.dict(ddp_nets.NETS, tiny()),
         patch("parallel3d.commands.bench.ddp_figures.measures.inputs", labels),
         patch.object(ddp, "BUCKETS_MB", [0.0, 25.0]),
         patch.object(ddp, "EVERY", [1, 2]),
@@ -58,36 +58,49 @@ def measured(folder: Path) -> None:
         patch.object(ddp, "PER_CALL", [1 << 12, 1 << 16]),
         patch.object(ddp, "TOTAL", 1 << 16),
     ):
+        yield
+
+
+def measured(folder: Path) -> None:
+    worker = SimpleNamespace(
+        phase="", device=str(here()), rank=dist.get_rank(), run_dir=folder, placement=None
+    )
+    with shrunk():
         assert ddp.bench_ddp(CONFIG, worker) == 0
 
 
-def test_every_figure_has_its_rows_and_its_picture(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, measured, tmp_path)
-    figures = json.loads((tmp_path / "bench_ddp.json").read_text())
+def check_report(folder: Path, ways: set[str]) -> None:
+    """That every figure has its rows and its picture."""
+    figures = json.loads((folder / "bench_ddp.json").read_text())
     assert {(row["way"], row["parameters"]) for row in figures["2ab"]} == {
-        (way, size) for way in WAYS for size in (4096, 65536)
+        (way, size) for way in ways for size in (4096, 65536)
     }
     for row in figures["6"]:
         assert row["step"] > 0
         assert all(row[part] >= 0 for part in PARTS)
     assert {(r["net"], r["way"], r["overlap"]) for r in figures["6"]} == {
-        (net, way, overlap) for net in ddp_nets.NETS for way in WAYS for overlap in (True, False)
+        (net, way, overlap) for net in ddp_nets.NETS for way in ways for overlap in (True, False)
     }
     assert {row["bucket_cap_mb"] for row in figures["7"]} == {0.0, 25.0}
     assert {row["every"] for row in figures["10"]} == {1, 2}
     assert {row["groups"] for row in figures["12"]} == {1, 2}
-    assert {row["ranks"] for row in figures["9"] if row["way"] in WAYS} == {2}
+    assert {row["ranks"] for row in figures["9"] if row["way"] in ways} == {2}
     assert max(row["ranks"] for row in figures["9"] if row["way"] == "priced") == 256
     ready = [row for row in figures["2cd"] if row["net"] == "matrices"]
     assert [row["ready"] for row in ready] == sorted(row["ready"] for row in ready)
     assert ready[-1]["ready"] == sum(p.numel() for p in tiny()["matrices"]().parameters())
-    table = (tmp_path / "bench_ddp.md").read_text()
+    table = (folder / "bench_ddp.md").read_text()
     for figure in ("2ab", "2cd", "6", "7", "9", "10", "12"):
         assert f"Figure {figure}:" in table
-        pictures = list(tmp_path.glob(f"figure_{figure}*.svg"))
+        pictures = list(folder.glob(f"figure_{figure}*.svg"))
         assert pictures
         for picture in pictures:
             ET.parse(picture)
+
+
+def test_every_figure_has_its_rows_and_its_picture(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, measured, tmp_path)
+    check_report(tmp_path, {"backend", "shared memory"})
 
 
 def test_a_step_on_ranks_that_are_not_there() -> None:

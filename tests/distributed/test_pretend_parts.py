@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import DistributedDataParallel
+from parallel3d.commands.bench.ddp_figures.measures import Trial
 from parallel3d.parts import replicas
 from parallel3d.parts.groups import group_of
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.pretended_runs import waits
+from tests.distributed.test_ddp_bench import check_report, measured
 
 
 class Net(nn.Module):
@@ -72,6 +75,23 @@ def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | N
     return seen, gradients(net)
 
 
+def bench_and_check_parts(folder: Path) -> None:
+    """Every part of a step of `bench ddp` begins and ends when the device has done all before."""
+    unfinished = []
+    plain = Trial._now
+
+    def now(self: Trial) -> float:
+        taken = plain(self)
+        stream = torch.get_device_module(here()).current_stream()
+        if not stream.query():
+            unfinished.append(stream)
+        return taken
+
+    with patch.object(Trial, "_now", now):
+        measured(folder)
+    assert not unfinished
+
+
 def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -99,3 +119,10 @@ def test_the_mean_of_pipelines_waits_once_at_most(
     for used, (seen, grads) in zip(uses, pretended.run(2, waits_of_replicas, uses), strict=True):
         same(grads, alone(uses))
         assert len(seen) == (0 if used else 1), seen
+
+
+def test_bench_ddp_computes_on_the_device_and_waits_for_it(
+    pretended: PretendedPool, tmp_path: Path
+) -> None:
+    pretended.run(2, bench_and_check_parts, tmp_path)
+    check_report(tmp_path, {"backend"})

@@ -50,6 +50,7 @@ def bench_ddp(config: Config, worker: Worker) -> int:
     """Measures and writes the report into the run directory; collective. Returns 0."""
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
+    worker.phase = "bench ddp: first steps"
     bench = Bench(config, worker, groups.dp)
     report = bench.report()
     groups.close()
@@ -63,6 +64,7 @@ class Bench:
     """All figures on one rank; every method is collective over the world.
 
     Attributes:
+        device: this rank's.
         ways: by name the groups over which the ranks reduce.
         steps: of each trial in each round, as the budget allows.
     """
@@ -70,10 +72,12 @@ class Bench:
     config: Config
     worker: Worker
     group: Group
+    device: torch.device = field(init=False)
     ways: dict[str, Group] = field(init=False)
     steps: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.device = torch.device(self.worker.device)
         self.ways = {"backend": replace(self.group, shared=None)}
         if self.group.shared is not None:
             self.ways["shared memory"] = self.group
@@ -85,10 +89,11 @@ class Bench:
         trials += 2 * (1 + len(self.ways) * len(self._worlds()))
         start = time.perf_counter()
         for name in NETS:
-            Trial(name, self.ways["backend"]).step()
+            Trial(name, self.ways["backend"], self.device).step()
         seconds = (time.perf_counter() - start) / 4
         left = self.config.bench.budget_s / (trials * ROUNDS * seconds) - WARMUP_STEPS
-        number = torch.tensor([max(1, min(self.config.bench.iterations, int(left)))])
+        steps = max(1, min(self.config.bench.iterations, int(left)))
+        number = torch.tensor([steps], device=self.device)
         dist.broadcast(number, 0)
         return int(number)
 
@@ -112,13 +117,15 @@ class Bench:
     def calls(self) -> list[dict]:
         """Figure 2 (a), (b)."""
         bench = self.config.bench
-        return all_reduce_times(self.ways, TOTAL, PER_CALL, bench.warmup, bench.iterations)
+        return all_reduce_times(
+            self.ways, self.device, TOTAL, PER_CALL, bench.warmup, bench.iterations
+        )
 
     def ready(self) -> list[dict]:
         """Figure 2 (c), (d)."""
         rows = []
         for name in NETS:
-            rows += readiness(name, self.ways["backend"], self.steps + 2)
+            rows += readiness(name, self.ways["backend"], self.device, self.steps + 2)
         return rows
 
     def breakdown(self) -> list[dict]:
@@ -133,7 +140,7 @@ class Bench:
         )
 
     def _trial(self, name: str, way: str, overlap: bool = True) -> Make:
-        return partial(Trial, name, self.ways[way], 1.0, overlap)
+        return partial(Trial, name, self.ways[way], self.device, 1.0, overlap)
 
     def bucket_sizes(self) -> list[dict]:
         """Figures 7 and 8."""
@@ -141,7 +148,7 @@ class Bench:
             [
                 (
                     {"net": name, "way": way, "bucket_cap_mb": size},
-                    partial(Trial, name, self.ways[way], size),
+                    partial(Trial, name, self.ways[way], self.device, size),
                 )
                 for name in NETS
                 for way in self.ways
@@ -152,7 +159,10 @@ class Bench:
     def no_sync(self) -> list[dict]:
         """Figure 10: the mean of all steps, of which every n-th is reduced."""
         trials = [
-            ({"net": name, "every": every}, partial(Trial, name, self.ways["backend"], every=every))
+            (
+                {"net": name, "every": every},
+                partial(Trial, name, self.ways["backend"], self.device, every=every),
+            )
             for name in NETS
             for every in EVERY
         ]
@@ -165,7 +175,9 @@ class Bench:
             [
                 (
                     {"net": name, "groups": count},
-                    partial(Trial, name, self.ways["backend"], 1.0, in_turn=handles[:count]),
+                    partial(
+                        Trial, name, self.ways["backend"], self.device, 1.0, in_turn=handles[:count]
+                    ),
                 )
                 for name in NETS
                 for count in GROUPS
@@ -188,7 +200,10 @@ class Bench:
     def worlds(self, calls: list[dict]) -> tuple[list[dict], dict[str, float] | None]:
         """Figure 9: the first n ranks, and what the fitted link prices up to `PRICED_TO`."""
         rows: list[dict] = []
-        alone = [self._compared([({"net": name}, partial(Trial, name, SINGLE))]) for name in NETS]
+        alone = [
+            self._compared([({"net": name}, partial(Trial, name, SINGLE, self.device))])
+            for name in NETS
+        ]
         for n in self._worlds():
             members = list(self.group.ranks[:n])
             handle = self._first(members)
@@ -199,7 +214,10 @@ class Bench:
                     part = Group(name, tuple(members), self.group.index, handle)
                     rows += self._compared(
                         [
-                            ({"net": net, "way": way, "ranks": n}, partial(Trial, net, part))
+                            (
+                                {"net": net, "way": way, "ranks": n},
+                                partial(Trial, net, part, self.device),
+                            )
                             for net in NETS
                         ]
                     )

@@ -13,7 +13,6 @@ so all ranks know both without a message of its own.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -44,7 +43,6 @@ class Reducer:
         scale: what gradients are multiplied with before they are added.
         running: a backward goes on, or one has raised.
         unused: numbers of parameters that the next backward is known not to reach, if looked for.
-        exposed_s: seconds that the end of the last backward took: communication that nothing hid.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class Reducer:
         self.device = self.parameters[0].device
         self.enabled, self.running, self.began = True, False, False
         self.scale = 1.0 / group.size
-        self.exposed_s = 0.0
         self.unused: set[int] | None = None
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
@@ -230,7 +227,6 @@ class Reducer:
 
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""
-        begun = time.perf_counter()
         self.running = False
         self._check_static()
         for number, left in enumerate(self.left):
@@ -241,7 +237,6 @@ class Reducer:
             while self.started < len(self.buckets):
                 self._start()
             self._hand_out()
-        self.exposed_s = time.perf_counter() - begun
         self._after()
 
     def _check_static(self) -> None:

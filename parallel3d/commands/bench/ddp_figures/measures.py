@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.commands.bench.ddp_figures.nets import inputs, made
+from parallel3d.commands.bench.timing import finisher, timed_calls
+from parallel3d.device.accelerator import is_accelerator, module
 from parallel3d.parts.ddp.ddp import DistributedDataParallel
 from parallel3d.parts.ddp.transport import BackendTransport
 from parallel3d.topology.cluster.parts import Link
@@ -27,7 +32,7 @@ Row = dict[str, float | int | str]
 
 @dataclass
 class Trial:
-    """A net under some options, step by step on this rank.
+    """A net under some options, step by step on this rank's device.
 
     Attributes:
         every: steps of which the last one alone is reduced.
@@ -36,6 +41,7 @@ class Trial:
 
     name: str
     group: Group
+    device: torch.device
     bucket_cap_mb: float | None = None
     overlap: bool = True
     every: int = 1
@@ -43,13 +49,14 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.net = DistributedDataParallel(
-            made(self.name),
+            made(self.name).to(self.device),
             self.group,
             bucket_cap_mb=self.bucket_cap_mb,
             overlap=self.overlap,
         )
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
-        self.inputs, self.labels = inputs(self.name, self.group.index)
+        self.inputs, self.labels = (t.to(self.device) for t in inputs(self.name, self.group.index))
+        self.finish = finisher(self.device)
         self.steps = 0
         self.step()  # after it the buckets are in their final order
         transport = self.net.reducer.transport if self.net.reducer else None
@@ -57,25 +64,55 @@ class Trial:
             transport.handles = list(self.in_turn)
 
     def step(self) -> dict[str, float]:
-        """One step; seconds by part. What of the communication the backward did not hide is
-        exposed."""
+        """One step; seconds by part, each of which the device has done when it ends. What of the
+        communication the backward did not hide is exposed."""
         self.steps += 1
         reduced = self.steps % self.every == 0
-        marks = [time.perf_counter()]
+        marks = [self._now()]
         with nullcontext() if reduced else self.net.no_sync():
             made = self.net(self.inputs)
             loss = F.cross_entropy(made.flatten(0, -2), self.labels.flatten())
-            marks.append(time.perf_counter())
-            loss.backward()
-        marks.append(time.perf_counter())
+            marks.append(self._now())
+            exposed = self._backward(loss)
+        marks.append(self._now())
         if reduced:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        marks.append(time.perf_counter())
-        reducer = self.net.reducer
-        exposed = reducer.exposed_s if reducer and reduced else 0.0
+        marks.append(self._now())
+        if self.net.reducer is None or not reduced:
+            exposed = 0.0
         forward, backward, update = (b - a for a, b in pairwise(marks))
         return dict(zip(PARTS, (forward, backward - exposed, exposed, update), strict=True))
+
+    def _backward(self, loss: Tensor) -> float:
+        """Returns the seconds from the end of its computing to that of the reduction."""
+        computed: list[Any] = []
+
+        def begins(_: Tensor) -> None:
+            # Called when all gradients are there, before the reducer's, which is queued after it.
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: computed.append(self._instant())
+            )
+
+        loss.register_hook(begins)
+        loss.backward()
+        ended = self._instant()
+        self.finish()
+        if is_accelerator(self.device):
+            return 1e-3 * computed[0].elapsed_time(ended)
+        return ended - computed[0]
+
+    def _instant(self) -> Any:
+        """Now on a CPU, else where the device's current stream will be."""
+        if not is_accelerator(self.device):
+            return time.perf_counter()
+        event = module(self.device).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _now(self) -> float:
+        self.finish()
+        return time.perf_counter()
 
     def medians(self, warmup: int, steps: int) -> dict[str, float]:
         """Of each part, and of the whole ("step") by its slowest rank; seconds, on every rank."""
@@ -85,7 +122,7 @@ class Trial:
             parts = self.step()
             if number >= warmup:
                 found.append([*parts.values(), sum(parts.values())])
-        times = torch.tensor(found, dtype=torch.float64)
+        times = torch.tensor(found, dtype=torch.float64, device=self.device)
         slowest = times[:, -1].clone()
         if self.group.size > 1:
             dist.all_reduce(times, group=self.group.handle)
@@ -102,38 +139,47 @@ def collectives_of(group: Group) -> None:
 
 
 def all_reduce_times(
-    ways: dict[str, Group], total: int, sizes: Sequence[int], warmup: int, calls: int
+    ways: dict[str, Group],
+    device: torch.device,
+    total: int,
+    sizes: Sequence[int],
+    warmup: int,
+    calls: int,
 ) -> list[Row]:
     """Figure 2 (a), (b): seconds to sum `total` fp32 numbers by so many a call."""
     rows: list[Row] = []
     for way, group in ways.items():
         for size in sizes:
-            parts = [torch.ones(size) for _ in range(total // size)]
-            seconds = []
-            for number in range(warmup + calls):
-                dist.barrier(group.handle)
-                start = time.perf_counter()
+            parts = [torch.ones(size, device=device) for _ in range(total // size)]
+
+            def reduce_all(parts: list[Tensor] = parts, group: Group = group) -> None:
                 works = [collectives.all_reduce_bucket(part, group) for part in parts]
                 for work in works:
                     work.wait()
-                if number >= warmup:
-                    seconds.append(time.perf_counter() - start)
-            slowest = torch.tensor(seconds, dtype=torch.float64)
+
+            barrier = partial(dist.barrier, group.handle)
+            seconds = timed_calls(reduce_all, barrier, finisher(device), warmup, calls)
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.handle)
             median = slowest.median().item()
             rows.append({"way": way, "parameters": size, "calls": len(parts), "seconds": median})
     return rows
 
 
-def readiness(name: str, group: Group, steps: int) -> list[Row]:
-    """Figure 2 (c), (d): when how many gradients are ready, seconds since the backward began."""
-    net = DistributedDataParallel(made(name), group)
-    images, labels = inputs(name, group.index)
+def readiness(name: str, group: Group, device: torch.device, steps: int) -> list[Row]:
+    """Figure 2 (c), (d): when how many gradients are ready, seconds since the backward began.
+
+    An accelerator is waited for at each of them.
+    """
+    net = DistributedDataParallel(made(name).to(device), group)
+    images, labels = (t.to(device) for t in inputs(name, group.index))
+    finish = finisher(device)
     times: list[list[float]] = []
     sizes: list[int] = []
     start = 0.0
 
     def arrived(parameter: torch.nn.Parameter) -> None:
+        finish()
         times[-1].append(time.perf_counter() - start)
         sizes.append(parameter.numel())
 
@@ -145,6 +191,7 @@ def readiness(name: str, group: Group, steps: int) -> list[Row]:
         sizes.clear()
         with net.no_sync():  # computing alone
             net.reducer.enabled = False
+            finish()
             start = time.perf_counter()
             loss.backward()
     rows: list[Row] = []
