@@ -32,13 +32,14 @@ class Block(nn.Module):
 tp, pp = (int(size) for size in sys.argv[1:3]) if len(sys.argv) > 2 else (1, 1)
 groups = p3d.init(tp=tp, pp=pp)
 torch.manual_seed(0)
+blocks = nn.Sequential(
+    p3d.VocabParallelEmbedding(32, 16, groups.tp),
+    Block(16, groups.tp),
+    Block(16, groups.tp),
+    p3d.ColumnParallelLinear(16, 32, groups.tp, gather_output=True),
+).to(groups.device)
 pipe = p3d.Pipeline(
-    [
-        p3d.VocabParallelEmbedding(32, 16, groups.tp),
-        Block(16, groups.tp),
-        Block(16, groups.tp),
-        p3d.ColumnParallelLinear(16, 32, groups.tp, gather_output=True),
-    ],
+    blocks,
     groups.pp,
     loss_fn=lambda out, words: F.cross_entropy(out.flatten(0, 1), words.flatten()),
     num_microbatches=4,
@@ -49,7 +50,7 @@ losses = []
 for step in range(20):
     random = torch.Generator().manual_seed(step)
     words = (torch.randint(32, (32, 1), generator=random) + 3 * torch.arange(9)) % 32
-    mine = words.chunk(groups.dp.size)[groups.dp.index]  # this replica's samples
+    mine = words.chunk(groups.dp.size)[groups.dp.index].to(groups.device)  # this replica's samples
     optimizer.zero_grad()
     loss = pipe.step(mine[:, :-1], mine[:, 1:])
     optimizer.step()

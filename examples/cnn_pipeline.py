@@ -30,11 +30,11 @@ def batch(step, size=32):
 
 groups = p3d.init(pp=None, dp=1)  # all ranks in one pipeline
 torch.manual_seed(0)
-blocks = [
+blocks = nn.Sequential(
     nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
     nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten()),
     nn.Linear(8 * 4 * 4, 4),
-]
+).to(groups.device)
 schedule = sys.argv[1] if len(sys.argv) > 1 else "1f1b"
 pipe = p3d.Pipeline(
     blocks, groups.pp, loss_fn=F.cross_entropy, schedule=schedule, num_microbatches=8
@@ -42,8 +42,9 @@ pipe = p3d.Pipeline(
 optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 for step in range(20):
     optimizer.zero_grad()
-    loss = pipe.step(*batch(step))  # forwards and backwards of all micro-batches
+    images, corners = (t.to(groups.device) for t in batch(step))
+    loss = pipe.step(images, corners)  # forwards and backwards of all micro-batches
     optimizer.step()
     if groups.rank == 0:
         print(f"step {step}: loss {loss:.4f}")
-weights = pipe.state_dict()  # of nn.Sequential(*blocks); collective: whole on every rank
+weights = pipe.state_dict()  # of `blocks`; collective: whole on every rank

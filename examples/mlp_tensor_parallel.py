@@ -22,11 +22,11 @@ net = nn.Sequential(
     p3d.RowParallelLinear(64, 16, groups.tp),
     nn.LayerNorm(16),
     nn.Linear(16, 1),  # small: every rank has it whole
-)
+).to(groups.device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 for step in range(20):
     random = torch.Generator().manual_seed(step)  # alike on all ranks, too
-    x = torch.randn(32, 16, generator=random)
+    x = torch.randn(32, 16, generator=random).to(groups.device)
     loss = F.mse_loss(net(x), torch.sin(x.sum(1, keepdim=True)))
     optimizer.zero_grad()
     loss.backward()

@@ -213,6 +213,13 @@ class PretendedModule:
 
     manual_seed_all = manual_seed
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Of no generator."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Nothing: see `get_rng_state`."""
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Asked by the machinery of recomputation."""
         return [torch.bfloat16, torch.float16]

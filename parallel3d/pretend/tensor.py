@@ -96,6 +96,10 @@ class PretendedTensor(torch.Tensor):
         """The memory is not given out again before `stream` is done with it."""
         this_machine().block_of(self.data_, self.index).used_on.add(stream.number)
 
+    def __format__(self, spec: str) -> str:
+        """As PyTorch's, which does so for its own class alone."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{self.dtype} {tuple(self.shape)} on {self.device}>"
 

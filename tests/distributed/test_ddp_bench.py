@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 from parallel3d.commands.bench import ddp
 from parallel3d.commands.bench.ddp_figures import nets as ddp_nets
-from parallel3d.commands.bench.ddp_figures.measures import PARTS, priced_step
+from parallel3d.commands.bench.ddp_figures.measures import PARTS, Trial, priced_step
 from parallel3d.config.checks.bench import check_bench_ddp
 from parallel3d.config.schema import BenchConfig, Config
 from parallel3d.errors import UserError
@@ -65,8 +66,15 @@ def measured(folder: Path) -> None:
     worker = SimpleNamespace(
         phase="", device=str(here()), rank=dist.get_rank(), run_dir=folder, placement=None
     )
-    with shrunk():
+    phases: list[str] = []
+
+    def tried(*args: Any, **options: Any) -> Trial:
+        phases.append(worker.phase)
+        return Trial(*args, **options)
+
+    with shrunk(), patch.object(ddp, "Trial", tried):
         assert ddp.bench_ddp(CONFIG, worker) == 0
+    assert all(phase.startswith("bench ddp: ") for phase in phases), phases
 
 
 def check_report(folder: Path, ways: set[str]) -> None:

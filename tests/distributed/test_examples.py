@@ -29,6 +29,7 @@ def run(name: str, *words: str) -> tuple[list[float], dict[str, Any]]:
         sys.argv = before
         torch.set_default_dtype(torch.float32)
     weights = names["weights"] if "weights" in names else names["net"].state_dict()
+    weights = {name: value.cpu() for name, value in weights.items()}
     losses = re.findall(r"^step \d+: loss (.*)$", said.getvalue(), re.MULTILINE)
     return [float(loss) for loss in losses], weights
 
