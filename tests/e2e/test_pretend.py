@@ -1,4 +1,4 @@
-"""The command line on the pretended accelerator: every subcommand that computes."""
+"""Runs and scripts on the pretended accelerator, as the command line starts them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import PARALLEL3D, TINY, Ended, Shell
+from tests.e2e.command import TINY, Ended, Shell
 from tests.e2e.forked import Forked, run_forked
 from tests.pace import PATIENCE
 
@@ -78,13 +78,3 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
         assert "onnection" in waiting.err, waiting
     ended = run_script(shell, "")
     assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, ended
-
-
-def test_verify_and_bench(shell: Shell) -> None:
-    """The first as typed: it starts its ranks itself."""
-    words = given(shell, "tp=2", "sp=true", "verify.steps=1", "device=pretend")
-    ended = shell.run(*PARALLEL3D, "verify", *words)
-    assert ended.code == 0 and "does not change the model" in ended.out, ended
-    words = ("tp=2", "bench.budget_s=0.1", "bench.sizes=[4096]", "device=pretend")
-    measured = run_forked(shell, "bench", "comm", *words, ranks=2)
-    assert measured.code == 0 and "pretended_nccl" in measured.out, measured

@@ -1,0 +1,26 @@
+"""Commands that measure for minutes, with a few points of each figure: for `APPS` of run/worker."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from parallel3d.commands.bench import ddp
+from parallel3d.commands.calibrate import command, launches, together
+from parallel3d.config.schema import Config
+from parallel3d.run.launch import Worker
+from tests.distributed.test_calibrate import FEW
+from tests.distributed.test_ddp_bench import shrunk
+
+
+def bench_ddp(config: Config, worker: Worker) -> int:
+    with shrunk():
+        return ddp.bench_ddp(config, worker)
+
+
+def calibrate(config: Config, worker: Worker) -> int:
+    with (
+        patch.multiple(together, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, MOVED=1 << 12),
+        patch.multiple(launches, STEPS=1, ROUNDS=1),
+        patch.object(together, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
+    ):
+        return command.calibrate(config, worker, FEW)
