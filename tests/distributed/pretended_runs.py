@@ -5,10 +5,13 @@ A module of its own, as a new worker imports it: a matrix of cases takes seconds
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from parallel3d.pretend.device import this_machine
@@ -18,6 +21,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, make_trainer, plain_groups, run_cases
+from tests.distributed.pretended import here
 
 Sizes = tuple[int, int, int]
 
@@ -87,3 +91,17 @@ def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
         steps.append(found)
     groups.close()
     return steps
+
+
+def warned_of_a_step(case: Case) -> list[str]:
+    """What PyTorch's sync debug mode says of the second step: its word on itself, then waits."""
+    trainer = make_trainer(case, plain_groups(Layout()))
+    trainer.train_step()
+    api = torch.get_device_module(here())
+    api.machine.is_prototype_told = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        api.set_sync_debug_mode("warn")
+        trainer.train_step()
+        api.set_sync_debug_mode("default")
+    return [f"{Path(w.filename).name}: {w.message}" for w in caught]

@@ -26,6 +26,7 @@ from tests.distributed.pretended_runs import (
     check_one_wait,
     run_on_own_device,
     waits_a_step,
+    warned_of_a_step,
 )
 from tests.distributed.test_engines import (
     COMPILE,
@@ -112,3 +113,10 @@ def test_the_host_waits_once_a_step_with_dropout(pretended: PretendedPool) -> No
     for steps in pretended.run(2, waits_a_step, (2, 1, 1), case, timeout_s=900):
         for found in steps:
             check_one_wait(found)
+
+
+def test_pytorchs_debug_mode_sees_one_wait_a_step(pretended: PretendedPool) -> None:
+    """As `benchmarks.gpu_first` counts on a card; the first warning is of the mode itself."""
+    (said,) = pretended.run(1, warned_of_a_step, Case(DROPS, microbatches=2))
+    assert len(said) == 2 and "prototype feature" in said[0], said
+    assert said[1] == "trainer.py: called a synchronizing CUDA operation"
