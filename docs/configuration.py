@@ -13,6 +13,7 @@ from parallel3d.config.fields import (
     Key,
     all_keys,
     allowed,
+    megatron_flags,
     refusal,
     show,
     typed_name,
@@ -139,14 +140,12 @@ def _refused_example(key: Key, flag: str = "") -> str | None:
 def _megatron_table() -> str:
     rows = []
     for key in all_keys().values():
-        flag = key.meta["megatron"]
-        if flag is None:
-            continue
-        notes = [key.meta["differs"], _refused_example(key, flag)]
-        note = "; refused for now: ".join(note for note in notes if note)
-        if notes[1] and not notes[0]:
-            note = f"refused for now: {note}"
-        rows.append((f"`{flag}`", f"`{typed_name(key.name)}`", note))
+        for flag in megatron_flags(key):
+            notes = [key.meta["differs"], _refused_example(key, flag)]
+            note = "; refused for now: ".join(note for note in notes if note)
+            if notes[1] and not notes[0]:
+                note = f"refused for now: {note}"
+            rows.append((f"`{flag}`", f"`{typed_name(key.name)}`", note))
     return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)
 
 

@@ -173,7 +173,8 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         step, first = self.steps_done, self.consumed_samples
-        self.data_parallel.start_step(self.schedule.microbatches)
+        with self.clock.range("clear gradients"):
+            self.data_parallel.start_step(self.schedule.microbatches)
         tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
@@ -184,18 +185,21 @@ class Trainer:
         unused = self.data_parallel.finish_step()
         if unused and step == 0:
             log.warning("no gradient reached %s", ", ".join(unused))
-        if self.config.sp:
-            sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
-        sum_shared_gradients(self.data_parallel.segments, self.groups.tp)
-        if self.tied_name is not None:
-            table = self.data_parallel.tied_gradient(self.tied_name)
-            sum_tied_gradients(table, self.groups.embedding)
-        loss, grad_norm, stop = self._agree(loss_sum, tokens)
+        with self.clock.range("partial sums"):
+            if self.config.sp:
+                sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
+            sum_shared_gradients(self.data_parallel.segments, self.groups.tp)
+            if self.tied_name is not None:
+                table = self.data_parallel.tied_gradient(self.tied_name)
+                sum_tied_gradients(table, self.groups.embedding)
+        with self.clock.range("grad norm"):
+            loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
         finite = math.isfinite(loss + grad_norm)
         self.before_update()
         if finite:
-            self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
+            with self.clock.range("optimizer"):
+                self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.publish()
         if self.measures_order:  # in the first step alone
             self.optimizer = in_measured_order(

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from parallel3d.device import accelerator
+from parallel3d.device.ranges import Ranges
 
 KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
 OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
@@ -167,6 +168,7 @@ class Clock:
             takes when all are there; see the module's docstring. Without an entry nothing is idle.
         last: seconds by kind of the step that became known as the last one ended, None if none
             did. On the CPU that is the step itself, on an accelerator the one before it.
+        ranges: while this rank is profiled, opened and closed with every kind; else None.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -175,6 +177,7 @@ class Clock:
         self.floors: dict[str, float] = {}
         self.last: dict[str, float] | None = None
         self.running = False
+        self.ranges: Ranges | None = None
         self._stack: list[str] = []
         self._first: list[dict[str, float]] = []
         self._sum = dict.fromkeys(KINDS, 0.0)
@@ -203,8 +206,13 @@ class Clock:
             for kind, seconds in spent.items():
                 self._sum[kind] += seconds
 
-    def push(self, kind: str) -> None:
-        """From here to its `pop` the rank does `kind`. Outside of a step nothing is counted."""
+    def push(self, kind: str, name: str | None = None) -> None:
+        """From here to its `pop` the rank does `kind`. Outside of a step nothing is counted.
+
+        A profile calls it `name`, without one `kind`.
+        """
+        if self.ranges is not None:
+            self.ranges.push(name or kind)
         if self.running and self.times.counts():
             self.times.mark(self._stack[-1], torch.inf)
             self._stack.append(kind)
@@ -216,17 +224,23 @@ class Clock:
         """
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
+        if self.ranges is not None:
+            self.ranges.pop()
 
     @contextmanager
-    def within(self, kind: str) -> Iterator[None]:
+    def within(self, kind: str, name: str | None = None) -> Iterator[None]:
         """`push` and `pop` around a block. (An exception ends the step, and with it its times.)"""
-        self.push(kind)
+        self.push(kind, name)
         yield
         self.pop()
 
-    def starting(self, kind: str) -> AbstractContextManager[None]:
+    def starting(self, kind: str, name: str | None = None) -> AbstractContextManager[None]:
         """`within` around what only starts a communication: on an accelerator it takes no time."""
-        return self.within(kind) if self.times.marks_starts else nullcontext()
+        return self.within(kind, name) if self.times.marks_starts else self.range(name or kind)
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Around a block that a profile shows by name and that is no kind of its own."""
+        return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
         """Seconds a step by kind, without the first `WARMUP_STEPS` where there are more.

@@ -190,7 +190,7 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
     clock = group.clock
     if clock is None or group.size == 1:
         return all_reduce(tensor, group)
-    clock.push(kind_of(group))
+    clock.push(kind_of(group), clock.ranges and f"wait all_reduce {group.name}")
     all_reduce_async(tensor, replace(group, clock=None)).wait()
     clock.pop(clock.floors.get(group.name, math.inf))
     return tensor

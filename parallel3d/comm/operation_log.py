@@ -207,12 +207,17 @@ def blocking(group: _Group) -> Iterator[None]:
     log.progress += 1
 
 
+def operation_name(start: Callable) -> str:
+    """What a collective's function starts: "all_reduce"."""
+    return start.__name__.removesuffix("_async").removesuffix("_bucket")
+
+
 def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
     """Notes a collective and the wait for its handle, in the log that its group carries, if any.
 
     `start` returns a handle, or a tensor and a handle. One that another calls is part of that.
     """
-    name = start.__name__.removesuffix("_async").removesuffix("_bucket")
+    name = operation_name(start)
 
     @functools.wraps(start)
     def noted(tensor: torch.Tensor, group: _Group) -> Any:

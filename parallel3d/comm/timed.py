@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from parallel3d.comm.clock import OF_GROUP, Clock
+from parallel3d.comm.operation_log import operation_name
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
@@ -31,9 +32,10 @@ class Timed:
     work: _Work
     clock: Clock
     kind: str
+    name: str | None = None  # in a profile
 
     def wait(self) -> None:
-        self.clock.push(self.kind)
+        self.clock.push(self.kind, self.name)
         self.work.wait()
         self.clock.pop()
 
@@ -44,6 +46,7 @@ def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any
     `call` returns a handle, or a tensor and a handle. A group without a clock, or of one rank, is
     handed through.
     """
+    operation = operation_name(call)
 
     @functools.wraps(call)
     def run(tensor: Tensor, group: Group) -> Any:
@@ -51,14 +54,22 @@ def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any
         if clock is None or group.size == 1:
             return call(tensor, group)
         kind = kind_of(group)
+        name = wait = None
+        if clock.ranges is not None:
+            name = f"{operation} {group.name}"
+            wait = f"wait {name}"
         starts = clock.times.marks_starts
         if starts:
-            clock.push(kind)
+            clock.push(kind, name)
+        elif name is not None:
+            clock.ranges.push(name)
         result = call(tensor, group)
         if starts:
             clock.pop()
+        elif name is not None:
+            clock.ranges.pop()
         if isinstance(result, tuple):
-            return result[0], Timed(result[1], clock, kind)
-        return Timed(result, clock, kind)
+            return result[0], Timed(result[1], clock, kind, wait)
+        return Timed(result, clock, kind, wait)
 
     return run

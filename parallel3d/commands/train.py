@@ -16,7 +16,8 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups, with_log
 from parallel3d.commands.bench.preflight import preflight
-from parallel3d.commands.trace import LATER, train_traced_step
+from parallel3d.commands.profiling import StepProfiler
+from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.config.schema import Config
 from parallel3d.data.agreement import check_same_text
 from parallel3d.data.corpora.blend import Blend
@@ -150,6 +151,7 @@ def run_steps(
         checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, say)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
+    profiler = StepProfiler(trainer, worker)
     first = trainer.steps_done + 1
     # Graphs, and an accelerator's kernels also without compile=true, are compiled in a start's
     # first step and first evaluation, minutes on a GPU, while others wait in a collective. A hang
@@ -159,27 +161,31 @@ def run_steps(
     for step in range(first, settings.steps + 1):
         worker.phase = f"train step {step}"
         worker.log.boundary("train step")
+        is_profiled = step in profiler.steps
+        profiler.before_step(step)
         start = time.perf_counter()
         compiles = may_compile and step == first
         if compiles:
             worker.watchdog.rest()
-        if trainer.config.trace and step == min(first + LATER, settings.steps):
-            result = train_traced_step(trainer, worker.run_dir)
+        if trainer.config.schedule.timeline and step == min(first + LATER, settings.steps):
+            result = train_drawn_step(trainer, worker.run_dir)
         else:
             result = trainer.train_step()
         if compiles:
             worker.watchdog.go_on()
         if recorder is not None:
             seconds = time.perf_counter() - start
-            record_step(trainer, recorder, result, seconds)
+            record_step(trainer, recorder, result, seconds, is_profiled)
+        profiler.after_step(step)  # behind the step's line: it prints a table
         due = settings.eval_every and step % settings.eval_every == 0
         if settings.eval_batches and (due or step == settings.steps):
             worker.phase = f"evaluation after step {step}"
             worker.log.boundary("evaluation")
             if evaluation_compiles:
                 worker.watchdog.rest()
-            eval_loss = trainer.evaluate()
-            of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
+            with trainer.clock.range("evaluation"):
+                eval_loss = trainer.evaluate()
+                of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
             if evaluation_compiles:
                 worker.watchdog.go_on()
                 evaluation_compiles = False
@@ -191,15 +197,23 @@ def run_steps(
         worker.log.boundary("looking")
         health.after_step(result)
         worker.phase = f"checkpoint after step {step}"
-        checkpoints.after_step(trainer)
+        with trainer.clock.range("checkpoint"):
+            checkpoints.after_step(trainer)
         if result.stop and step < settings.steps:
             worker.stopped = True
             if trainer.config.checkpoint.every:
                 checkpoints.save(trainer)
+            profiler.finish(step)
             return
 
 
-def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, seconds: float) -> None:
+def record_step(
+    trainer: Trainer,
+    recorder: Recorder,
+    result: StepResult,
+    seconds: float,
+    is_profiled: bool,
+) -> None:
     is_fp16 = trainer.config.precision.name == "fp16"
     recorder.step(
         *result[:5],
@@ -209,6 +223,7 @@ def record_step(trainer: Trainer, recorder: Recorder, result: StepResult, second
         times=trainer.clock.last,
         memory=peak_memory(trainer.device),
         noise=None if result.noise is None else result.noise._asdict(),
+        profiled=is_profiled,
     )
 
 

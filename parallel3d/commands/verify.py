@@ -23,6 +23,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
+from parallel3d.config.run import ProfileConfig
 from parallel3d.config.schema import Config, OptimConfig, PrecisionConfig
 from parallel3d.data.corpora.blend import Blend
 from parallel3d.data.corpora.split import Corpus
@@ -178,9 +179,9 @@ def compare(
 
 def single_process(config: Config) -> Config:
     """The same training on one rank: more micro-batches in place of replicas."""
-    changed = dataclasses.replace(
-        config, tp=1, pp=1, dp=1, cp=1, vpp=1, sp=False, schedule=ScheduleConfig()
-    )
+    sizes = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "vpp": 1, "sp": False}
+    sections = {"schedule": ScheduleConfig(), "profile": ProfileConfig()}
+    changed = dataclasses.replace(config, **sizes, **sections)
     return check_config(changed, 1)
 
 

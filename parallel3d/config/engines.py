@@ -216,6 +216,11 @@ class ScheduleConfig:
         "schedule shows what more would give",
         above=0,
     )
+    timeline: bool = key(
+        False,
+        "draw the third step of a start: when each pipeline rank computed what, measured and on "
+        "the clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
+    )
     svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG")
     csv: str | None = key(None, "parallel3d schedule: file for the schedule as a table of actions")
     json: str | None = key(None, "parallel3d schedule: file for the table of all schedules as JSON")

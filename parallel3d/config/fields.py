@@ -55,6 +55,10 @@ NOT_YET: dict[str, NotYet] = {
 }
 
 
+# Keys of earlier versions, with the ones that took their place.
+RENAMED = {"trace": "schedule.timeline"}
+
+
 def refusal(name: str, value: Any) -> str | None:
     """The sentence that refuses `value` of key `name` for now, or None if it is there."""
     for row in NOT_YET.values():
@@ -129,6 +133,11 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
         )
 
 
+def megatron_flags(key: Key) -> list[str]:
+    """The flags of Megatron-LM that mean the same as a key."""
+    return (key.meta["megatron"] or "").split()
+
+
 def nearest_key(word: str) -> str | None:
     """The key that `word` was most likely meant to be, or None if nothing is close.
 
@@ -138,9 +147,9 @@ def nearest_key(word: str) -> str | None:
     word = word.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys()
     flags = {
-        key.meta["megatron"].lstrip("-").replace("-", "_"): name
+        flag.lstrip("-").replace("-", "_"): name
         for name, key in keys.items()
-        if key.meta.get("megatron")
+        for flag in megatron_flags(key)
     }
     leaves: dict[str, str] = {}
     for name, key in keys.items():
@@ -165,17 +174,19 @@ def unknown_key(word: str, value: Any = None) -> str:
     """The sentence for a key that does not exist, with the nearest one that does."""
     if word.startswith("hydra."):
         return f"{word} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
+    typed = word if value is None else f"{word}={show(value)}"
+    if word in RENAMED:
+        return f"{typed}: {word} is now {RENAMED[word]}."
     name = nearest_key(word)
     if name is None:
         close = "docs/configuration.md lists all keys"
     else:
         key = all_keys().get(name)
-        flag = key.meta["megatron"] if key else None
+        flags = [flag.strip("-") for flag in megatron_flags(key)] if key else []
         differs = key.meta["differs"] if key else None
         close = f"the nearest is {typed_name(name)}"
-        if differs and flag and flag.strip("-") == word.strip("-").replace("_", "-"):
+        if differs and word.strip("-").replace("_", "-") in flags:
             close += f" ({differs})"
-    typed = word if value is None else f"{word}={show(value)}"
     return f"{typed}: {word} is not a key of the configuration; {close}."
 
 

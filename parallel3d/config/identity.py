@@ -22,15 +22,15 @@ FREE = (
     *(
         "recompute",
         "recompute_layers",
-        "trace",
         "train.progress",
         "train.log_every",
         "train.save_weights",
         "train.noise_scale",
         "loss.chunk_tokens",
     ),
-    *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "checkpoint."),
-    *("recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify.", "plan."),
+    *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
+    *("checkpoint.", "recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify."),
+    "plan.",
     # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the
     # text decides, not where it lies.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),

@@ -1,8 +1,10 @@
-"""The sections that say how a run goes: gradient buckets, logs, length, launch, verification."""
+"""The sections that say how a run goes: gradient buckets, logs, length, profile, launch,
+verification."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel3d.config.sections import key
 
@@ -124,6 +126,45 @@ class TrainConfig:
     )
     save_weights: bool = key(
         False, "write the first and the last weights, unsharded, as safetensors (small models)"
+    )
+
+
+def wrong_ranks(ranks: object) -> str | None:
+    """None for what `profile.ranks` may be, else the nearest, as it is typed."""
+    if ranks == "all":
+        return None
+    if not isinstance(ranks, (list, tuple)):
+        return "all" if isinstance(ranks, str) else "[0]"
+    good = [rank for rank in ranks if type(rank) is int and rank >= 0]
+    return None if good and len(good) == len(ranks) else f"[{','.join(map(str, good or [0]))}]"
+
+
+@dataclass
+class ProfileConfig:
+    """Steps under `torch.profiler`: `profile.steps=[10,12] profile.ranks=[0]`."""
+
+    steps: list[int] | None = key(  # noqa: RUF009
+        None,
+        "first and last step to profile, both included; each rank of profile.ranks writes a Chrome "
+        "trace into profile/ of the run directory; null or []: none",
+        megatron="--profile --profile-step-start --profile-step-end",
+        differs="--profile-step-start=10 --profile-step-end=12 is profile.steps=[11,12]: there "
+        "steps count from 0 and the end is left out",
+    )
+    ranks: Any = key(  # noqa: RUF009
+        [0],
+        "whose steps",
+        choices=("all",),
+        list_of=("ranks",),
+        wrong=wrong_ranks,
+        megatron="--profile-ranks",
+    )
+    memory: bool = key(
+        False,
+        "on GPUs, also a snapshot of the allocator and what it did in these steps, for "
+        "pytorch.org/memory_viz",
+        megatron="--record-memory-history",
+        differs="there of the whole run",
     )
 
 

@@ -35,6 +35,7 @@ from parallel3d.config.run import (
     DataParallelConfig,
     LaunchConfig,
     LoggerConfig,
+    ProfileConfig,
     TrainConfig,
     VerifyConfig,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "RecoveryConfig",
     "ScheduleConfig",
     "TensorParallelConfig",
@@ -170,13 +172,6 @@ class Config:
     )
     prompt: str = key("\n", "generate: the text to go on from, taken as it is typed")
     preflight: bool = key(False, "probe every group before step 1 and name what is slow")
-    trace: bool = key(
-        False,
-        "draw the third step of a start: when each pipeline rank computed what, measured and on "
-        "the clock, as timeline.svg and, for Perfetto, trace.json in the run directory",
-        megatron="--profile",
-        differs="--profile is trace=true, which draws the pipeline's schedule",
-    )
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -190,6 +185,7 @@ class Config:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)

@@ -28,8 +28,8 @@ def key(
 
     `choices`, `minimum` and `maximum` (inclusive), `above` and `below` (exclusive) are enforced by
     `fields`; where a list of words (`list_of`) may stand for a choice, `wrong` gives the nearest to
-    what is neither, None for what is. `megatron` names the flag of Megatron-LM that means the same,
-    and `differs` says in which way it does not quite.
+    what is neither, None for what is. `megatron` names the flag of Megatron-LM that means the same
+    (or several, with spaces between), and `differs` says in which way it does not quite.
     """
     meta = {
         "help": help,

@@ -123,9 +123,10 @@ class BucketedDataParallel:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
         if self.sharded:
-            for bucket in reversed(self.buckets):
-                work = collectives.all_gather_bucket(bucket.param, self.dp)
-                self.gathering[bucket.index] = work
+            with self.reducer.clock.range("parameter all-gather"):
+                for bucket in reversed(self.buckets):
+                    work = collectives.all_gather_bucket(bucket.param, self.dp)
+                    self.gathering[bucket.index] = work
 
     def wait_for(self, part: str) -> None:
         """Returns when the parameters of a part of the stage, given by the prefix of their names,
@@ -136,8 +137,9 @@ class BucketedDataParallel:
             (b.index for name, b in self.bucket_of.items() if name.startswith(f"{part}.")),
             default=len(self.buckets),
         )
-        for index in [i for i in self.gathering if i >= last]:
-            self.gathering.pop(index).wait()
+        with self.reducer.clock.range("wait parameter all-gather"):
+            for index in [i for i in self.gathering if i >= last]:
+                self.gathering.pop(index).wait()
 
     def wait_for_all(self) -> None:
         """Returns when all parameters are complete (before a checkpoint or an evaluation)."""

@@ -130,12 +130,13 @@ class Reducer:
         return i < len(self.buckets) and not self.missing[i]
 
     def _reduce_next(self) -> None:
-        bucket = self.buckets[len(self.works)]
+        clock, bucket = self.clock, self.buckets[len(self.works)]
         if self.watcher is not None:
             self.watcher.full(bucket)
         work = collectives.Done()
         if self.group.size > 1:
-            with self.clock.within("dp"):  # a hook may do more than communicate
+            name = clock.ranges and f"gradient reduction of bucket {bucket.index}"
+            with clock.within("dp", name):  # a hook may do more than communicate
                 work = self.comm_hook(bucket.grad, self.group)
         self.works.append(work)
 
@@ -155,7 +156,7 @@ class Reducer:
         while len(self.works) < len(self.buckets):
             self._reduce_next()
         if self.group.size > 1:
-            with self.clock.within("dp"):
+            with self.clock.within("dp", "wait gradient reduction"):
                 for work in self.works:
                     work.wait()
         self.running = False

@@ -4,12 +4,12 @@ A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, whe
 all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
 seconds by kind (`comm.clock`; on an accelerator those of the step before, in some lines);
 `memory`, on an accelerator the peak bytes of rank 0's so far (`metrics.memory`); `skipped: true`
-where gradients were not finite; `loss_scale` with fp16; `noise`, with `train.noise_scale`, the
-`scale` in sequences, and the step's `trace` and `signal` (`data_parallel.noise_scale`). An
-evaluation's line: `step eval_loss tokens`, and of a blend's parts `eval_losses` by name. Beside it,
-of a blend, `step tokens parts`: by name the `tokens` read of a part so far and how many `epochs` of
-it. JSON has no NaN: a value that is not finite is null, and the line then has `"nonfinite":
-{"loss": "nan"}` (or "inf", "-inf").
+where gradients were not finite; `profiled: true` under `profile.steps`; `loss_scale` with fp16;
+`noise`, with `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
+(`data_parallel.noise_scale`). An evaluation's line: `step eval_loss tokens`, and of a blend's parts
+`eval_losses` by name. Beside it, of a blend, `step tokens parts`: by name the `tokens` read of a
+part so far and how many `epochs` of it. JSON has no NaN: a value that is not finite is null, and
+the line then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
 """
 
 from __future__ import annotations

@@ -137,22 +137,24 @@ class Recorder:
         times: Mapping[str, float] | None = None,
         memory: Memory | None = None,
         noise: Mapping[str, float | None] | None = None,
+        profiled: bool = False,
     ) -> None:
         """Record optimizer step `step` (counts from 1).
 
         `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
         the step computed (global batch × sequence length), masked ones too: throughput and MFU are
         about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale`,
-        `times`, `memory` and `noise`: see `StepRecord`.
+        `times`, `memory`, `noise` and `profiled`: see `StepRecord`.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
         figures = (step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
-        record = StepRecord(*figures, skipped, loss_scale, times, memory, noise)
+        record = StepRecord(*figures, skipped, loss_scale, times, memory, noise, profiled)
         self._skipped += skipped
         self._last = record
-        self._throughput.add(tokens, step_time_s)
+        if not profiled:
+            self._throughput.add(tokens, step_time_s)
         self._curve.add(loss)
         self._metrics.write(record.row())
         self._progress.update(record)

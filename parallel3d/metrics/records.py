@@ -31,6 +31,7 @@ class StepRecord(NamedTuple):
     times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
     memory: Memory | None = None  # of rank 0's accelerator so far
     noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
+    profiled: bool = False  # slower than others, and left out of the run's throughput
 
     @property
     def noise_scale(self) -> float | None:
@@ -40,8 +41,9 @@ class StepRecord(NamedTuple):
     def row(self) -> dict[str, Any]:
         """As a line of metrics.jsonl: what a step has not, is not there."""
         row = self._asdict()
-        if not self.skipped:
-            del row["skipped"]
+        for mark in ("skipped", "profiled"):
+            if not row[mark]:
+                del row[mark]
         if self.times is not None:
             row["times"] = {kind: round(seconds, 6) for kind, seconds in self.times.items()}
         if self.memory is not None:

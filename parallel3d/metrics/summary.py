@@ -60,7 +60,9 @@ def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
     files = ["metrics.jsonl", "config.yaml", "summary.json"]
     if is_drawn:
         files.append("breakdown.svg")
-    if (run_dir / "timeline.svg").exists():  # trace=true
+    if (run_dir / "timeline.svg").exists():  # schedule.timeline=true
         files.append("timeline.svg")
+    if (run_dir / "profile").exists():  # profile.steps
+        files.append("profile")
     paths = {name.split(".")[0]: str(run_dir / name) for name in files}
     return {"run_dir": str(run_dir)} | paths

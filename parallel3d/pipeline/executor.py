@@ -25,10 +25,10 @@ from parallel3d.data.batches import InOrder, MicroBatch
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
+from parallel3d.pipeline.action_times import ActionTimes
 from parallel3d.pipeline.floors import measure_floors
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route, Transfer, post
-from parallel3d.pipeline.trace import Trace
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sizes.run_schedule import sends_slices
@@ -71,7 +71,7 @@ class Executor:
         clock: told what this rank does when.
 
     Attributes:
-        trace: collects what is computed when, if there is one.
+        action_times: collects what is computed when, if there is one.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Executor:
         self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, Transfer] = {}
         self.sending: deque[Transfer] = deque()
-        self.trace: Trace | None = None
+        self.action_times: ActionTimes | None = None
         self.weight_gradients = WeightGradients()
         for stage in stages:
             for parameter in stage.parameters():
@@ -185,7 +185,7 @@ class Executor:
             tensor = self.outbox.pop(action) if is_send else self.room_for(action)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
-        with self.clock.starting("pp"):
+        with self.clock.starting("pp", self._name(*group)):
             transfers = post(messages, self.route, self.boxes)
         for transfer in transfers:
             if transfer.action.kind.is_send:
@@ -204,7 +204,7 @@ class Executor:
 
     def _wait(self, transfer: Transfer) -> None:
         """Beyond the time that the message takes at most, its other end was late: idle."""
-        self.clock.push("pp")
+        self.clock.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
         self.clock.pop(self.clock.floors.get("pp", math.inf))
 
@@ -232,8 +232,19 @@ class Executor:
 
     @contextmanager
     def _computing(self, kind: str, step: Action) -> Iterator[None]:
-        with self.clock.within(kind), self.trace.within(step) if self.trace else nullcontext():
+        times = self.action_times
+        with (
+            self.clock.within(kind, self._name(step)),
+            nullcontext() if times is None else times.within(step),
+        ):
             yield
+
+    def _name(self, *actions: Action, waits: bool = False) -> str | None:
+        """What a profile calls them; None while nobody profiles."""
+        if self.clock.ranges is None:
+            return None
+        words = [f"{_WORDS[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
+        return f"{'wait ' * waits}{', '.join(words)}"
 
     def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
         order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
@@ -288,6 +299,17 @@ class Executor:
 
 # By the kind of a send: where its reader's stage lies, and what the reader calls it.
 _NEXT = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
+
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.SEND_F: "send activation",
+    Kind.RECV_F: "recv activation",
+    Kind.SEND_B: "send gradient",
+    Kind.RECV_B: "recv gradient",
+}
 
 
 def _is_backward(step: Step) -> bool:

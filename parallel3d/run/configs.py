@@ -23,6 +23,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
+from parallel3d.config.fields import RENAMED
 from parallel3d.config.schema import Config
 from parallel3d.files.durable import replace_durably
 
@@ -115,7 +116,11 @@ def _typed(tree: Mapping[str, Any]) -> Config:
     """The tree as a configuration. Nothing in it is resolved: it may be somebody else's."""
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")
-    config = OmegaConf.to_object(OmegaConf.merge(_schema(), tree))
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"it holds a {type(tree).__name__}")
+    # An older run's; what was renamed so far does not change what a run computes.
+    known = {name: value for name, value in tree.items() if name not in RENAMED}
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
     return config

@@ -15,8 +15,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.profiling import layers_shown
+from parallel3d.device.ranges import Ranges
 from parallel3d.models import transformer
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
@@ -50,9 +53,10 @@ def test_compiled_blocks_are_the_reference(
     assert differences(outcomes, references.of(case.problem), case.problem) == {}
 
 
-def graphs_by_step() -> tuple[list[int], int, list[float]]:
-    """How many graphs there are after each of three steps, the buckets that the last backward
-    reduced before it ended, and the share of each step that its breakdown leaves out."""
+def graphs_by_step() -> tuple[list[int], int, list[float], list[str]]:
+    """How many graphs there are after each of four steps, the buckets that the last backward
+    reduced before it ended, the share of each of three steps that its breakdown leaves out, and
+    what a profile of the fourth calls the layers."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -76,13 +80,22 @@ def graphs_by_step() -> tuple[list[int], int, list[float]]:
             seconds = time.perf_counter() - start
             seen.append(counters["stats"]["unique_graphs"])
             left_out.append(1 - sum(trainer.clock.last.values()) / seconds)
+        ranges = Ranges(trainer.device)
+        with (
+            profile(activities=[ProfilerActivity.CPU]) as profiled,
+            layers_shown(trainer.stages, ranges, compiled=True),
+        ):
+            trainer.train_step()
+        seen.append(counters["stats"]["unique_graphs"])
     groups.close()
-    return seen, early, left_out
+    names = {event.name for event in profiled.events() if event.name.startswith("layers")}
+    return seen, early, left_out, sorted(names)
 
 
 def test_nothing_compiles_after_the_first_step_and_buckets_leave_early(pool: Pool) -> None:
-    """Five blocks in graphs of two, two (the same code) and one."""
-    for seen, early, left_out in pool.run(2, graphs_by_step):
-        assert seen == [2, 2, 2]
+    """Five blocks in graphs of two, two (the same code) and one; nor where they are profiled."""
+    for seen, early, left_out, names in pool.run(2, graphs_by_step):
+        assert seen == [2, 2, 2, 2]
+        assert names == ["layers.0-1", "layers.2-3", "layers.4"]
         assert early > 1
         assert abs(statistics.median(left_out)) < 0.01  # the breakdown adds up, as without compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -26,19 +27,27 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> None:
-    """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp."""
-    layouts = (("train.steps=4", "trace=true"), ("dp=2", "zero=3", "train.steps=6"))
+    """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp. Its
+    steps are drawn and profiled at first, and past as it goes on."""
+    profiled = ("profile.steps=[3,4]", "profile.memory=true")
+    layouts = (("train.steps=4", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=6"))
+    said = ("no snapshot is written, which needs a GPU", "this run goes on with step 5, and")
     for ranks, words in enumerate(layouts, 1):
-        saving = given(shell, "run=r", *SAVING, *words, "device=pretend")
+        saving = given(shell, "run=r", *SAVING, *words, *profiled, "device=pretend")
         ended = run_forked(shell, "train", *saving, ranks=ranks)
         assert ended.code == 0, ended
         assert "pretended accelerator" in ended.out
+        assert said[ranks - 1] in ended.err
     words = given(shell, *SAVING, "run=c", "train.steps=6", "checkpoint.every=0")
     assert run_forked(shell, "train", *words).code == 0
     runs = shell.cwd / "runs"
     assert losses(runs / "r") == pytest.approx(losses(runs / "c"), rel=1e-9)
-    events = json.loads((runs / "r" / "trace.json").read_text())["traceEvents"]
+    events = json.loads((runs / "r" / "timeline.json").read_text())["traceEvents"]
     assert all(e["dur"] > 0 for e in events if e["ph"] == "X"), "told by the device's events"
+    (trace,) = (runs / "r" / "profile").iterdir()
+    assert trace.name == "rank0-steps3-4.json.gz"
+    names = [e["name"] for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert [names.count(f"{part} m1 c0") for part in ("forward", "backward")] == [2, 2]
     summary = json.loads((runs / "r" / "summary.json").read_text())
     assert all(rank["allocated"] > 0 for rank in summary["memory"]["ranks"])
     words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=pretend")

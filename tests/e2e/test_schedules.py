@@ -30,12 +30,12 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_a_run_is_traced_and_goes_on_under_another_schedule(shell: Shell) -> None:
-    first = train(shell, "pp=2", "schedule=zbv", "trace=true")
+def test_a_run_s_timeline_is_drawn_and_it_goes_on_under_another_schedule(shell: Shell) -> None:
+    first = train(shell, "pp=2", "schedule=zbv", "schedule.timeline=true")
     assert first.code == 0, first
     run = shell.cwd / "runs" / "mine"
     assert "timeline.svg" in first.out
-    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X"}
     words = [f"{kind}{m}{chunk}" for kind in "FIW" for m in range(3) for chunk in ("", ".1")]
     assert names == {(rank, word) for rank in (0, 1) for word in words}

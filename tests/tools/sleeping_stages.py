@@ -16,10 +16,10 @@ from parallel3d.comm.group import Group
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.batches import MicroBatch
 from parallel3d.parameters.gradients import waiting_jobs
+from parallel3d.pipeline.action_times import ActionTimes, Measured
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route
-from parallel3d.pipeline.trace import Measured, Trace
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def run(
 
     for _ in range(steps):
         dist.barrier()
-        executor.trace = Trace(CPU)
+        executor.action_times = ActionTimes(CPU)
         held.peak = held.now
         for stage in stages:
             stage.weight.main_grad.zero_()
@@ -138,7 +138,7 @@ def run(
         loss = executor.train_step(plans[0][rank], load, torch.ones(()), lambda: None)
         seconds = time.perf_counter() - start
     weights = [float(stage.weight.main_grad) for stage in stages]
-    spans = executor.trace.measured()
+    spans = executor.action_times.measured()
     if boxes is not None:
         boxes.memory.close()
     return Ran(float(loss), weights, held.peak, held.now, spans, seconds)

@@ -336,6 +336,31 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["optim.wsd_decay_fraction=0.2", "0.9", "nearest is optim.wsd_decay_fraction=0.1"],
     ),
+    # profile
+    ({"profile.steps": [4]}, None, ["profile.steps=[4]", "two numbers", "profile.steps=[4,4]."]),
+    ({"profile.steps": [0, 2, 9]}, None, ["two numbers", "nearest is profile.steps=[1,9]."]),
+    ({"profile.steps": [5, 3]}, None, ["profile.steps=[5,3]", "order", "profile.steps=[3,5]."]),
+    (
+        {"profile.steps": [9, 700]},
+        None,
+        ["profile.steps=[9,700]", "from 1 to train.steps=600", "nearest is profile.steps=[9,600]."],
+    ),
+    ({"profile.steps": [0, 2]}, None, ["profile.steps=[0,2]", "nearest is profile.steps=[1,2]."]),
+    (
+        {"profile.steps": [1, 2], "profile.ranks": [1, 4]},
+        4,
+        ["profile.ranks=[1,4]", "from 0 to 3", "nearest is profile.ranks=[1]."],
+    ),
+    (
+        {"profile.steps": [1, 2], "profile.ranks": [9], "dp": 2},
+        None,
+        ["profile.ranks=[9]", "nearest is profile.ranks=[1]."],
+    ),
+    ({"profile.ranks": "some"}, None, ["profile.ranks=some", "nearest is profile.ranks=all."]),
+    ({"profile.ranks": [0, -1]}, None, ["profile.ranks=[0,-1]", "nearest is profile.ranks=[0]."]),
+    ({"profile.ranks": []}, None, ["profile.ranks=[]", "all or a list", "profile.ranks=[0]."]),
+    ({"profile.ranks": 2}, None, ["profile.ranks=2", "nearest is profile.ranks=[0]."]),
+    ({"profile.memory": True}, None, ["profile.memory=true", "nearest is profile.steps=[10,12]."]),
     # run
     ({"run": ""}, None, ["run=''", "plain name"]),
     ({"run": "../elsewhere"}, None, ["run=../elsewhere", "runs_dir=runs"]),
@@ -419,6 +444,9 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ),
         ({"optim.lr_warmup_steps": 400, "optim.lr_decay_steps": 500}, None, 1),
         ({"tp": 2, "model.vocab_size": 1001, "model.vocab_multiple": 2}, None, 1),
+        ({"profile.steps": []}, None, 1),
+        ({"profile.steps": [600, 600], "profile.ranks": "all", "profile.memory": True}, 4, 4),
+        ({"profile.steps": [1, 2], "profile.ranks": [3]}, None, 1),  # of what world is not known
     ],
 )
 def test_a_good_configuration_passes_with_its_data_parallel_size(

@@ -71,6 +71,21 @@ def test_a_line_per_step_with_the_promised_keys(tmp_path: Path) -> None:
     assert evaluation == {"step": 2, "eval_loss": 5.25, "tokens": 8192}
 
 
+def test_a_profiled_step_is_marked_and_not_counted_in_the_throughput(tmp_path: Path) -> None:
+    recorder, _ = make_recorder(tmp_path, make_config(7))
+    with recorder:
+        recorder.start({})
+        for step in range(1, 8):
+            seconds = 100.0 if step == 5 else 0.5
+            recorder.step(step, 3.0, 0.5, 1e-3, 1000, seconds, profiled=step == 5)
+        assert recorder.finish()["tokens_per_s"] == {
+            "mean": 2000.0, "median": 2000.0, "warmup_steps_excluded": 3
+        }  # fmt: skip
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "profiled" in row] == [5]
+    assert rows[4]["profiled"] is True and rows[4]["step_time_s"] == 100.0
+
+
 def test_summary_states_what_mfu_is_made_of_and_leaves_the_warm_up_out(tmp_path: Path) -> None:
     recorder, _ = make_recorder(tmp_path, make_config(6))
     with recorder:

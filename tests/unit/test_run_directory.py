@@ -62,6 +62,14 @@ def test_config_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load_config(directory) == named
 
 
+def test_a_run_from_before_a_key_was_renamed_goes_on(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    with (directory / "config.yaml").open("a") as file:
+        file.write("trace: true\n")
+    assert load_config(directory) == mine
+    check_run(mine, may_go_on=True)
+
+
 def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
     names = {make_run_directory(config(tmp_path))[1].name for _ in range(5)}
     assert len(names) == 5

@@ -1,4 +1,4 @@
-"""Cross-checks of the data, the learning rate and the run's name (see `checks`)."""
+"""Cross-checks of the data, the learning rate, the profile and the run's name (see `checks`)."""
 
 from __future__ import annotations
 
@@ -81,6 +81,39 @@ def check_precision(config: Config) -> None:
             f"precision.min_loss_scale={show(precision.min_loss_scale)} must be at most "
             f"precision.initial_loss_scale={show(precision.initial_loss_scale)}; the nearest is "
             f"precision.min_loss_scale={show(precision.initial_loss_scale)}."
+        )
+
+
+def check_profile(config: Config, world_size: int | None) -> None:
+    """Steps and ranks that the run has; of no known world size any rank. Raises UserError."""
+    profile, last_step = config.profile, config.train.steps
+    if not profile.steps:
+        if profile.memory:
+            raise UserError(
+                "profile.memory=true must stand beside profile.steps, which says when; the nearest "
+                f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
+            )
+        return
+    given = f"profile.steps={show(profile.steps)}"
+    if len(profile.steps) != 2:
+        first, *_, last = sorted([profile.steps[0], *profile.steps])
+        near = [min(max(1, step), last_step) for step in (first, last)]
+        raise UserError(
+            f"{given} must be two numbers, the first and the last step to profile; the nearest is "
+            f"profile.steps={show(near)}."
+        )
+    first, last = profile.steps
+    if not 1 <= first <= last <= last_step:
+        near = sorted(min(max(1, step), last_step) for step in (first, last))
+        raise UserError(
+            f"{given} must be two steps in their order, from 1 to train.steps={last_step}; the "
+            f"nearest is profile.steps={show(near)}."
+        )
+    if profile.ranks != "all" and world_size is not None and max(profile.ranks) >= world_size:
+        near = [rank for rank in profile.ranks if rank < world_size] or [world_size - 1]
+        raise UserError(
+            f"profile.ranks={show(profile.ranks)} must be ranks of this run, from 0 to "
+            f"{world_size - 1}; the nearest is profile.ranks={show(near)}."
         )
 
 

@@ -24,6 +24,7 @@ from parallel3d.config.checks.run import (
     check_learning_rate,
     check_plain,
     check_precision,
+    check_profile,
     check_run_name,
     check_samples,
 )
@@ -82,6 +83,8 @@ def check_config(
     check_attention(config)
     check_precision(config)
     check_data_parallel(config, dp)
+    is_known = world_size is not None or config.dp is not None
+    check_profile(config, config.tp * config.pp * config.cp * dp if is_known else None)
     check_run_name(config)
     check_groups(config)
     model = dataclasses.replace(

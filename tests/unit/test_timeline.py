@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.commands import trace
-from parallel3d.commands.trace import (
+from parallel3d.commands import timeline
+from parallel3d.commands.timeline import (
     clock_of,
     keys_of,
     measured_costs,
@@ -71,8 +71,8 @@ def test_a_disk_that_fails_costs_the_picture_alone(
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(trace, "replace_durably", full)
-    trace._write(tmp_path / "timeline.svg", "<svg/>")
+    monkeypatch.setattr(timeline, "replace_durably", full)
+    timeline._write(tmp_path / "timeline.svg", "<svg/>")
     assert "timeline.svg is not written: No space left on device" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from parallel3d.schedules.actions import Action
 Measured = tuple[str, float, float]  # an action as its words, start and end in seconds
 
 
-class Trace:
+class ActionTimes:
     """Collects the start and end of every computation of one step on this rank.
 
     On the CPU by its clock. An accelerator's host only queues, so there by events on the stream

@@ -1,4 +1,4 @@
-"""`trace=true`: when each rank of a pipeline computed what in one step, measured and drawn."""
+"""`schedule.timeline=true`: when each rank of a pipeline computed what, measured and drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.errors import say
 from parallel3d.files.durable import replace_durably
-from parallel3d.pipeline.trace import Measured, Trace
+from parallel3d.pipeline.action_times import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule
@@ -19,21 +19,21 @@ from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
 from parallel3d.sizes.stages import forwards_again, layers_of_stages
 from parallel3d.trainer import StepResult, Trainer
 
-LATER = 2  # steps of a start before the traced one: the first ones allocate, or compile
-TRACE_FILE, PICTURE = "trace.json", "timeline.svg"
+LATER = 2  # steps of a start before the one that is drawn: the first ones allocate, or compile
+EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
-def train_traced_step(trainer: Trainer, run_dir: Path) -> StepResult:
+def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
     """One step, of which the pipeline that rank 0 belongs to is drawn; collective.
 
     Rank 0 writes `timeline.svg`, the measured step above the one of a clock that has its costs, on
-    one axis, and `trace.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
+    one axis, and `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
     """
     groups, executor = trainer.groups, trainer.executor
-    executor.trace = trace = Trace(trainer.device)
+    executor.action_times = times = ActionTimes(trainer.device)
     result = trainer.train_step()
-    executor.trace = None
-    spans = trace.measured()
+    executor.action_times = None
+    spans = times.measured()
     by_rank: list[Any] = [spans]
     if groups.pp.size > 1:
         by_rank = all_gather_json(spans, groups.pp.handle, trainer.device)
@@ -42,7 +42,7 @@ def train_traced_step(trainer: Trainer, run_dir: Path) -> StepResult:
         clock = clock_of(measured, trainer.schedule)
         title = f"{trainer.config.schedule.name}, step {result.step}"
         _write(run_dir / PICTURE, pictures(measured, clock, title))
-        _write(run_dir / TRACE_FILE, json.dumps(trace_events(measured), indent=1) + "\n")
+        _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.floors.get("pp", 0.0)
             layers, again = layers_of_stages(trainer.config), forwards_again(trainer.config)

@@ -1,0 +1,233 @@
+"""`profile.steps=[10,12]`: steps under `torch.profiler`, and what is written of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
+
+from parallel3d.device import accelerator
+from parallel3d.device.ranges import Ranges
+from parallel3d.errors import say
+from parallel3d.models.transformer import Block, Stage
+from parallel3d.run.launch import Worker
+from parallel3d.trainer import Trainer
+
+FOLDER = "profile"
+ROWS, WIDTH = 10, 100  # of the table, at most
+MOST_ENTRIES = 100_000  # of the allocator's history, the newest ones
+# Nsight Systems sets it in the processes that it profiles.
+NSYS = "NSYS_PROFILING_SESSION_ID"
+SILENT = "99"  # above its errors, as its lines of every start and stop are
+LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
+
+
+class StepProfiler:
+    """Profiles those of the steps `profile.steps` that are to come, on the ranks `profile.ranks`.
+
+    Every rank of a run has one, since all of them wait while some write. nsys and `torch.profiler`
+    cannot both read a GPU's activity, so under nsys the ranges alone are marked, and nsys is told
+    when the steps begin and end (`--capture-range=cudaProfilerApi`).
+
+    Attributes:
+        steps: what is to be profiled, maybe nothing.
+    """
+
+    def __init__(self, trainer: Trainer, worker: Worker) -> None:
+        keys, next_step = trainer.config.profile, trainer.steps_done + 1
+        first, last = keys.steps or (1, 0)
+        self.trainer, self.worker, self.wants_memory = trainer, worker, keys.memory
+        self.steps = range(max(first, next_step), last + 1)
+        ranks = range(worker.world_size) if keys.ranks == "all" else keys.ranks
+        self.is_mine, self.speaks = worker.rank in ranks, worker.rank == min(ranks)
+        self.seconds = 0.0
+        self.ranges: Ranges | None = None
+        self._profile: profile | None = None
+        self._layers = ExitStack()
+        device = trainer.device
+        self._api = accelerator.module(device) if accelerator.is_accelerator(device) else None
+        if keys.steps and not self.steps and worker.rank == 0:
+            say(
+                f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
+                "and nothing is profiled"
+            )
+
+    def before_step(self, step: int) -> None:
+        """Starts the profiler with the first step."""
+        if not (self.is_mine and step in self.steps):
+            return
+        if self.ranges is None:
+            self.ranges = self._start()
+        self.ranges.push(f"ProfilerStep#{step}")  # the name that analysers of traces look for
+        self._began = time.perf_counter()
+
+    def after_step(self, step: int) -> None:
+        """Writes with the last step; collective then."""
+        if step not in self.steps:
+            return
+        if self.ranges is not None:
+            self.seconds += time.perf_counter() - self._began
+            self.ranges.pop()
+        if step == self.steps[-1]:
+            self.finish(step)
+
+    def finish(self, step: int) -> None:
+        """Writes what there is after `step`, if the profiler runs; collective."""
+        if step not in self.steps:
+            return
+        self.worker.phase = f"writing the profile of {_spelled(self.steps[0], step)}"
+        self.worker.watchdog.rest()  # it may be hundreds of MB, and the other ranks wait
+        if self.ranges is not None:
+            self._stop(step)
+        dist.barrier()
+        self.worker.watchdog.go_on()
+        self.steps = range(0)
+
+    def _start(self) -> Ranges:
+        trainer, device = self.trainer, self.trainer.device
+        accelerator.synchronize(device)  # nothing of the step before
+        if self.wants_memory and (memory := self._memory()) is not None:
+            memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
+        if self._is_under_nsys():
+            self._api.profiler.start()
+        else:
+            if self._api is None:  # else what goes wrong with a GPU should be read
+                os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+            names = ("CPU", device.type.upper())
+            kinds = [kind for kind in supported_activities() if kind.name in names]
+            self._profile = profile(activities=kinds)
+            self._profile.start()
+        ranges = trainer.clock.ranges = Ranges(device)
+        self._layers.enter_context(layers_shown(trainer.stages, ranges, trainer.config.compile))
+        return ranges
+
+    def _stop(self, step: int) -> None:
+        self._layers.close()
+        self.trainer.clock.ranges = None
+        accelerator.synchronize(self.trainer.device)  # all kernels of the last step
+        if self._profile is None:
+            self._api.profiler.stop()
+        else:
+            self._profile.stop()
+        folder = self.worker.run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        name = f"rank{self.worker.rank}-steps{self.steps[0]}-{step}"
+        if self._profile is not None:
+            _write(folder / f"{name}.json.gz", self._profile.export_chrome_trace)
+        if self.wants_memory and (memory := self._memory()) is not None:
+            _write(folder / f"{name}-memory.pickle", memory._dump_snapshot)
+            memory._record_memory_history(enabled=None)
+        elif self.wants_memory and self.speaks:
+            say("profile.memory=true: no snapshot is written, which needs a GPU")
+        if self.speaks and self._profile is not None:
+            steps = _spelled(self.steps[0], step)
+            title = f"profile of rank {self.worker.rank}, {steps}; traces are in {folder}/"
+            rows, what = longest(self._profile)
+            say("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
+
+    def _memory(self) -> Any:
+        """What keeps and dumps the allocator's history; None where nothing does."""
+        memory = getattr(self._api, "memory", None)
+        return memory if hasattr(memory, "_record_memory_history") else None
+
+    def _is_under_nsys(self) -> bool:
+        return NSYS in os.environ and hasattr(self._api, "profiler")
+
+
+def _spelled(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _write(path: Path, write: Callable[[str], object]) -> None:
+    """`write` to `path` in one step; the run goes on without a file that cannot be written."""
+    partial = path.with_name(f".{path.name}")  # its ending says whether it is compressed
+    try:
+        write(str(partial))
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:
+        say(f"{path} is not written: {getattr(error, 'strerror', None) or error}")
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
+    """Within it the forwards of layers have ranges ("layers.3", "layers.3.attention").
+
+    `compiled`: blocks have one for each graph, from the outside: hooks on what is inside would
+    compile it anew. A forward that a backward repeats shows up in that backward.
+    """
+    with ExitStack() as undo:
+        for stage in stages:
+            for name, module in stage.named_modules():
+                if LAYER.fullmatch(name) and not (compiled and name.startswith("layers")):
+                    for handle in _hooks(module, name, ranges):
+                        undo.callback(handle.remove)
+            if compiled:
+                undo.callback(setattr, stage, "run_blocks", stage.run_blocks)
+                stage.run_blocks = _shown_graph(stage, ranges)
+        yield
+
+
+def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
+    # Called too where the forward is left by an exception, as recomputation does on purpose.
+    def begin(module: nn.Module, args: Any) -> None:
+        ranges.push(name)
+
+    def end(module: nn.Module, args: Any, result: Any) -> None:
+        ranges.pop()
+
+    yield module.register_forward_pre_hook(begin)
+    yield module.register_forward_hook(end, always_call=True)
+
+
+def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
+    run, numbers = stage.run_blocks, {block: name for name, block in stage.layers.items()}
+
+    def shown(blocks: list[Block], *args: Any) -> Tensor:
+        first, last = numbers[blocks[0]], numbers[blocks[-1]]
+        with ranges.within(f"layers.{first}" + f"-{last}" * (first != last)):
+            return run(blocks, *args)
+
+    return shown
+
+
+class Row(NamedTuple):
+    """A kernel or an operator: how often it ran, and the milliseconds that it took in all."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+def longest(profile: profile) -> tuple[list[Row], str]:
+    """The kernels that take most time, without one the operators without what they call."""
+    events = [event for event in profile.key_averages() if not event.is_user_annotation]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    if kernels:
+        rows = [Row(e.key, e.count, 1e-3 * e.self_device_time_total) for e in kernels]
+    else:
+        rows = [Row(e.key, e.count, 1e-3 * e.self_cpu_time_total) for e in events]
+    rows.sort(key=lambda row: row.ms, reverse=True)
+    return rows[:ROWS], "kernel" if kernels else "operator"
+
+
+def table(rows: Sequence[Row], what: str, step_ms: float) -> list[str]:
+    """Lines as wide as the terminal, up to `WIDTH`; shares are of `step_ms`, all steps' time."""
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    lines = [f"{'total ms':>10}  {'of steps':>8}  {'calls':>8}  {what}"]
+    room = max(20, width - len(lines[0]) + len(what))
+    for name, calls, ms in rows:
+        half = room // 2
+        short = name if len(name) <= room else f"{name[: room - half - 1]}…{name[-half:]}"
+        lines.append(f"{ms:10.2f}  {ms / step_ms:8.1%}  {calls:8,}  {short}")
+    return lines
