@@ -163,8 +163,8 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
     """Within it the forwards of layers have ranges ("layers.3", "layers.3.attention").
 
-    `compiled`: blocks have one for each graph, from the outside: hooks on what is inside would
-    compile it anew. A forward that a backward repeats shows up in that backward.
+    `compiled`: blocks have one for each graph, around it: a graph calls no hooks of what is inside,
+    or has them traced into it. A forward that a backward repeats shows up in that backward.
     """
     with ExitStack() as undo:
         for stage in stages:
