@@ -78,20 +78,19 @@ class StepProfiler:
         if self.ranges is not None:
             self.seconds += time.perf_counter() - self._began
             self.ranges.pop()
-        if step == self.steps[-1]:
-            self.finish(step)
-
-    def finish(self, step: int) -> None:
-        """Writes what there is after `step`, if the profiler runs; collective."""
-        if step not in self.steps:
+        if step < self.steps[-1]:
             return
-        self.worker.phase = f"writing the profile of {_spelled(self.steps[0], step)}"
+        self.worker.phase = f"writing the profile of {self._spelled()}"
         self.worker.watchdog.rest()  # it may be hundreds of MB, and the other ranks wait
         if self.ranges is not None:
-            self._stop(step)
+            self._stop()
         dist.barrier()
         self.worker.watchdog.go_on()
-        self.steps = range(0)
+
+    def give_up(self, step: int) -> None:
+        """The run ends after `step`, by a signal that leaves it the time to save and no more."""
+        if step in self.steps[:-1] and self.speaks:
+            say(f"stopped within profile.steps: no profile of {self._spelled()} is written")
 
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
@@ -111,7 +110,7 @@ class StepProfiler:
         self._layers.enter_context(layers_shown(trainer.stages, ranges, trainer.config.compile))
         return ranges
 
-    def _stop(self, step: int) -> None:
+    def _stop(self) -> None:
         self._layers.close()
         self.trainer.clock.ranges = None
         accelerator.synchronize(self.trainer.device)  # all kernels of the last step
@@ -121,7 +120,7 @@ class StepProfiler:
             self._profile.stop()
         folder = self.worker.run_dir / FOLDER
         folder.mkdir(exist_ok=True)
-        name = f"rank{self.worker.rank}-steps{self.steps[0]}-{step}"
+        name = f"rank{self.worker.rank}-steps{self.steps[0]}-{self.steps[-1]}"
         if self._profile is not None:
             _write(folder / f"{name}.json.gz", self._profile.export_chrome_trace)
         if self.wants_memory and (memory := self._memory()) is not None:
@@ -130,10 +129,13 @@ class StepProfiler:
         elif self.wants_memory and self.speaks:
             say("profile.memory=true: no snapshot is written, which needs a GPU")
         if self.speaks and self._profile is not None:
-            steps = _spelled(self.steps[0], step)
-            title = f"profile of rank {self.worker.rank}, {steps}; traces are in {folder}/"
-            rows, what = longest(self._profile)
+            rank, (rows, what) = self.worker.rank, longest(self._profile)
+            title = f"profile of rank {rank}, {self._spelled()}; traces are in {folder}/"
             say("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
+
+    def _spelled(self) -> str:
+        first, last = self.steps[0], self.steps[-1]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _memory(self) -> Any:
         """What keeps and dumps the allocator's history; None where nothing does."""
@@ -142,10 +144,6 @@ class StepProfiler:
 
     def _is_under_nsys(self) -> bool:
         return NSYS in os.environ and hasattr(self._api, "profiler")
-
-
-def _spelled(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:

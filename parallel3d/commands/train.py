@@ -203,7 +203,7 @@ def run_steps(
             worker.stopped = True
             if trainer.config.checkpoint.every:
                 checkpoints.save(trainer)
-            profiler.finish(step)
+            profiler.give_up(step)
             return
 
 

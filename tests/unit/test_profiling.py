@@ -142,14 +142,21 @@ def test_a_device_without_such_a_history_says_so_once_and_is_traced(
     assert "profile of rank 1" not in said
 
 
-def test_a_run_that_is_stopped_within_writes_what_there_is(rank: Rank) -> None:
-    profiler = rank.profiler(steps=[2, 9])
+def test_a_run_that_is_stopped_within_leaves_its_time_to_the_checkpoint_and_says_so(
+    rank: Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank.patch.setenv(profiling.NSYS, "1")  # no profiler of this process stays on
+    profiler = rank.profiler(rank.gpu(), steps=[2, 4])
     rank.run(profiler, range(1, 4))
-    profiler.finish(3)
-    assert rank.files == {"rank0-steps2-3.json.gz"}
     before = list(rank.said)
-    profiler.finish(4)
-    assert rank.said == before == ["rest", *WAITED]
+    for step in (1, 4):
+        profiler.give_up(step)
+    assert not capsys.readouterr().err, "before the first step, or all is written"
+    profiler.give_up(3)
+    assert capsys.readouterr().err == (
+        "parallel3d: stopped within profile.steps: no profile of steps 2 to 4 is written\n"
+    )
+    assert rank.said == before and not rank.files
 
 
 def test_a_resumed_run_profiles_what_is_left_or_says_that_nothing_is(
