@@ -6,7 +6,8 @@ import errno
 import gzip
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from parallel3d.comm.clock import Clock
+from parallel3d.comm.timed import timed
 from parallel3d.commands import profiling
 from parallel3d.commands.profiling import StepProfiler, layers_shown, longest, table
 from parallel3d.config.run import ProfileConfig
@@ -198,6 +200,34 @@ class Opened:
 
     def pop(self) -> None:
         self.open.pop()
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        self.push(name)
+        yield
+        self.pop()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device: bool) -> None:
+    """On an accelerator it is no kind of the clock's, as it takes no time there."""
+    clock, opened = Clock(), Opened()
+    clock.times.marks_starts = not on_device
+    clock.ranges = opened
+    group = SimpleNamespace(name="tp", size=2, clock=clock)
+
+    @timed
+    def all_reduce_async(tensor: torch.Tensor, group: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: opened.push("the wait itself") or opened.pop())
+
+    all_reduce_async(torch.ones(1), group).wait()
+    with clock.starting("pp", "send activation m0 c0"):
+        assert opened.open == ["send activation m0 c0"]
+    assert opened.names == [
+        (0, "all_reduce tp"),
+        *((0, "wait all_reduce tp"), (1, "the wait itself"), (0, "send activation m0 c0")),
+    ]
+    assert not opened.open
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", False), ("full", True)])
