@@ -21,6 +21,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
 from parallel3d.device import fused
 from parallel3d.models import attention
+from parallel3d.models.layers import Norm
 from parallel3d.optim import optimizer
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters import gradients as parameters
@@ -82,6 +83,12 @@ def blocks_by_operators() -> Iterator[None]:
 
 
 @contextmanager
+def sums_apart_from_norms() -> Iterator[None]:
+    with patch.object(Norm, "is_fused_with_sum", lambda *_: False):
+        yield
+
+
+@contextmanager
 def products_rounded_first() -> Iterator[None]:
     with patch.object(parameters, "adds_wide_products", lambda *_: False):
         yield
@@ -99,6 +106,7 @@ UNDONE: dict[str, Undo] = {
     "the loss by operators, 1,024 tokens at a time": loss_in_small_chunks,
     "weight gradients rounded, then added": products_rounded_first,
     "norms, SwiGLU, rotary by operators": blocks_by_operators,
+    "residual add apart from the norm": sums_apart_from_norms,
     "key-value heads repeated": heads_repeated,
 }
 PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer", "other")

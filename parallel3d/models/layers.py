@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
-from parallel3d.models.ops import rms_norm
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.models.ops import add_rms_norm, rms_norm
 from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
 
 
@@ -31,6 +32,17 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+
+    def is_fused_with_sum(self, x: Tensor) -> bool:
+        """Whether `add` is one kernel, forward and backward.
+
+        A compiler fuses them itself, and a CPU's losses stay what they are.
+        """
+        return self.bias is None and is_on_accelerator(x) and not torch.compiler.is_compiling()
+
+    def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + y (x where y is None), and the norm of it."""
+        return add_rms_norm(x, y, self.weight, self.eps)
 
 
 def rotary_tables(

@@ -31,10 +31,7 @@ def _wide(x: Tensor) -> Tensor:
 @fused
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and the scale (..., 1) in fp32 or better."""
-    wide = _wide(x)
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
-    return (wide * scale).mul_(weight).to(x.dtype), scale
+    return _normed(x, weight, eps)
 
 
 @fused
@@ -42,13 +39,49 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight."""
+    grad_x, grad_weight = _norm_gradients(grad, x, weight, scale)
+    return grad_x.to(x.dtype), grad_weight
+
+
+@fused
+def add_rms_norm_forward(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + y, its norm, and the scale (..., 1) in fp32 or better."""
+    total = x + y
+    return total, *_normed(total, weight, eps)
+
+
+@fused
+def add_rms_norm_backward(
+    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of both terms of the total, which are equal, and of the weight.
+
+    `grad_total` comes from what reads the total beside the norm, `grad` from the norm's result.
+    """
+    through_norm, grad_weight = _norm_gradients(grad, total, weight, scale)
+    return (through_norm + grad_total).to(total.dtype), grad_weight
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = _wide(x)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+    return (wide * scale).mul_(weight).to(x.dtype), scale
+
+
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, not rounded to its type, and of the weight."""
     normed = x * scale
     product = grad * normed
     grad_weight = product.flatten(0, -2).sum(0)
     along = torch.matmul(product, weight.to(product.dtype)).unsqueeze(-1)
     grad_x = torch.mul(grad, weight)
     grad_x.addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    return grad_x, grad_weight.to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -73,6 +106,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """The residual stream with a branch added, and its norm; y None: the stream and its norm.
+
+    In the backward the stream's own gradient joins the norm's in the same kernel. Apart, autograd
+    would read both and write their sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.adds = y is not None
+        if y is None:
+            total = x.view_as(x)  # autograd takes no input as a result
+            normed, scale = rms_norm_forward(x, weight, eps)
+        else:
+            total, normed, scale = add_rms_norm_forward(x, y, weight, eps)
+        ctx.save_for_backward(total, weight, scale)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple:
+        grad_x, grad_weight = add_rms_norm_backward(grad_total, grad, *ctx.saved_tensors)
+        return grad_x, grad_x if ctx.adds else None, grad_weight, None
+
+
+def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y (x where y is None) and `rms_norm` of it, for accelerators in eager mode.
+
+    One kernel forward and one backward: the sum is written and not read again for its norm.
+    """
+    return _AddRMSNorm.apply(x, y, weight, eps)
 
 
 class _SwiGLU(torch.autograd.Function):

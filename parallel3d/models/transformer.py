@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        norm: Norm,
+        norm: Callable[[Tensor], Tensor],
         rotary: Rotary | None,
         samples: Tensor | None,
         documents: Documents | None,
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         shape = (self.heads, self.kv_heads, self.head_dim)
         return causal_attention(qkv, *shape, rotary, self.dropout, samples, documents)
 
-    def project(self, x: Tensor, norm: Norm) -> Tensor:
+    def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """q, k and v of this rank's heads, side by side, of norm(x).
 
         With `tensor_parallel.attention=gather_qk` every rank first gathers q and k of all heads,
@@ -126,6 +126,7 @@ class Block(nn.Module):
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
+        self.keeps_norms = "norm" not in ctx.recompute
 
     def forward(
         self,
@@ -142,9 +143,24 @@ class Block(nn.Module):
     def layer(
         self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
     ) -> Tensor:
-        attended = self.attention(x, self.input_norm, rotary, samples, documents)
-        x = x + self.attention_dropout(attended, samples)
-        return x + self.mlp_dropout(self.mlp(x, self.mlp_norm), samples)
+        x, norm = self._sum_and_norm(x, None, self.input_norm)
+        attended = self.attention(x, norm, rotary, samples, documents)
+        attended = self.attention_dropout(attended, samples)
+        x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
+        return x + self.mlp_dropout(self.mlp(x, norm), samples)
+
+    def _sum_and_norm(
+        self, x: Tensor, y: Tensor | None, norm: Norm
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """x + y (x where y is None), and the norm as a function of it.
+
+        Where one kernel makes both the function only hands out what is there. Not where the norm
+        is made again in the backward: then its result must not be kept, and comes from the sum.
+        """
+        if self.keeps_norms and norm.is_fused_with_sum(x):
+            x, normed = norm.add(x, y)
+            return x, lambda _: normed
+        return x if y is None else x + y, norm
 
 
 def _run_blocks(

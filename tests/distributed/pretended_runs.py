@@ -13,7 +13,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from parallel3d.models import ops
 from parallel3d.pretend.device import this_machine
 from parallel3d.pretend.races import caller
 from parallel3d.pretend.records import Observer
@@ -70,6 +72,21 @@ def one_wait_a_step() -> Iterator[None]:
 
     with patch.object(Trainer, "train_step", train_step):
         yield
+
+
+@contextmanager
+def residuals_lose_their_gradient() -> Iterator[None]:
+    """A planted mistake: the fused norm's backward passes on what came through the norm alone."""
+
+    def backward(grad_total: Tensor, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm_backward(grad, *saved)
+
+    with patch.object(ops, "add_rms_norm_backward", backward):
+        yield
+
+
+def run_without_residual_gradients(sizes: Sizes, cases: Sequence[Case]) -> list[Outcome]:
+    return run_cases(sizes, cases, residuals_lose_their_gradient)
 
 
 def run_on_own_device(sizes: Sizes, cases: Sequence[Case]) -> list[Outcome]:

@@ -25,6 +25,7 @@ from tests.distributed.pretended_runs import (
     Sizes,
     check_one_wait,
     run_on_own_device,
+    run_without_residual_gradients,
     waits_a_step,
     warned_of_a_step,
 )
@@ -105,6 +106,35 @@ def test_trains_as_the_reference_does(
         found = differences(outcomes, references.of(case.problem), case.problem)
         failures += [f"{case}: {found}"] if found else []
     assert not failures, "\n".join(failures)
+
+
+# The sum of the residual stream is in the norm's kernel, or apart where a norm is made again.
+RESIDUALS = [
+    Case(Problem("llama_tiny", "sgd", True, steps=2)),
+    Case(Problem("llama_tiny", "sgd", True, steps=2), sp=True, microbatches=2),
+    Case(Problem("llama_tiny", "sgd", True, "bf16", steps=2), sp=True),
+    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["norm", "attention"]),)),
+    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["layer"]),)),
+    Case(Problem("llama_tiny", "sgd", True, steps=2), keys=(("recompute", ["mlp"]),)),
+    Case(Problem("llama_tiny", "sgd", True, model=(("dropout", 0.2),), steps=2)),
+    Case(Problem("llama_tiny", "sgd", True, model=(("qk_norm", True),), steps=2)),
+]
+
+
+def test_residuals_added_by_the_norms_train_as_the_reference_does(
+    pretended: PretendedPool, references: References
+) -> None:
+    by_rank = pretended.run(2, run_on_own_device, (2, 1, 1), RESIDUALS, timeout_s=900)
+    for case, outcomes in zip(RESIDUALS, zip(*by_rank, strict=True), strict=True):
+        assert not differences(outcomes, references.of(case.problem), case.problem), str(case)
+
+
+def test_a_residual_without_its_gradient_is_found(
+    pretended: PretendedPool, references: References
+) -> None:
+    case = RESIDUALS[0]
+    (outcomes,) = pretended.run(1, run_without_residual_gradients, (1, 1, 1), [case], timeout_s=900)
+    assert "weights" in differences(outcomes, references.of(case.problem), case.problem)
 
 
 def test_the_host_waits_once_a_step_with_dropout(pretended: PretendedPool) -> None:

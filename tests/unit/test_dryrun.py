@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "half": ONE | {"micro_batch_size": 1},
     "many": ONE | {"global_batch_size": 64},
     "order": ONE | {"dp": 2, "ddp": {"bucket_order": "measured"}},
+    "apart": ONE | {"sums_apart": True},
     "full": ONE | {"recompute": "full"},
     "documents": ONE | {"data": {"document_mask": True}},
     "compiled": ONE | {"compile": True},
@@ -60,7 +61,9 @@ import json, sys
 from omegaconf import OmegaConf
 from parallel3d.config.schema import ClusterConfig, Config, DataConfig, DataParallelConfig
 from parallel3d.config.schema import ModelConfig, conf_dir
+from unittest.mock import patch
 from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.models.layers import Norm
 
 given = json.loads(sys.argv[1])
 cluster = OmegaConf.to_container(OmegaConf.load(conf_dir() / "cluster" / "dgx_h100.yaml"))
@@ -71,9 +74,12 @@ for name, keys in given.items():
     config.optim.name = keys.pop("optim", "adamw")
     config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
     config.data = DataConfig(**keys.pop("data", {}))
+    plain = Norm.is_fused_with_sum
+    fuses = (lambda *_: False) if keys.pop("sums_apart", False) else plain
     for key, value in keys.items():
         setattr(config, key, value)
-    print(json.dumps([name, find_facts(config)]), flush=True)
+    with patch.object(Norm, "is_fused_with_sum", fuses):
+        print(json.dumps([name, find_facts(config)]), flush=True)
 """
 
 
@@ -111,6 +117,18 @@ def near(value: float, expected: float, share: float = 0.01) -> bool:
 def state(found: dict[str, Any]) -> tuple[int, ...]:
     kinds = ("parameters", "gradients", "masters", "optimizer")
     return tuple(found["live_bytes"][kind] for kind in kinds)
+
+
+def test_residuals_in_the_kernels_of_norms_save_launches_and_passes(facts) -> None:
+    """Of a layer: forward a launch and a read of the sum, backward two launches, and for each norm
+    a write and a read of the gradient that it gives."""
+    config = config_of("one")
+    model, passed = config.model, config.num_microbatches * config.model.num_layers
+    stream = 2 * config.micro_batch_size * model.seq_length * model.hidden_size
+    apart, joined = facts["apart"], facts["one"]
+    assert apart["launches"] - joined["launches"] == 3 * passed
+    assert apart["bytes"] - joined["bytes"] == 5 * passed * stream
+    assert apart["peak_bytes"] == joined["peak_bytes"]
 
 
 @pytest.mark.parametrize("name", ["one", "3d"])

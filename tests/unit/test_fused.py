@@ -60,6 +60,13 @@ def rms_norm(x: Tensor) -> Tensor:
     return ops.rms_norm(x, torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype), 1e-5)
 
 
+def add_rms_norm(x: Tensor) -> Tensor:
+    """Of the residual stream x and a branch that depends on it; both results are read."""
+    weight = torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype)
+    total, normed = ops.add_rms_norm(x, x.flip(1) / 2, weight, 1e-5)
+    return torch.cat((total * 2, normed), 1)
+
+
 def split_heads(x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     q, k, v = ops.split_heads_rotary(x, HEADS, KV_HEADS, HEAD_DIM, rotary(wide))
@@ -78,6 +85,7 @@ def norm_heads(x: Tensor) -> Tensor:
 
 OPERATIONS = {
     "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
     "swiglu": ops.swiglu,
     "split_heads": split_heads,
     "norm_heads": norm_heads,
@@ -98,6 +106,8 @@ def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype)
     [  # each operation once, as each kernel takes seconds; one of them in both
         ("rms_norm", torch.float32),
         ("rms_norm", torch.bfloat16),
+        ("add_rms_norm", torch.float32),
+        ("add_rms_norm", torch.bfloat16),
         ("swiglu", torch.bfloat16),
         ("split_heads", torch.bfloat16),
         ("norm_heads", torch.float32),
@@ -126,6 +136,53 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
     names = counting(monkeypatch)
     own = value_and_gradient(OPERATIONS[name], torch.float64)
     assert names == [f"{name}_forward", f"{name}_backward"]
+    torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_residual_norm_is_that_of_fp64(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the plain form by autograd, which takes the sum as the type rounds it."""
+    compiled(monkeypatch)
+    generator = torch.Generator().manual_seed(5)
+    shape = (2, 48, 96)
+    x, y, grad_total, grad = (torch.randn(shape, generator=generator).to(kind) for _ in range(4))
+    weight = torch.linspace(0.5, 2, shape[-1]).to(kind)
+
+    def both(x: Tensor, y: Tensor, weight: Tensor, add: Callable) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (x, y, weight)]
+        results = add(*leaves)
+        grads = (grad_total.to(x.dtype), grad.to(x.dtype))
+        return *results, *torch.autograd.grad(results, leaves, grads)
+
+    def plain(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, torch.nn.functional.rms_norm(x + y, shape[-1:], weight, 1e-5)
+
+    own = both(x, y, weight, lambda *t: ops.add_rms_norm(*t, 1e-5))
+    wide = both(*(t.double() for t in (x, y, weight)), plain)
+    few = 4 * torch.finfo(kind).eps
+    for name, mine, true in zip(("sum", "norm", "x", "y", "weight"), own, wide, strict=True):
+        assert mine.dtype == kind
+        error = (mine.double() - true).abs().max() / true.abs().max()
+        assert error < few, f"{name}: {error}"
+
+
+def test_a_norm_beside_the_stream_adds_the_streams_gradient_in_its_own_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def apart(x: Tensor) -> Tensor:
+        return torch.cat((x * 2, rms_norm(x)), 1)
+
+    def joined(x: Tensor) -> Tensor:
+        weight = torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype)
+        stream, normed = ops.add_rms_norm(x, None, weight, 1e-5)
+        return torch.cat((stream * 2, normed), 1)
+
+    plain = value_and_gradient(apart, torch.float64)
+    names = counting(monkeypatch)
+    own = value_and_gradient(joined, torch.float64)
+    assert names == ["rms_norm_forward", "add_rms_norm_backward"]
     torch.testing.assert_close(own, plain, rtol=1e-13, atol=1e-13)
 
 

@@ -14,7 +14,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.context import BuildContext
-from parallel3d.models.ops import rms_norm, split_heads_rotary, swiglu
+from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads_rotary, swiglu
 from parallel3d.models.qk_norm import QKNorm
 from parallel3d.parameters.pieces import Initializer
 from tests.kernels import no_kernels
@@ -29,6 +29,14 @@ def test_rms_norm_is_pytorchs() -> None:
     x, w = leaf(2, 3, 8), leaf(8)
     torch.testing.assert_close(rms_norm(x, w, 1e-3), F.rms_norm(x, (8,), w, 1e-3))
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+
+
+def test_a_sum_with_its_norm_is_both_apart() -> None:
+    x, y, w = leaf(2, 3, 8), leaf(3, 2, 8).detach().view(2, 3, 8).requires_grad_(), leaf(8)
+    expected = x + y, F.rms_norm(x + y, (8,), w, 1e-3)
+    torch.testing.assert_close(add_rms_norm(x, y, w, 1e-3), expected)
+    assert gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-3), (x, y, w))
+    assert gradcheck(lambda x, w: add_rms_norm(x, None, w, 1e-3), (x, w))
 
 
 def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:

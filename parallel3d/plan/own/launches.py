@@ -54,20 +54,23 @@ def _blocks(
     config: Config, rank: PipelineRank, t: Tensors, layers: int, again: int, sharded: bool
 ) -> int:
     """Between the GEMMs, of one micro-batch: a layer's norms, rotation, activation and sums, each
-    with its backward; biases; copies that make a sequence contiguous."""
+    with its backward; biases; copies that make a sequence contiguous. Less a sum that is in the
+    kernel of its norm, and the gradients of both residuals, which are in those of the norms."""
     model = config.model
     rope, learned = (model.position_embedding == kind for kind in ("rope", "learned"))
     biased = model.out_bias + model.bias
     each = 11 + rope + 2 * model.qk_norm + model.qkv_bias + model.bias + 2 * biased + 20 * t.copies
     ends = (2 + sharded) * rank.last + 2 * (learned + t.copies) * rank.first
-    return layers * each + again * _again(model, t, rank.recompute) + ends
+    fused = (layers - again * ("norm" in rank.recompute)) * (model.norm == "rmsnorm")
+    return layers * each - 3 * fused + again * _again(model, t, rank.recompute) + ends
 
 
 def _again(model: ModelConfig, t: Tensors, parts: Collection[str]) -> int:
     """Of a layer, those between the GEMMs that recomputation runs once more."""
     inside = (model.position_embedding == "rope") + model.qk_norm
     if "layer" in parts:
-        return inside + 4 + model.out_bias + 6 * t.copies
+        apart = model.norm != "rmsnorm" or "norm" in parts
+        return inside + 3 + apart + model.out_bias + 6 * t.copies
     activated = bool({"activation", "mlp"} & {*parts})
     gathered = 2 * t.copies * ("mlp" in parts)
     return inside * ("attention" in parts) + 2 * ("norm" in parts) + activated + gathered
