@@ -36,6 +36,7 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.memory import Memory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
+from parallel3d.models.attention_kernel import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
 from parallel3d.sizes.flops import flops_per_token
@@ -59,7 +60,7 @@ def train(config: Config, worker: Worker) -> None:
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if worker.rank == 0:
-        say_choices(config, groups)
+        say_choices(config, groups, device)
     if config.preflight:
         preflight(config, groups, worker, say)
     worker.phase = "opening the data"
@@ -121,12 +122,17 @@ def open_data(
     return dataclasses.replace(config, data=data), corpus
 
 
-def say_choices(config: Config, groups: ProcessGroups) -> None:
+def say_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
     """What was left to parallel3d, or cannot be as it was asked for."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
         say(f"schedule=auto: {why_chosen(config)}")
+    if avoids_cudnn(config, device):
+        say(
+            "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "
+            f"with fewer than {LEAST_KV_HEADS} key-value heads"
+        )
 
 
 def is_over(config: Config, worker: Worker, first_step: int) -> bool:

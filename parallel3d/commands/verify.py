@@ -21,6 +21,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.attention import in_other_precision
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
 from parallel3d.config.run import ProfileConfig
@@ -125,6 +126,9 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
     for precision in dict.fromkeys(("fp64", config.precision.name)):
+        kernel = config.attention_kernel
+        if precision != config.precision.name:
+            kernel = in_other_precision(kernel)
         for name, optim in optimizers.items():
             tolerance = ROUNDED_ADAM if name == "adamw" else ROUNDED
             tolerance = COARSE if precision in ("bf16", "fp16") else tolerance
@@ -134,6 +138,7 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
                     train=train,
                     optim=optim,
                     precision=in_type(config.precision, precision),
+                    attention_kernel=kernel,
                 ),
                 EXACT if precision == "fp64" else tolerance,
             )

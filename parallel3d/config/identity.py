@@ -20,6 +20,7 @@ FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
     *("preflight", "layout", "tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size"),
     *(
+        "attention_kernel",
         "recompute",
         "recompute_layers",
         "train.progress",

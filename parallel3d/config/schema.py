@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.attention import AUTO, KERNELS
 from parallel3d.config.cluster import (
     BenchConfig,
     CalibrateConfig,
@@ -154,6 +155,16 @@ class Config:
         "it always does on CPU; slower",
         megatron="--deterministic-mode",
         differs="there it also refuses settings that are not deterministic",
+    )
+    attention_kernel: str = key(
+        AUTO,
+        "kernel of attention; auto: PyTorch's choice, but not cuDNN on a B200 where a rank has "
+        "fewer than 8 key-value heads (tp divides them), as PyTorch issue 193893 reports wrong "
+        "results; math writes the scores out; fa3, fa4: FlashAttention 3 or 4 where it is "
+        "installed; training with model.dropout has a formula of its own",
+        choices=KERNELS,
+        megatron="--attention-backend",
+        differs="there flash, fused, unfused, local or auto, of Transformer Engine",
     )
     layout: str = key(
         "given",

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.config.attention import AUTO
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.products import is_widened
+from parallel3d.models.attention_backends import allowed
 from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.dropped_attention import attend_dropping
@@ -24,6 +26,7 @@ def causal_attention(
     dropout: Dropout | None = None,
     samples: Tensor | None = None,
     documents: Documents | None = None,
+    kernel: str = AUTO,
 ) -> Tensor:
     """softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -35,6 +38,7 @@ def causal_attention(
         dropout: of the probabilities, where there are `samples`: not by PyTorch's kernel, but
             slower, some rows of scores at a time.
         documents: a token reads its own alone; None: a sample is one.
+        kernel: see `attention_backends`. What drops probabilities takes none.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -51,16 +55,17 @@ def causal_attention(
     if not plain:
         y = attend_dropping(q, k, v, dropout, samples, documents)
     elif documents is None:
-        y = attend(q, k, v, is_causal=True)
+        y = attend(q, k, v, is_causal=True, kernel=kernel)
     else:
-        y = attend_within(q, k, v, documents)
+        y = attend_within(q, k, v, documents, kernel)
     return y.to(qkv.dtype).transpose(1, 2).flatten(2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:
     """PyTorch's kernel; k and v may have fewer heads where `kernel_shares_heads`."""
     shared = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
+    with allowed(kernel):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
 
 
 def kernel_shares_heads(q: Tensor) -> bool:

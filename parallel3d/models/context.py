@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parallel3d.comm.group import Group
+from parallel3d.config.attention import AUTO
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, LossConfig, ModelConfig
+from parallel3d.models.attention_kernel import choose_kernel
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer
 from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
@@ -26,6 +28,7 @@ class BuildContext:
     half_loss: bool = False  # see `cross_entropy.Objective`
     overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
     gather_qk: bool = False  # see `Attention.project`
+    attention_kernel: str = AUTO  # see `attention_backends`
 
     @classmethod
     def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
@@ -40,6 +43,7 @@ class BuildContext:
             config.precision.lm_cross_entropy == "fp16",
             overlap_of(config, tp, init.device),
             gather_qk=config.tensor_parallel.attention == "gather_qk",
+            attention_kernel=choose_kernel(config, init.device),
         )
 
     @property

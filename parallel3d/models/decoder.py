@@ -16,6 +16,7 @@ from parallel3d.comm.exchange import transfer
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.models.attention import attend, kernel_shares_heads, repeated
+from parallel3d.models.attention_kernel import choose_kernel
 from parallel3d.models.ops import split_heads_rotary
 from parallel3d.models.transformer import Attention, Block, BuildContext, Stage
 from parallel3d.parameters.pieces import Initializer, Piece
@@ -33,7 +34,8 @@ class _Blank(Initializer):
 def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
     """This rank's part of the model in fp32 (fp64 for a run of that precision), all zero."""
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    context = BuildContext(_Blank(config.seed, dtype, device), groups.tp, sp=False)
+    init, kernel = _Blank(config.seed, dtype, device), choose_kernel(config, device)
+    context = BuildContext(init, groups.tp, sp=False, attention_kernel=kernel)
     layers = layers_of_stages(config)[groups.pp.index]
     return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)
 
@@ -135,5 +137,5 @@ class Decoder:
         k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, heads), repeated(v, heads)
-        y = attend(q, k, v, is_causal=first == 0)
+        y = attend(q, k, v, is_causal=first == 0, kernel=attention.kernel)
         return y.transpose(1, 2).flatten(2)

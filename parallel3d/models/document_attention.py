@@ -18,22 +18,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel3d.config.attention import AUTO, MATH
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.operators import define, differentiate
+from parallel3d.models.attention_backends import allowed
 
 aten = torch.ops.aten
 # Rows of scores that are written out at once where a backward has no kernel.
 ROWS = 256
 
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def attend_within(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, kernel: str = AUTO
+) -> Tensor:
     """Each query reads the keys of its own document up to its own position.
 
     q (b, heads, s, head_dim), k and v with as many heads, or with fewer where the device's kernel
     shares them; the result is stored as (b, s, heads, head_dim).
     """
-    within = documents.bounds, documents.edges
+    within = documents.bounds, documents.edges, kernel
     if torch.compiler.is_compiling():
         return torch.ops.parallel3d.document_attention(q, k, v, *within)[0]
     return _Attention.apply(q, k, v, *within)
@@ -41,14 +45,17 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tens
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> Tensor:
-        out, sums = _forward(q, k, v, bounds, edges)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor, kernel: str
+    ) -> Tensor:
+        out, sums = _forward(q, k, v, bounds, edges, kernel)
+        ctx.kernel = kernel
         ctx.save_for_backward(q, k, v, out, sums, bounds, edges)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_backward(grad, *ctx.saved_tensors), None, None
+        return *_backward(grad, *ctx.saved_tensors, ctx.kernel), None, None, None
 
 
 class _Run(NamedTuple):
@@ -85,31 +92,32 @@ def _runs(bounds: Tensor, length: int) -> Iterator[_Run]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """The result, and the logarithms of the sums of exp(scores), (b, heads, s), where the kernel
     of the backward wants them."""
-    if _takes_all(q):
+    if _takes_all(q, kernel):
         return _forward_of_all(q, k, v, bounds, edges)
     out, sums = _empty(q)
-    kernel = _cpu_forward if q.device.type == "cpu" else _plain_forward
-    for run in _runs(bounds, q.shape[2]):
-        kernel(run.of(out), run.of(sums), *map(run.of, (q, k, v)))
+    run_kernel = _cpu_forward if _is_cpus(q, kernel) else _plain_forward
+    with allowed(kernel):
+        for run in _runs(bounds, q.shape[2]):
+            run_kernel(run.of(out), run.of(sums), *map(run.of, (q, k, v)))
     return out, sums
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
-    edges: Tensor,
+    edges: Tensor, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, stored as the result is."""
-    if _takes_all(q):
+    if _takes_all(q, kernel):
         return _backward_of_all(grad, q, k, v, out, sums, bounds, edges)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grads = tuple(_empty(x)[0] for x in (q, k, v))
-    kernel = _cpu_backward if q.device.type == "cpu" else _plain_backward
+    run_kernel = _cpu_backward if _is_cpus(q, kernel) else _plain_backward
     for run in _runs(bounds, q.shape[2]):
-        kernel(tuple(map(run.of, grads)), *map(run.of, (grad, q, k, v, out, sums)))
+        run_kernel(tuple(map(run.of, grads)), *map(run.of, (grad, q, k, v, out, sums)))
     return grads
 
 
@@ -124,6 +132,10 @@ def _empty(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # On a CPU: what PyTorch's attention calls there, forward and backward.
+
+
+def _is_cpus(q: Tensor, kernel: str) -> bool:
+    return q.device.type == "cpu" and kernel != MATH
 
 
 def _cpu_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -158,8 +170,8 @@ def _has_kernel_of_all(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return True
 
 
-def _takes_all(q: Tensor) -> bool:
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
+def _takes_all(q: Tensor, kernel: str) -> bool:
+    narrow = q.dtype in (torch.bfloat16, torch.float16) and kernel != MATH
     return (
         is_accelerator(q.device) and narrow and _has_kernel_of_all(q.device, q.dtype, q.shape[-1])
     )
@@ -241,25 +253,25 @@ def _plain_backward(
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bounds, edges = inputs
+    q, k, v, bounds, edges, ctx.kernel = inputs
     ctx.save_for_backward(q, k, v, *output, bounds, edges)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    found = torch.ops.parallel3d.document_attention_backward(grad, *ctx.saved_tensors)
-    return *found, None, None
+    found = torch.ops.parallel3d.document_attention_backward(grad, *ctx.saved_tensors, ctx.kernel)
+    return *found, None, None, None
 
 
 define(
     "document_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor edges) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor bounds, Tensor edges, str kernel) -> (Tensor, Tensor)",
     _forward,
-    lambda q, k, v, bounds, edges: _empty(q),
+    lambda q, *_: _empty(q),
 )
 define(
     "document_attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor bounds, "
-    "Tensor edges) -> (Tensor, Tensor, Tensor)",
+    "Tensor edges, str kernel) -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda grad, q, k, v, *_: tuple(_empty(x)[0] for x in (q, k, v)),
 )

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
         copies = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * copies // ctx.tp.size
-        self.recompute = ctx.recompute
+        self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
         prefix = f"layers.{layer}.attention"
         self.dropout = None
@@ -98,7 +98,8 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         shape = (self.heads, self.kv_heads, self.head_dim)
-        return causal_attention(qkv, *shape, rotary, self.dropout, samples, documents)
+        inputs = (rotary, self.dropout, samples, documents, self.kernel)
+        return causal_attention(qkv, *shape, *inputs)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """q, k and v of this rank's heads, side by side, of norm(x).

@@ -49,8 +49,22 @@ def _attention(
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("fewer key-value heads than query heads need enable_gqa=True")
+    if not _has_kernel(query):
+        if not torch.backends.cuda.math_sdp_enabled():
+            raise RuntimeError("No available kernel. Aborting execution.")  # torch's own words
+        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **how)[0]
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return _Attention.apply(query, key, value, is_causal, scale)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether the kernels that are allowed take the type: flash and cuDNN half precision alone."""
+    allowed = torch.backends.cuda
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    return allowed.mem_efficient_sdp_enabled() or (
+        narrow and (allowed.flash_sdp_enabled() or allowed.cudnn_sdp_enabled())
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -68,6 +68,22 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         None,
         ["tensor_parallel.attention=gather_qk", "nearest is tensor_parallel.attention=heads"],
     ),
+    (
+        {"attention_kernel": "cudnn", "device": "cpu"},
+        None,
+        ["attention_kernel=cudnn", "device=cpu", "nearest is attention_kernel=flash"],
+    ),
+    (
+        {"attention_kernel": "flash", "device": "cuda", "precision.name": "tf32"},
+        None,
+        ["attention_kernel=flash", "precision=tf32", "nearest is attention_kernel=auto"],
+    ),
+    (
+        {"attention_kernel": "cudnn", "precision.name": "bf16", "data.document_mask": True},
+        None,
+        ["attention_kernel=cudnn", "data.document_mask=true", "attention_kernel=flash"],
+    ),
+    ({"attention_kernel": "fa2"}, None, ["attention_kernel=fa2", "auto, flash, cudnn, math, fa3"]),
     ({"zero": 7}, None, ["zero=7", "at most 3", "nearest is zero=3"]),
     ({"launch.master_port": 70000}, None, ["launch.master_port=70000", "=65535"]),
     ({"device": "gpu"}, None, ["device=gpu", "auto, cpu, cuda, pretend"]),

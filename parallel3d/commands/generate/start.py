@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import find_checkpoint, find_run, run_names
+from parallel3d.config.attention import in_other_precision
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.corpus import check_vocabulary
@@ -86,6 +87,7 @@ def config_of_run(config: Config) -> Config:
         config,
         dp=1,
         model=run.model,
+        attention_kernel=in_other_precision(run.attention_kernel),
         data=dataclasses.replace(config.data, tokenizer=_tokenizer(config, run)),
         precision=dataclasses.replace(config.precision, name=precision),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from parallel3d.config.attention import CUDNN, HALF_PRECISION, NARROW, PACKAGES
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError, closest
@@ -31,11 +32,29 @@ def check_chunks(config: Config) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Gathered heads are an eager path; raises UserError."""
+    """Gathered heads are an eager path, and a kernel is one of the device, the type and the mask;
+    raises UserError. What needs the device itself is asked by `models.attention_kernel`."""
     if config.tensor_parallel.attention == "gather_qk" and config.compile:
         raise UserError(
             "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
             "nearest is tensor_parallel.attention=heads, or compile=false."
+        )
+    kernel, precision = config.attention_kernel, config.precision.name
+    if config.device == "cpu" and kernel in (CUDNN, *PACKAGES):
+        raise UserError(
+            f"attention_kernel={kernel} is a kernel of GPUs, but device=cpu has flash and math; "
+            "the nearest is attention_kernel=flash."
+        )
+    on_gpus = config.device not in ("auto", "cpu")
+    if on_gpus and kernel in NARROW and precision not in HALF_PRECISION:
+        raise UserError(
+            f"attention_kernel={kernel} takes bf16 and fp16 alone on GPUs, but precision="
+            f"{precision}; the nearest is attention_kernel=auto, or precision=bf16."
+        )
+    if kernel == CUDNN and config.data.document_mask:
+        raise UserError(
+            "attention_kernel=cudnn has no kernel for documents of any length, but "
+            "data.document_mask=true; the nearest is attention_kernel=flash."
         )
 
 

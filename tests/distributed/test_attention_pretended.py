@@ -1,0 +1,86 @@
+"""`attention_kernel` on the pretended accelerator, which has kernels for the types that a GPU's have
+them for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.models.attention import causal_attention
+from parallel3d.models.attention_kernel import choose_kernel
+from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
+from parallel3d.pretend.device import this_machine
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, differences
+from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.pretended_runs import run_on_own_device
+from tests.distributed.test_documents_pretended import Attention
+
+SHAPE = 4, 2, 8
+
+
+def attended(kernel: str, kind: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
+    """The kernels of attention that ran, and the result with its gradient."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 24, 64, generator=generator).to(kind).to(here()).requires_grad_()
+    observer = Attention()
+    this_machine().observers.append(observer)
+    try:
+        y = causal_attention(x, *SHAPE, None, kernel=kernel)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    finally:
+        this_machine().observers.remove(observer)
+    return observer.found, [y.detach().cpu(), grad.cpu()]
+
+
+def kernels_of_each_value() -> None:
+    for kernel in ("auto", "flash", "cudnn", "not cudnn"):
+        assert attended(kernel, torch.bfloat16)[0] == [FLASH, FLASH_BACKWARD]
+    for kernel in ("auto", "not cudnn"):  # of the kernel that saves memory
+        assert attended(kernel, torch.float32)[0] == [FLASH, FLASH_BACKWARD]
+    for kind, few in ((torch.bfloat16, 0.03), (torch.float64, 1e-12)):
+        names, written_out = attended("math", kind)
+        assert names == []
+        _, usual = attended("auto", kind)
+        torch.testing.assert_close(written_out, usual, rtol=few, atol=few)
+
+
+def refused_in_wide_types() -> None:
+    model = ModelConfig(num_attention_heads=4, num_query_groups=2, head_dim=8)
+    for kernel in ("flash", "cudnn"):
+        made = Config(attention_kernel=kernel, model=model)
+        made.precision.name = "bf16"
+        assert choose_kernel(made, here()) == kernel
+        made.precision.name = "fp32"
+        with pytest.raises(UserError, match=r"No available kernel.*attention_kernel=auto"):
+            choose_kernel(made, here())
+
+
+def test_each_value_runs_its_kernel(pretended: PretendedPool) -> None:
+    pretended.run(1, kernels_of_each_value)
+
+
+def test_half_precisions_kernels_are_refused_in_wider_types(pretended: PretendedPool) -> None:
+    pretended.run(1, refused_in_wide_types)
+
+
+LLAMA = Problem("llama_tiny", "sgd", True, steps=2)
+MATH = (("attention_kernel", "math"),)
+CASES = [
+    Case(LLAMA, keys=MATH),
+    Case(LLAMA, sp=True, keys=(*MATH, ("recompute", ["attention"]))),
+    Case(replace(LLAMA, precision="bf16"), keys=(("attention_kernel", "flash"),)),
+    Case(replace(LLAMA, documents=True), keys=MATH),
+]
+
+
+def test_training_with_a_kernel_by_name_is_the_references(
+    pretended: PretendedPool, references: References
+) -> None:
+    by_rank = pretended.run(2, run_on_own_device, (2, 1, 1), CASES, timeout_s=900)
+    for case, outcomes in zip(CASES, zip(*by_rank, strict=True), strict=True):
+        assert not differences(outcomes, references.of(case.problem), case.problem), str(case)
