@@ -237,7 +237,8 @@ def split_heads_forward(
 @fused
 def split_heads_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradients (b, s, heads, head_dim) of q, k and v as the gradient of the projection."""
-    # The inverse rotation is the transpose.
+    # The inverse rotation is the transpose. v is a mere copy: no attention backward of PyTorch has
+    # an out= that could write into a slice.
     return torch.cat((_rotated(q, cos, -sin), _rotated(k, cos, -sin), v), 2).flatten(2)
 
 

@@ -1,8 +1,9 @@
-"""`attention_kernel` on the pretended accelerator, which has kernels for the types that a GPU's have
-them for."""
+"""`attention_kernel` on the pretended accelerator, whose kernels take the types that a GPU's do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,26 +16,33 @@ from parallel3d.models.attention_kernel import choose_kernel
 from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
 from parallel3d.pretend.device import this_machine
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, differences
+from tests.distributed.harness import Outcome, References, differences, run_cases
 from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.pretended_runs import run_on_own_device
+from tests.distributed.pretended_runs import Sizes
 from tests.distributed.test_documents_pretended import Attention
 
 SHAPE = 4, 2, 8
+
+
+@contextmanager
+def kernels() -> Iterator[list[str]]:
+    """The kernels of attention that are launched inside."""
+    observer = Attention()
+    this_machine().observers.append(observer)
+    try:
+        yield observer.found
+    finally:
+        this_machine().observers.remove(observer)
 
 
 def attended(kernel: str, kind: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
     """The kernels of attention that ran, and the result with its gradient."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 24, 64, generator=generator).to(kind).to(here()).requires_grad_()
-    observer = Attention()
-    this_machine().observers.append(observer)
-    try:
+    with kernels() as found:
         y = causal_attention(x, *SHAPE, None, kernel=kernel)
         (grad,) = torch.autograd.grad(y.sum(), x)
-    finally:
-        this_machine().observers.remove(observer)
-    return observer.found, [y.detach().cpu(), grad.cpu()]
+    return found, [y.detach().cpu(), grad.cpu()]
 
 
 def kernels_of_each_value() -> None:
@@ -78,9 +86,25 @@ CASES = [
 ]
 
 
+def run_and_tell(sizes: Sizes, cases: Sequence[Case]) -> list[tuple[Outcome, list[str]]]:
+    """Each case's outcome, and the kernels of attention that it launched."""
+    told: list[list[str]] = []
+
+    @contextmanager
+    def listening() -> Iterator[None]:
+        with kernels() as found:
+            told.append(found)
+            yield
+
+    return list(zip(run_cases(sizes, cases, listening), told, strict=True))
+
+
 def test_training_with_a_kernel_by_name_is_the_references(
     pretended: PretendedPool, references: References
 ) -> None:
-    by_rank = pretended.run(2, run_on_own_device, (2, 1, 1), CASES, timeout_s=900)
-    for case, outcomes in zip(CASES, zip(*by_rank, strict=True), strict=True):
+    by_rank = pretended.run(2, run_and_tell, (2, 1, 1), CASES, timeout_s=900)
+    for case, told in zip(CASES, zip(*by_rank, strict=True), strict=True):
+        outcomes, kernels = zip(*told, strict=True)
         assert not differences(outcomes, references.of(case.problem), case.problem), str(case)
+        by_flash = ("attention_kernel", "flash") in case.keys
+        assert all(bool(names) == by_flash for names in kernels), str(case)

@@ -87,3 +87,16 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
         assert "onnection" in waiting.err, waiting
     ended = run_script(shell, "")
     assert [(each.code, each.err) for each in ended] == [(0, "")] * 2, ended
+
+
+def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
+    """For which flash attention has no kernel on accelerators: text comes of the usual one."""
+    kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=pretend")
+    words = given(shell, *kernel, "train.steps=2", "checkpoint.every=2")
+    ended = run_forked(shell, "train", *words)
+    assert ended.code == 0, ended
+    text = run_forked(shell, "generate", "run=f", "generate.max_tokens=4", "device=pretend")
+    assert text.code == 0 and len(text.out) > 1, text
+    words = given(shell, "attention_kernel=cudnn", "checkpoint.every=0")
+    refused = run_forked(shell, "train", *words)
+    assert refused.code == 2 and "attention_kernel=cudnn has no kernel" in refused.err, refused

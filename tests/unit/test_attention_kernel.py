@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands import train
 from parallel3d.commands.verify import variants
 from parallel3d.config.attention import in_other_precision
 from parallel3d.config.schema import Config, ModelConfig
@@ -181,6 +183,17 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     assert choose_kernel(made, CPU) == "auto"
     monkeypatch.setattr(torch.version, "hip", "6.4")  # whose capabilities count otherwise
     assert choose_kernel(made, CUDA) == "auto"
+
+
+def test_a_start_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = ProcessGroups.single()
+    for capability, lines in (((9, 0), 0), ((10, 0), 1)):
+        shows(monkeypatch, capability)
+        train.say_choices(config("auto"), groups, CUDA)
+        said = "".join(capsys.readouterr())
+        assert said.count("\n") == said.count("attention_kernel=auto: not cuDNN's") == lines
 
 
 def test_cudnn_by_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
