@@ -97,6 +97,6 @@ def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -
     assert ended.code == 0, ended
     text = run_forked(shell, "generate", "run=f", "generate.max_tokens=4", "device=pretend")
     assert text.code == 0 and len(text.out) > 1, text
-    words = given(shell, "attention_kernel=cudnn", "checkpoint.every=0")
+    words = given(shell, *kernel, "run=g", "attention_kernel=fa3")
     refused = run_forked(shell, "train", *words)
-    assert refused.code == 2 and "attention_kernel=cudnn has no kernel" in refused.err, refused
+    assert refused.code == 2 and "flash_attn_interface cannot be used here" in refused.err, refused
