@@ -17,7 +17,10 @@ def there(config: Config) -> dict:
 def test_layout_and_launcher_are_free() -> None:
     old = Config(tp=2, zero=1, schedule=ScheduleConfig(layers_per_stage=[1, 3]))
     assert changes(there(old), old) == []
-    new = Config(pp=2, run="x", device="cpu", micro_batch_size=2, data=DataConfig(path="moved"))
+    new = Config(
+        pp=2, run="x", device="cpu", micro_batch_size=2, attention_kernel="math",
+        data=DataConfig(path="moved"),
+    )  # fmt: skip
     found = changes(there(old), new)
     assert refused(found) == [] and said(found) == []
     assert refusal("x", found) is None
