@@ -2,131 +2,132 @@
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
-from benchmarks.gpu_first_kernels import NOTED, PASS, SKIPPED, Answer, Given, judged
-from benchmarks.gpu_process import ROOT, Ended, reason
+from benchmarks.gpu_commands import (
+    UNSAVED,
+    command_line_missing,
+    compared,
+    dry_run,
+    learns,
+    model_words,
+    new_run,
+    run,
+    run_words,
+    speed_sentence,
+    steps_of,
+    trained,
+)
 from benchmarks.gpu_rows import model_of, trainer_of
+from benchmarks.gpu_tasks import NOTED, Given, Row, judged, noted
 from parallel3d.device import accelerator
+from parallel3d.device.fused import has_kernel_compiler
 
 # MFU of the datasheet that a 1B model should reach: the lower ends of estimates from bytes and
 # FLOPs for one H200, not measured.
 EXPECTED_MFU = {False: 0.30, True: 0.40}
-LOSS_OFF, NORM_OFF = 1e-4, 1e-3  # relative: fp32 sums in another order, five steps of AdamW
-PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # of a dryrun, relative to the run
 BUSY = 0.90  # share of a step in which the card should have a kernel
 TOP_KERNELS = 15
 HOST_SYNCS = 1  # a step: the one that hands loss and norm to the host
-# Other words than `parallel3d train` alone would need: the same run, for a CPU and seconds.
-TINY = (
-    *("model=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.seq_length=64"),
-    *("model.ffn_hidden_size=96", "launch.peak_tflops=0.1", "data=text"),
-)
+# What torch warns of each one with; it also says, once, that the mode is a prototype.
+HOST_SYNC = "called a synchronizing"
 
 
-class RunFailed(RuntimeError):
-    """A command of parallel3d ended with another code than 0; its own sentence."""
-
-
-def run_words(given: Given, compiled: bool) -> list[str]:
+def train_words(given: Given, compiled: bool) -> list[str]:
     """The keys of the run that is measured, and that a dryrun foretells."""
-    model = [f"data.path={ROOT / 'README.md'}", *TINY] if given.is_tiny else ["model=llama_1b"]
     batch = 2 if given.is_tiny else given.micro_batch
     return [
-        *model,
+        *model_words(given, "model=llama_1b"),
         "precision=bf16",
         *(f"micro_batch_size={batch}", f"global_batch_size={batch}"),
-        *(f"train.steps={5 if given.is_tiny else 20}", "train.eval_batches=0"),
-        *("checkpoint.every=0", f"compile={str(compiled).lower()}", f"device={given.device.type}"),
-        *([f"data.cache_dir={given.folder / 'cache'}"] if given.is_tiny else []),
+        *(f"train.steps={5 if given.is_tiny else 20}", *UNSAVED),
+        *(f"compile={str(compiled).lower()}", f"device={given.device.type}"),
     ]
 
 
-def train(given: Given, compiled: bool = False) -> Answer:
+def train(given: Given, compiled: bool = False) -> Row:
     """`parallel3d train` as a user starts it, on one device."""
-    if (missing := _command_line_missing()) is not None:
+    if (missing := command_line_missing()) is not None:
         return missing
-    words, run_dir = run_words(given, compiled), _new_run(given, "train")
-    _succeeded(_parallel3d("train", *words, f"runs_dir={run_dir.parent}", f"run={run_dir.name}"))
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
-    losses = [step["loss"] for step in steps if step.get("loss") is not None]
-    peak = max((step["memory"]["allocated"] for step in steps if "memory" in step), default=None)
-    figures = {
-        "tokens_per_s": summary["tokens_per_s"]["median"],
-        "mfu": summary["mfu"]["value"],
-        "peak_source": summary["mfu"]["peak_source"],
-        "seconds": statistics.median(step["step_time_s"] for step in steps),
-        "peak_bytes": peak,
-        "losses": [losses[0], losses[-1]],
-    }
-    found = f"{figures['tokens_per_s']:,.0f} tokens/s, MFU {100 * figures['mfu']:.1f} % of "
-    found += f"{figures['peak_source']}, {1e3 * figures['seconds']:.0f} ms a step, "
-    found += f"peak {'–' if peak is None else f'{peak / 1e9:.1f}'} GB, "
-    found += f"loss {losses[0]:.3f} → {losses[-1]:.3f}"
-    is_right = len(losses) == len(steps) and losses[-1] < losses[0]
+    if compiled and given.on_accelerator and not has_kernel_compiler():
+        return {"skipped": "no Triton or no C compiler here"}
+    run_dir = new_run(given, "train")
+    figures = trained([*train_words(given, compiled), *run_words(given, run_dir)], run_dir)
+    is_right = learns(figures["losses"])
     if given.is_timed:
         is_right = is_right and figures["mfu"] >= EXPECTED_MFU[compiled]
-    return judged(is_right, found, figures)
+    return judged(is_right, speed_sentence(figures), figures)
 
 
-def cluster_of(name: str) -> list[str]:
-    """The preset with this card's memory and speed; none: the dry run's own, an H100."""
-    known = {"H200": "dgx_h200", "H100": "dgx_h100", "B200": "dgx_b200", "A100": "dgx_a100"}
-    return [f"cluster={preset}" for word, preset in known.items() if word in name][:1]
-
-
-def dryrun(given: Given) -> Answer:
+def dryrun(given: Given) -> Row:
     """`parallel3d dryrun` of the eager run, beside what that run took."""
-    if (missing := _command_line_missing()) is not None:
+    if (missing := command_line_missing()) is not None:
         return missing
-    if "parallel3d dryrun" not in _parallel3d("help").stdout:
-        return Answer(SKIPPED, "this parallel3d has no dryrun", {})
-    path = _new_run(given, "dryrun").with_suffix(".json")
-    words = run_words(given, compiled=False)
-    words = [*words, *cluster_of(accelerator.name(given.device)), f"dryrun.json={path}"]
-    _succeeded(_parallel3d("dryrun", *words))
-    foretold = json.loads(path.read_text(encoding="utf-8"))
-    found = compared(foretold, given.earlier.get("train", {}).get("figures") or {})
+    foretold = dry_run(given, *train_words(given, compiled=False))
+    found = compared(foretold, given.earlier.get("train", {}))
     # What is foretold is an accelerator's step.
-    return found if given.is_timed else found._replace(verdict=NOTED)
+    return found if given.is_timed else found | {"verdict": NOTED}
 
 
-def compared(foretold: dict[str, Any], measured: dict[str, Any]) -> Answer:
-    """Peak memory and seconds of a dryrun beside a run's, relative to the run's."""
-    figures: dict[str, Any] = {"dryrun": foretold}
-    said, is_near = [], True
-    for key, limit in (("peak_bytes", PEAK_OFF), ("seconds", SECONDS_OFF)):
-        if not measured.get(key) or foretold.get(key) is None:
-            continue
-        off = foretold[key] / measured[key] - 1.0
-        figures[f"{key}_off"] = off
-        is_near = is_near and abs(off) <= limit
-        said.append(f"{key} {foretold[key]:.4g}, measured {measured[key]:.4g} ({100 * off:+.1f} %)")
-    if not said:
-        return Answer(NOTED, "nothing measured to compare with: the line `train` first", figures)
-    return judged(is_near, "; ".join(said), figures)
+def forked_rank(given: Given) -> Row:
+    """Two runs of a sweep, whose single rank is forked of the launcher: CUDA after a fork."""
+    if (missing := command_line_missing()) is not None:
+        return missing
+    runs = new_run(given, "fork").parent
+    words = [*model_words(given, "model=llama_tiny"), "precision=bf16", "train.steps=3", *UNSAVED]
+    words += ["micro_batch_size=2", "global_batch_size=2", f"device={given.device.type}"]
+    run("train", "-m", "seed=1,2", *words, f"runs_dir={runs}")
+    losses = [[step["loss"] for step in steps_of(path.parent)]
+              for path in sorted(runs.glob("*/metrics.jsonl"))]  # fmt: skip
+    found = f"{len(losses)} runs, {', '.join(f'{one[-1]:.3f}' for one in losses)} after 3 steps"
+    is_right = len(losses) == 2 and all(len(one) == 3 for one in losses) and losses[0] != losses[1]
+    return judged(is_right, found, {"losses": losses})
 
 
-def host_syncs(given: Given) -> Answer:
+def save_and_go_on(given: Given) -> Row:
+    """A run that is saved, ended and taken up again, beside one that was not; and text of it.
+
+    With `deterministic=true`, so that every loss and norm must have the bits of the other run.
+    """
+    if (missing := command_line_missing()) is not None:
+        return missing
+    first, last = (2, 4) if given.is_tiny else (20, 30)
+    # A few layers of the 1B: large enough for its kernels, and files that are written in seconds.
+    few = ("model=llama_1b", "model.num_layers=2", "model.vocab_size=32768")
+    words = [*model_words(given, *few), "precision=bf16", "deterministic=true"]
+    words += ["micro_batch_size=2", "global_batch_size=4", "train.eval_batches=0"]
+    words += [f"optim.lr_decay_steps={last}"]
+    whole, parted = new_run(given, "whole"), new_run(given, "parted")
+    for run_dir, steps, every in (
+        (whole, last, 0),
+        (parted, first, first // 2),
+        (parted, last, first // 2),
+    ):
+        run("train", *words, *run_words(given, run_dir), f"train.steps={steps}",
+            f"checkpoint.every={every}")  # fmt: skip
+    both = [[(s["loss"], s["grad_norm"]) for s in steps_of(path)] for path in (whole, parted)]
+    text = run("generate", *run_words(given, parted), "prompt=the", "generate.max_tokens=16")
+    went_on = len(both[0]) == len(both[1]) == last
+    equal = went_on and both[0] == both[1]
+    off = max((abs(a[0] - b[0]) / a[0] for a, b in zip(*both, strict=False)), default=0.0)
+    found = f"{len(both[1])} steps in two runs, {len(both[0])} in one: "
+    found += "all losses and norms equal" if equal else f"losses differ by {off:.1e}"
+    found += f"; generated {len(text)} characters"
+    figures = {"whole": both[0], "parted": both[1], "text": text}
+    return judged(equal and text.startswith("the"), found, figures)
+
+
+def host_syncs(given: Given) -> Row:
     """How often the host waits for the card in one step, and where."""
     if not hasattr(accelerator.module(given.device), "set_sync_debug_mode"):
-        return Answer(SKIPPED, f"{given.device.type} cannot count them", {})
+        return {"skipped": f"{given.device.type} cannot count them"}
     size = given.steps()  # two micro-batches a step: a sync in each would show
     trainer = trainer_of(model_of("llama_tiny", size), given.device, 1, 2, size.precision)
     for _ in range(2):
@@ -140,7 +141,7 @@ def host_syncs(given: Given) -> Answer:
             trainer.train_step()
         finally:
             module.set_sync_debug_mode("default")
-    syncs = [w for w in caught if "synchronizing" in str(w.message)]
+    syncs = [w for w in caught if HOST_SYNC in str(w.message)]
     where = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in syncs)
     named = ", ".join(f"{place} × {count}" for place, count in where.most_common())
     return judged(
@@ -150,7 +151,7 @@ def host_syncs(given: Given) -> Answer:
     )
 
 
-def trace(given: Given) -> Answer:
+def trace(given: Given) -> Row:
     """One step under the profiler: the kernels that take most, and how busy the card is."""
     batch = 2 if given.is_tiny else given.micro_batch
     trainer = trainer_of(
@@ -162,7 +163,7 @@ def trace(given: Given) -> Answer:
     with profile(activities=list(supported_activities())) as seen:
         trainer.train_step()
         accelerator.synchronize(given.device)
-    path = given.folder / "step.json"
+    path = given.folder / "step.json.gz"
     seen.export_chrome_trace(str(path))
     events = [e for e in seen.events() if e.device_type != DeviceType.CPU]
     host = not events
@@ -177,9 +178,9 @@ def trace(given: Given) -> Answer:
         print(f"{row['ms']:9.2f} ms {100 * row['share']:5.1f} %  {row['name'][:100]}")
     kind = "operation (host)" if host else "kernel"
     found = f"top {kind} {top[0]['name'][:60]} {100 * top[0]['share']:.0f} %; trace: {path}"
-    figures: dict[str, Any] = {"top": top, "trace": str(path)}
+    figures: Row = {"top": top, "trace": str(path)}
     if host:
-        return Answer(NOTED, found, figures)
+        return noted(found, figures)
     figures["busy"] = _busy_share([(e.time_range.start, e.time_range.end) for e in events])
     found = f"the card is busy {100 * figures['busy']:.0f} % of the step; {found}"
     return judged(not given.is_timed or figures["busy"] >= BUSY, found, figures)
@@ -195,23 +196,7 @@ def _busy_share(spans: list[tuple[float, float]]) -> float:
     return covered / (reached - spans[0][0]) if reached > spans[0][0] else 1.0
 
 
-def losses(given: Given) -> Answer:
-    """Five steps of llama_tiny in fp32 on the card and on the CPU."""
-    results = []
-    for device in (given.device, torch.device("cpu")):
-        trainer = trainer_of(model_of("llama_tiny", given.steps()), device, 2, 4, "fp32")
-        results.append([trainer.train_step() for _ in range(5)])
-    off = {
-        key: max(_relative(getattr(a, key), getattr(b, key)) for a, b in zip(*results, strict=True))
-        for key in ("loss", "grad_norm")
-    }
-    rows = [[(r.loss, r.grad_norm) for r in some] for some in results]
-    found = f"loss off by {off['loss']:.1e}, gradient norm by {off['grad_norm']:.1e} at most"
-    is_near = off["loss"] <= LOSS_OFF and off["grad_norm"] <= NORM_OFF
-    return judged(is_near, found, {"off": off, "here": rows[0], "cpu": rows[1]})
-
-
-def communicators(given: Given) -> Answer:
+def communicators(given: Given) -> Row:
     """A process group of one: made, split, used, and destroyed in the order of making."""
     device, backend = given.device, accelerator.backend_of(given.device)
     bound = {"device_id": device} if given.on_accelerator else {}
@@ -233,54 +218,3 @@ def communicators(given: Given) -> Answer:
     return judged(
         is_right, f"{backend}: made, split twice, summed, destroyed", {"backend": backend}
     )
-
-
-def verify(given: Given, words: str) -> Answer:
-    """`parallel3d verify` on two ranks, where two devices are there."""
-    if (missing := _command_line_missing()) is not None:
-        return missing
-    if given.on_accelerator and accelerator.module(given.device).device_count() < 2:
-        return Answer(SKIPPED, "one device here, two ranks need two", {})
-    tiny = [f"data.path={ROOT / 'README.md'}", f"data.cache_dir={given.folder / 'cache'}", *TINY]
-    small = [*tiny, "verify.steps=1"] if given.is_tiny else ["model=llama_tiny"]
-    batch, run_dir = ["micro_batch_size=2", "global_batch_size=8"], _new_run(given, "verify")
-    where = [f"device={given.device.type}", f"runs_dir={run_dir.parent}", f"run={run_dir.name}"]
-    done = _parallel3d("verify", words, *small, *batch, *where)
-    if done.returncode:
-        path = run_dir / "verify.json"
-        differs = json.loads(path.read_text(encoding="utf-8"))["failure"] if path.exists() else None
-        if differs is not None:
-            return judged(False, differs, {})
-    _succeeded(done)
-    return Answer(PASS, "the layout does not change the model", {})
-
-
-def _new_run(given: Given, name: str) -> Path:
-    """A run directory that is not there yet: a line may be repeated in the same folder."""
-    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=given.folder)) / name
-
-
-def _parallel3d(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command line of its own; its group is the line's, and is ended with it."""
-    command = [sys.executable, "-m", "parallel3d", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def _succeeded(done: subprocess.CompletedProcess[str]) -> None:
-    """Raises RunFailed, with what the command said, if it ended badly."""
-    if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
-        raise RunFailed(reason(Ended(done.returncode, "", done.stderr, 0.0), 0.0))
-
-
-def _command_line_missing() -> Answer | None:
-    try:
-        import hydra  # noqa: F401
-        import omegaconf  # noqa: F401
-    except ImportError as error:
-        return Answer(SKIPPED, f"parallel3d's command line needs a package: {error}", {})
-    return None
-
-
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) else math.inf

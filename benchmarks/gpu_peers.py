@@ -2,12 +2,16 @@
 
 Both train as they are meant to: fp32 weights under bf16 autocast (transformers), torchtitan's own
 model likewise, fused AdamW, clipping to the same norm, gradients accumulated over micro-batches.
+torchtitan's is its model in this loop, not its trainer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import statistics
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -20,24 +24,33 @@ from benchmarks.gpu_rows import (
     Size,
     first_that_fits,
     model_of,
+    peak_memory_gb,
     seconds_of,
     speed,
+    trainer_of,
 )
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.accelerator import is_accelerator
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Step = Callable[[], object]
+Maker = Callable[[ModelConfig, Size, torch.device, int, bool], Step]
+ROUNDS = 3  # of steps of each trainer, in turns: clocks and power drift alike for all
 
 
-def train(
+class Missing(Exception):
+    """A trainer that is not installed here, or whose classes are laid out otherwise."""
+
+
+def _training_step(
     model: ModelConfig,
     size: Size,
     device: torch.device,
     micro_batch: int,
     network: nn.Module,
     loss: Loss,
-) -> dict[str, Any]:
-    """Times the usual training loop; `loss(tokens, labels)` is a micro-batch's mean."""
+) -> Step:
+    """A step of the usual training loop; `loss(tokens, labels)` is a micro-batch's mean."""
     fused = is_accelerator(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=fused)
     source, parts = RandomTokens(model), size.sequences // micro_batch
@@ -54,16 +67,25 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
-    return speed(model, size, seconds_of(step, device, size), device)
+    return step
 
 
-def transformers_row(name: str, size: Size, device: torch.device, compiled: bool) -> dict[str, Any]:
+def _ours(
+    model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
+) -> Step:
+    """parallel3d's own step."""
+    trainer = trainer_of(model, device, micro_batch, size.sequences, size.precision, compiled)
+    return trainer.train_step
+
+
+def _transformers(
+    model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
+) -> Step:
     """Hugging Face transformers' Llama with its SDPA attention."""
     if importlib.util.find_spec("transformers") is None:
-        return {"skipped": "transformers is not installed"}
+        raise Missing("transformers is not installed")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = model_of(name, size)
     config = LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
@@ -77,37 +99,32 @@ def transformers_row(name: str, size: Size, device: torch.device, compiled: bool
         use_cache=False,
         attn_implementation="sdpa",
     )
+    with device:
+        network = LlamaForCausalLM(config)
+    call = torch.compile(network) if compiled else network
 
-    def run(micro_batch: int) -> dict[str, Any]:
-        with device:
-            network = LlamaForCausalLM(config)
-        call = torch.compile(network) if compiled else network
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = call(input_ids=tokens).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
-        def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-            logits = call(input_ids=tokens).logits
-            return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-        return train(model, size, device, micro_batch, network, loss)
-
-    return first_that_fits(size, device, run)
+    return _training_step(model, size, device, micro_batch, network, loss)
 
 
-def titan(name: str, size: Size, device: torch.device) -> dict[str, Any]:
-    """torchtitan's Llama 3 model, compiled, in the loop above (not its trainer).
+def _titan(
+    model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
+) -> Step:
+    """torchtitan's Llama 3 model.
 
-    Its classes move between releases; one that this does not know says so in the row. Not run so
-    far.
+    Its classes move between releases; one that this does not know says so. Not run so far.
     """
     if importlib.util.find_spec("torchtitan") is None:
-        return {"skipped": "torchtitan is not installed"}
-    from importlib.metadata import version
-
+        raise Missing("torchtitan is not installed")
     try:
         from torchtitan.models.llama3.model.args import TransformerModelArgs
         from torchtitan.models.llama3.model.model import Transformer
     except ImportError as error:
-        return {"skipped": f"torchtitan {version('torchtitan')} is laid out otherwise: {error}"}
-    model = model_of(name, size)
+        why = f"torchtitan {version('torchtitan')} is laid out otherwise: {error}"
+        raise Missing(why) from None
     args = TransformerModelArgs(
         dim=model.hidden_size,
         n_layers=model.num_layers,
@@ -121,16 +138,68 @@ def titan(name: str, size: Size, device: torch.device) -> dict[str, Any]:
         ffn_dim_multiplier=(model.ffn_size - 0.5) / int(8 * model.hidden_size / 3),
         multiple_of=model.ffn_size,
     )
+    with device:
+        network = Transformer(args)
+        network.init_weights()
+    call = torch.compile(network) if compiled else network
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(call(tokens).float().flatten(0, 1), labels.flatten())
+
+    return _training_step(model, size, device, micro_batch, network, loss)
+
+
+TRAINERS: dict[str, Maker] = {
+    "parallel3d": _ours,
+    "transformers": _transformers,
+    "torchtitan": _titan,
+}
+
+
+def peer_row(
+    trainer: str, name: str, size: Size, device: torch.device, compiled: bool
+) -> dict[str, Any]:
+    """A peer alone, with the largest micro-batch that fits."""
+    model = model_of(name, size)
 
     def run(micro_batch: int) -> dict[str, Any]:
-        with device:
-            network = Transformer(args)
-            network.init_weights()
-        compiled = torch.compile(network)
+        step = TRAINERS[trainer](model, size, device, micro_batch, compiled)
+        return speed(model, size, seconds_of(step, device, size), device)
 
-        def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(compiled(tokens).float().flatten(0, 1), labels.flatten())
+    try:
+        return first_that_fits(size, device, run)
+    except Missing as why:
+        return {"skipped": str(why)}
 
-        return train(model, size, device, micro_batch, network, loss)
+
+def side_by_side(name: str, size: Size, device: torch.device, compiled: bool) -> dict[str, Any]:
+    """Whole steps of all trainers that are here, in turns: one process, one card, equal batches.
+
+    All of them are in memory together, so the micro-batch is smaller than one alone could take.
+    """
+    model, tokens = model_of(name, size), size.sequences * model_of(name, size).seq_length
+    few = dataclasses.replace(size, steps=max(2, size.steps // 2))
+    absent: dict[str, str] = {}
+
+    def run(micro_batch: int) -> dict[str, Any]:
+        steps: dict[str, Step] = {}
+        for trainer, make in TRAINERS.items():
+            try:
+                steps[trainer] = make(model, size, device, micro_batch, compiled)
+            except Missing as why:
+                absent[trainer] = str(why)
+        if len(steps) < 2:
+            return {"skipped": "; ".join(absent.values())}
+        rounds = [
+            {trainer: seconds_of(step, device, few) for trainer, step in steps.items()}
+            for _ in range(ROUNDS)
+        ]
+        found = {}
+        for trainer in steps:
+            seconds = statistics.median(one[trainer] for one in rounds)
+            ratios = [one[trainer] / one["parallel3d"] for one in rounds]
+            found[trainer] = {"step_ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+            found[trainer] |= {"times_ours": statistics.median(ratios), "rounds": ratios}
+        return {"trainers": found, "absent": absent, "peak_memory_gb": peak_memory_gb(device)}
 
     return first_that_fits(size, device, run)

@@ -1,4 +1,4 @@
-"""The files of `benchmarks.gpu` and `benchmarks.gpu_first`: rows are added, never lost.
+"""The files of the GPU benchmarks: rows are added, never lost.
 
 A file holds a section for each machine, torch and size that it has seen, so that a command of a few
 minutes can be repeated with other rows, on another day or another card. What this did not write is

@@ -1,4 +1,4 @@
-"""The result of `benchmarks.gpu` as Markdown for docs/performance.md."""
+"""The results of the GPU benchmarks as Markdown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.gpu_results import Section, why_not
 
 MODEL_COLUMNS = ("model", "micro-batch", "step ms", "tokens/s", "MFU", "of the GEMM", "peak GB")
+ANSWER_COLUMNS = ("line", "answer", "found", "expected")
+SIDE_COLUMNS = ("side by side", "micro-batch", "trainer", "step ms", "tokens/s", "ours is faster")
 SHARD_COLUMNS = (
     *("shard of", "layout", "layers", "forward ms a layer", "backward ms a layer"),
     *("MFU", "of the GEMM", "state GB", "peak GB"),
@@ -50,7 +52,18 @@ def _section(section: Section) -> str:
                 *(*shares(row), _gb(row["peak_memory_gb"])),
             )
             for name, row in rows.items()
-            if "tokens_per_s" in row
+            if {"micro_batch", "model_tflops"} <= row.keys()
+        ],
+    )
+    lines += _table(
+        SIDE_COLUMNS,
+        [
+            (
+                *(name, row["micro_batch"], trainer, f"{step['step_ms']:.1f}"),
+                *(f"{step['tokens_per_s']:,.0f}", f"{step['times_ours']:.2f}×"),
+            )
+            for name, row in rows.items()
+            for trainer, step in row.get("trainers", {}).items()
         ],
     )
     lines += _table(
@@ -69,6 +82,14 @@ def _section(section: Section) -> str:
         shape = " × ".join(map(str, fp8["shape"]))
         times = f"{fp8['bf16_ms']:.2f} and {fp8['fp8_ms']:.2f} ms, {fp8['gain']:.2f}×"
         lines += ["", f"bf16 against fp8, GEMM {shape}, casts included: {times}."]
+    lines += _table(
+        ANSWER_COLUMNS,
+        [
+            (name, row["verdict"], _cell(row["found"]), _cell(row.get("expected", "")))
+            for name, row in rows.items()
+            if "verdict" in row
+        ],
+    )
     missing = [f"- {name}: {why_not(row)}" for name, row in rows.items() if why_not(row)]
     missing += [
         f"- {name}, when repeated: {r['again']}" for name, r in rows.items() if "again" in r
@@ -84,6 +105,10 @@ def _table(columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> list[str
         return []
     lines = [columns, ("---",) * len(columns), *rows]
     return ["", *(f"| {' | '.join(map(str, line))} |" for line in lines)]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _share(tflops: float, peak: float | None) -> str:
