@@ -326,6 +326,15 @@ class Bench:
             lines.append(f"  {name:24} {task.seconds:4}  {task.expected or task.group}".rstrip())
         return "\n".join(lines)
 
+    def page_rows(self) -> list[str]:
+        """The calls' tasks as rows of docs/gpu.md."""
+        return [
+            f"| {number} | `{name}` | {self.tasks[name].expected or '–'} | "
+            f"{self.tasks[name].seconds} |"
+            for number, names in enumerate(self.calls, 1)
+            for name in names
+        ]
+
     def plan_text(self) -> str:
         """The calls with their tasks and seconds; without calls the groups."""
         kinds = [(f"--call {number}", names) for number, names in enumerate(self.calls, 1)]

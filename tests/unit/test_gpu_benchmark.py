@@ -19,7 +19,17 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from benchmarks import gpu, gpu_process, gpu_results, gpu_rows, gpu_shards, gpu_tables
+from benchmarks import (
+    gpu,
+    gpu_peers,
+    gpu_process,
+    gpu_results,
+    gpu_rows,
+    gpu_shards,
+    gpu_tables,
+    gpu_tasks,
+)
+from benchmarks.gpu_tasks import Task
 from parallel3d.comm import collectives
 from parallel3d.config.schema import conf_dir
 from parallel3d.device import accelerator
@@ -48,7 +58,7 @@ def test_every_row_of_a_cpu_is_measured_and_written(
         lambda name, *a: None if name in absent else find_spec(name, *a),
     )
     rows = ["gemm", "parallel3d 1b", "parallel3d 3b", "transformers 1b", "torchtitan 1b"]
-    rows += ["shard llama3_70b", "shard gpt3_175b", "fp8"]
+    rows += ["shard llama3_70b", "shard gpt3_175b", "fp8", "1b side by side"]
     assert gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", *rows]) == 0
     (section,) = sections(tmp_path)
     found = section["rows"]
@@ -65,6 +75,12 @@ def test_every_row_of_a_cpu_is_measured_and_written(
     # MLP in eighths, two norms whole.
     assert found["shard llama3_70b"]["parameters"] == (4 * 64**2 + 3 * 64 * 96) // 8 + 2 * 64
     assert found["shard gpt3_175b"]["layers"] == 1
+    beside = found["1b side by side"]
+    if "skipped" not in beside:
+        assert beside["trainers"].keys() == {"parallel3d", "transformers"}
+        assert beside["trainers"]["parallel3d"]["times_ours"] == 1.0
+        assert len(beside["trainers"]["transformers"]["rounds"]) == gpu_peers.ROUNDS
+        assert beside["absent"] == {"torchtitan": "torchtitan is not installed"}
     text = (tmp_path / "gpu.md").read_text()
     assert "- torchtitan 1b: torchtitan is not installed" in text
     assert "| llama3_70b | tp 8, pp 10 | 1 |" in text
@@ -72,15 +88,16 @@ def test_every_row_of_a_cpu_is_measured_and_written(
 
 
 def test_groups_take_less_than_eight_minutes_and_hold_every_row() -> None:
-    for group in gpu.GROUPS:
-        assert sum(row.seconds for row in gpu.ROWS.values() if row.group == group) < 480, group
-    assert all(row.limit_s >= 2 * row.seconds for row in gpu.ROWS.values())
-    assert all(name in gpu.groups_text() for name in (*gpu.GROUPS, *gpu.ROWS))
+    for group in gpu.BENCH.groups:
+        names = [name for name, row in gpu.ROWS.items() if row.group == group]
+        assert gpu_tasks.call_seconds(names, gpu.ROWS) <= gpu_tasks.CALL_S, group
+    assert all(row.group and row.limit_s >= 2 * row.seconds for row in gpu.ROWS.values())
+    assert all(name in gpu.BENCH.plan_text() for name in (*gpu.BENCH.groups, *gpu.ROWS))
 
 
 def test_the_page_has_every_group_with_its_seconds() -> None:
     page = (gpu_process.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    for group in gpu.GROUPS:
+    for group in gpu.BENCH.groups:
         seconds = sum(row.seconds for row in gpu.ROWS.values() if row.group == group)
         line = next(line for line in page.splitlines() if line.startswith(f"| `{group}` |"))
         assert line.endswith(f"| {seconds} |")
@@ -98,15 +115,15 @@ def test_rows_join_what_the_file_has_and_failures_replace_nothing(
     def fails(*_: object) -> None:
         raise ValueError("no luck\ntoday")
 
-    monkeypatch.setitem(gpu.ROWS, "gemm", gpu.Row(fails, "card", 1))
-    assert gpu.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 0  # and goes on
+    monkeypatch.setitem(gpu.ROWS, "gemm", Task(fails, 1))
+    assert gpu.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and went on
     (section,) = sections(tmp_path)
     assert section["rows"]["gemm"]["tflops"] > 0.0
     assert section["rows"]["gemm"]["again"] == "ValueError: no luck"
     assert section["rows"]["shard gpt3_175b"]["layers"] == 1
     assert "- gemm, when repeated: ValueError: no luck" in (tmp_path / "gpu.md").read_text()
 
-    monkeypatch.setattr(gpu, "machine", lambda device: {"device": "another", "torch": "9"})
+    monkeypatch.setattr(gpu_tasks, "machine", lambda device: {"device": "another", "torch": "9"})
     assert gpu.main([*words, "--only", "fp8"]) == 0
     first, second = sections(tmp_path)
     assert (list(first["rows"]), list(second["rows"])) == (list(section["rows"]), ["fp8"])
@@ -117,7 +134,7 @@ def test_missing_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run: list[str] = []
     for name, row in (("gemm", {"tflops": 1.0, "size": 1}), ("fp8", {"skipped": "no"})):
         call = lambda *_, n=name, r=row: run.append(n) or dict(r)  # noqa: E731
-        monkeypatch.setitem(gpu.ROWS, name, gpu.Row(call, "card", 1))
+        monkeypatch.setitem(gpu.ROWS, name, Task(call, 1))
     words = [*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"]
     assert gpu.main(words) == 0
     assert gpu.main([*words, "--missing"]) == 0
@@ -140,7 +157,7 @@ def test_both_files_stand_after_every_row(tmp_path: Path, monkeypatch: pytest.Mo
         assert "GEMM at 64³" in (tmp_path / "gpu.md").read_text()
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(gpu.ROWS, "fp8", gpu.Row(second, "card", 1))
+    monkeypatch.setitem(gpu.ROWS, "fp8", Task(second, 1))
     with pytest.raises(KeyboardInterrupt):
         gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"])
 
@@ -149,8 +166,11 @@ def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
     words = [*TINY, *files(tmp_path), "--only", "gemm"]
     assert gpu.main(words) == 0
     assert sections(tmp_path)[0]["rows"]["gemm"]["size"] == 64
-    given = gpu._parser().parse_args([*words, "--limit", "0.05"])
-    assert gpu.run_row("fp8", given) == {"failed": "took longer than 0.05 s"}
+    options = gpu.BENCH.parser().parse_args([*words, "--limit", "0.05"])
+    options.folder = tmp_path
+    failed = gpu.BENCH.ask("fp8", options, {})
+    assert failed.pop("took_s") < 5.0 and failed == {"failed": "took longer than 0.05 s"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
 
 
 def test_at_its_limit_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
@@ -240,9 +260,16 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import torch
 import parallel3d.trainer
-from benchmarks import gpu, gpu_first
-found = gpu.ROWS["parallel3d 1b"].run(gpu.SIZES["tiny"], torch.device("cpu"))
+from pathlib import Path
+from benchmarks import gpu, gpu_first, gpu_node, gpu_tasks
+given = gpu_tasks.Given(torch.device("cpu"), "tiny", Path("."), {})
+found = gpu.ROWS["parallel3d 1b"].run(given)
 assert found["micro_batch"] == 2, found
+for bench in (gpu_first, gpu_node):
+    for name, line in bench.LINES.items():
+        if line.by_command:
+            row = line.run(given)
+            assert "needs a package" in row["skipped"], (name, row)
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=gpu_process.ROOT
@@ -351,6 +378,25 @@ def test_tables_show_both_shares() -> None:
     text = gpu_tables.markdown([{"machine": here, "size": "full", "rows": rows}])
     assert "GEMM at 8192³: 800 TFLOP/s, 80 % of it. Commit abc1234." in text
     assert "| parallel3d 1b | 8 | 1.0 | 1 | 40.0 % | 50.0 % | 70.0 |" in text
+
+
+def test_tables_show_answers_and_trainers_in_turns() -> None:
+    ours, theirs = ({"step_ms": ms, "tokens_per_s": 2e6 / ms} for ms in (100.0, 150.0))
+    rows = {
+        "train": {"verdict": "PASS", "found": "a | b", "expected": "c", "tokens_per_s": 1.0},
+        "1b side by side": {
+            "micro_batch": 2,
+            "trainers": {"parallel3d": ours | {"times_ours": 1.0},
+                         "transformers": theirs | {"times_ours": 1.5}},
+        },
+        "verify tp=2": {"skipped": "one device"},
+    }  # fmt: skip
+    section = {"machine": {"device": "card"}, "size": "full", "rows": rows}
+    lines = gpu_tables.markdown([section]).splitlines()
+    assert "| train | PASS | a \\| b | c |" in lines
+    assert "| 1b side by side | 2 | transformers | 150.0 | 13,333 | 1.50× |" in lines
+    assert lines[-1] == "- verify tp=2: one device"
+    assert not any(line.startswith("| model |") for line in lines)
 
 
 def test_a_file_of_results_is_replaced_whole(tmp_path: Path) -> None:

@@ -1,31 +1,54 @@
-"""benchmarks/gpu_first.py: every line that a CPU can answer, and how answers are judged."""
+"""benchmarks/gpu_first.py: every line that a CPU or the simulated device can answer, how answers
+are judged, and the calls."""
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
+import logging
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks import gpu_first, gpu_first_kernels, gpu_first_runs
-from benchmarks.gpu_first_kernels import Answer, Given
+from benchmarks import (
+    gpu_commands,
+    gpu_first,
+    gpu_first_runs,
+    gpu_first_values,
+    gpu_process,
+    gpu_tasks,
+)
 from benchmarks.gpu_process import ROOT
-from parallel3d.device import accelerator
+from benchmarks.gpu_tasks import Given, Row, Task
+from parallel3d.config.composing import compose
+from parallel3d.device import accelerator, fused
+from parallel3d.models import document_attention, dropout, ops
+from parallel3d.trainer import StepResult
 
 TINY = ["--size", "tiny", "--device", "cpu"]
-HERE = ["versions", "gemm", "addmm", "attention", "rms_norm", "adamw", "communicators", "losses"]
-HERE += ["host syncs", "trace"]
+COMMANDS = [name for name, line in gpu_first.LINES.items() if line.by_command]
+HERE = [name for name in gpu_first.LINES if name not in COMMANDS]
 
 
-def given(folder: Path) -> Given:
-    return Given(torch.device("cpu"), "tiny", folder, {})
+def given(folder: Path, size: str = "tiny") -> Given:
+    return Given(torch.device("cpu"), size, folder, {})
 
 
-def rows(folder: Path) -> dict[str, dict]:
+def rows(folder: Path) -> dict[str, Row]:
     return json.loads((folder / "first.json").read_text())["sections"][0]["rows"]
+
+
+def verdicts(found: dict[str, Row]) -> dict[str, str]:
+    return {name: gpu_tasks.verdict_of(row) for name, row in found.items()}
 
 
 def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
@@ -33,88 +56,308 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     assert gpu_first.main([*words, "--folder", str(tmp_path / "runs"), "--only", *HERE]) == 0
     found = rows(tmp_path)
     assert list(found) == HERE
-    verdicts = {name: row["verdict"] for name, row in found.items()}
-    assert verdicts == dict.fromkeys(HERE, "PASS") | {
-        "gemm": "NOTED", "addmm": "SKIPPED", "host syncs": "SKIPPED", "trace": "NOTED"
+    assert verdicts(found) == dict.fromkeys(HERE, "PASS") | {
+        "gemm": "NOTED", "host syncs": "SKIPPED", "trace": "NOTED"
     }  # fmt: skip
-    assert found["losses"]["figures"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
-    assert found["addmm"]["figures"]["two_steps_error"] > 1e-4  # which one step must be below
-    assert found["adamw"]["figures"]["writes_gradient"] is True
-    assert len(found["attention"]["figures"]["cases"]) == 2
-    trace = found["trace"]["figures"]
+    assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
+    assert len(found["kernels"]["functions"]) == 16
+    assert found["addmm"]["two_steps_error"] > 1e-5  # which one step must be below
+    assert found["adamw"]["writes_gradient"] is True
+    assert len(found["attention"]["cases"]) == 2
+    errors = next(iter(found["attention values"]["errors"].values()))
+    assert errors.keys() == {"default", "flash"}
+    trace = found["trace"]
     assert len(trace["top"]) == 15
-    assert "traceEvents" in json.loads(Path(trace["trace"]).read_text())
+    with gzip.open(trace["trace"], "rt") as file:
+        assert "traceEvents" in json.load(file)
+    assert "| kernels | PASS |" in (tmp_path / "first.md").read_text()
+
+
+def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
+    """In a process of its own, as it changes torch; there in one, with a run of a forked rank."""
+    names = [*HERE, "forked rank", "train compile"]
+    words = ["--size", "tiny", "--device", "pretend", "--in-process"]
+    words += ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "benchmarks.gpu_first", *words, "--only", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(tmp_path)
+    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"  # where the device counts them
+    assert verdicts(found) == dict.fromkeys(found, "PASS") | {
+        "gemm": "NOTED", "trace": "NOTED", "train compile": "SKIPPED"
+    }  # fmt: skip
+    errors = next(iter(found["attention values"]["errors"].values()))
+    assert errors.keys() == {"default", "flash", "cudnn", "efficient"}
+    assert found["document attention"]["all_in_one"] is True
+    assert found["addmm"]["by_gemm"] is True
+    assert found["losses bf16"]["off"]["loss"] > 0.0, "two devices were compared"
 
 
 def test_the_lines_that_run_parallel3d(tmp_path: Path) -> None:
-    """The first of them in a process of its own, as all are without `--in-process`."""
-    found = {}
-    for only in (["train"], ["dryrun", "verify tp=2", "--in-process"]):
-        (folder := tmp_path / only[0]).mkdir()
-        words = [*TINY, "--json", str(folder / "first.json"), "--folder", str(folder / "runs")]
+    """The first of them in a process of its own, as all are without `--in-process`; the dry run
+    reads its figures in the file."""
+    words = [*TINY, "--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
+    for only in (["train"], ["dryrun", "forked rank", "--in-process"]):
         assert gpu_first.main([*words, "--only", *only]) == 0
-        found |= rows(folder)
-    assert [found[name]["verdict"] for name in ("train", "verify tp=2")] == ["PASS", "PASS"]
-    figures = found["train"]["figures"]
-    (metrics,) = tmp_path.glob("train/runs/*/train/metrics.jsonl")
+    found = rows(tmp_path)
+    assert verdicts(found) == {"train": "PASS", "dryrun": "NOTED", "forked rank": "PASS"}
+    assert "seconds_off" in found["dryrun"]
+    figures = found["train"]
+    (metrics,) = tmp_path.glob("runs/*/train/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     took = [step["step_time_s"] for step in steps]
     # Two sequences of 64 tokens a step; both are medians over steps, of other steps each.
     for seconds in (figures["seconds"], 2 * 64 / figures["tokens_per_s"]):
         assert 0.999 * min(took) <= seconds <= 1.001 * max(took)
-    assert figures["losses"][1] < figures["losses"][0]
-    assert found["dryrun"]["verdict"] in ("NOTED", "SKIPPED")
+    assert figures["losses"] == [step["loss"] for step in steps]
+
+
+def test_a_run_is_saved_goes_on_and_writes_text(tmp_path: Path) -> None:
+    found = gpu_first_runs.save_and_go_on(given(tmp_path))
+    assert found["verdict"] == "PASS", found
+    assert len(found["whole"]) == 4 and found["whole"] == found["parted"]
+    assert found["text"].startswith("the")
+
+
+@pytest.mark.parametrize(
+    ("losses", "text", "verdict"),
+    [
+        ((1.0, 2.0, 3.0, 4.0), "the end", "PASS"),
+        ((1.0, 2.0, 3.0, 4.000001), "the end", "DIFFERS"),
+        ((1.0, 2.0), "the end", "DIFFERS"),  # it did not go on
+        ((1.0, 2.0, 3.0, 4.0), "", "DIFFERS"),
+    ],
+)
+def test_a_resumed_run_must_have_the_bits_of_the_other(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    losses: tuple[float, ...],
+    text: str,
+    verdict: str,
+) -> None:
+    def run(command: str, *words: str) -> str:
+        keys = dict(word.split("=", 1) for word in words)
+        folder = Path(keys["runs_dir"]) / keys["run"]
+        folder.mkdir(exist_ok=True)
+        of_run = losses if keys["run"] == "parted" else (1.0, 2.0, 3.0, 4.0)
+        lines = [json.dumps({"loss": loss, "grad_norm": 1.0}) for loss in of_run]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        return text if command == "generate" else ""
+
+    monkeypatch.setattr(gpu_first_runs, "run", run)
+    assert gpu_first_runs.save_and_go_on(given(tmp_path))["verdict"] == verdict
+
+
+@pytest.mark.parametrize("losses", [[[3.0, 2.0, 1.0]], [[3.0, 2.0]] * 2, [[3.0, 2.0, 1.0]] * 2])
+def test_forked_ranks_must_be_two_with_three_losses_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[list[float]]
+) -> None:
+    def run(*words: str) -> None:
+        runs = Path(dict(w.split("=", 1) for w in words if "=" in w)["runs_dir"])
+        for number, of_run in enumerate(losses):
+            (runs / str(number)).mkdir()
+            lines = [json.dumps({"loss": loss}) for loss in of_run]
+            (runs / str(number) / "metrics.jsonl").write_text("\n".join(lines))
+
+    monkeypatch.setattr(gpu_first_runs, "run", run)
+    assert gpu_first_runs.forked_rank(given(tmp_path))["verdict"] == "DIFFERS"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_full_sizes_words_are_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a card runs; the first command of each line."""
+    seen = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        words = command[command.index("parallel3d") + 2 :]
+        seen.append(compose(*(w.replace("1,2", "1") for w in words if w != "-m"), world_size=1))
+        return subprocess.CompletedProcess(command, 1, "", "parallel3d: seen.\n")
+
+    monkeypatch.setattr(gpu_commands.subprocess, "run", run)
+    with pytest.raises(gpu_commands.RunFailed, match=r"parallel3d: seen\."):
+        gpu_first.LINES[name].run(given(tmp_path, "full"))
+    assert seen[0].precision.name == "bf16"
+
+
+def test_a_run_that_ends_badly_says_its_own_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = lambda given, compiled: ["micro_batch_size=0"]  # noqa: E731
+    monkeypatch.setattr(gpu_first_runs, "train_words", wrong)
+    with pytest.raises(gpu_commands.RunFailed, match="parallel3d: micro_batch_size=0"):
+        gpu_first_runs.train(given(tmp_path))
 
 
 def test_a_line_that_fails_or_differs_is_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(given: Given) -> Answer:
+    def fails(given: Given) -> Row:
         raise ValueError("no such kernel")
 
     words = [*TINY, "--in-process", "--json", str(tmp_path / "first.json"), "--only", "gemm"]
     words += ["--folder", str(tmp_path)]
-    monkeypatch.setitem(gpu_first.LINES, "gemm", gpu_first.Line(fails, "fast", 1))
+    monkeypatch.setitem(gpu_first.BENCH.tasks, "gemm", Task(fails, 1, "fast"))
     assert gpu_first.main(words) == 1
-    assert rows(tmp_path)["gemm"]["found"] == "ValueError: no such kernel"
-    slow = Answer("DIFFERS", "slow", {})
-    monkeypatch.setitem(gpu_first.LINES, "gemm", gpu_first.Line(lambda given: slow, "fast", 1))
+    assert rows(tmp_path)["gemm"]["failed"] == "ValueError: no such kernel"
+    slow = {"verdict": "DIFFERS", "found": "slow"}
+    monkeypatch.setitem(gpu_first.BENCH.tasks, "gemm", Task(lambda given: slow, 1, "fast"))
     assert gpu_first.main(words) == 1
-    assert rows(tmp_path)["gemm"] == slow._asdict() | {"expected": "fast"}
+    assert rows(tmp_path)["gemm"].items() >= (slow | {"expected": "fast"}).items()
 
 
-def test_a_run_that_ends_badly_says_its_own_sentence(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_first_runs, "run_words", lambda given, compiled: ["micro_batch_size=0"])
-        with pytest.raises(gpu_first_runs.RunFailed, match="parallel3d: micro_batch_size=0"):
-            gpu_first_runs.train(given(tmp_path))
+class Planted:
+    """A fused function whose results are changed as a bad kernel might."""
+
+    def __init__(self, right: Any, change: Callable[[Any], Any]) -> None:
+        self.function, self.change = right.function, change
+
+    def __call__(self, *args: Any) -> Any:
+        return self.change(self.function(*args))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "change", "named"),
+    [
+        (ops, "swiglu_backward", lambda y: 1.02 * y, "swiglu backward"),
+        (ops, "rms_norm_forward", lambda y: (y[0] / (y[0] != y[0][0, 0, 0]), y[1]), "rms_norm inf"),
+        (ops, "split_heads_forward", lambda y: (y[0], y[2], y[1]), "split_heads"),
+        (ops, "swiglu_forward", lambda y: y.float(), "swiglu inf"),
+        (dropout, "row_keys", lambda y: (y[0], y[1] ^ 1), "dropout's keys"),
+        # What is kept is right, elements of the smallest size are dropped as well.
+        (dropout, "drop", lambda y: y.masked_fill(y.abs() < 1e-2, 0.0), "dropout inf"),
+    ],
+)  # fmt: skip
+def test_a_wrong_kernel_is_named(
+    module: Any,
+    name: str,
+    change: Callable[[Any], Any],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, Planted(getattr(module, name), change))
+    found = gpu_first_values.kernels(given(tmp_path))
+    assert found["verdict"] == "DIFFERS"
+    assert found["found"].startswith(f"too far off: {named}") and "," not in found["found"]
+
+
+def test_what_a_kernel_writes_into_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = gpu_first_values.cross_entropy
+    right = module.logits_to_gradient
+
+    class Written(Planted):
+        def __call__(self, logits: Tensor, *args: Any) -> None:
+            self.function(logits, *args)
+            logits[:, -1] = 1.0
+
+    monkeypatch.setattr(module, "logits_to_gradient", Written(right, lambda y: y))
+    found = gpu_first_values.kernels(given(tmp_path))
+    assert found["found"].startswith("too far off: loss's gradient ")
+
+
+def test_a_kernel_that_was_not_compiled_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(y: Tensor) -> Tensor:
+        fused.log.warning("swiglu_forward runs as separate operations: no Triton")
+        return y
+
+    monkeypatch.setattr(ops, "swiglu_forward", Planted(ops.swiglu_forward, told))
+    found = gpu_first_values.kernels(given(tmp_path))
+    assert found["verdict"] == "DIFFERS"
+    assert "not compiled: swiglu_forward runs as separate operations" in found["found"]
+    assert logging.getLogger(fused.__name__).handlers == []
+
+
+def test_wrong_attention_is_named_with_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = gpu_first_values._attend
+    monkeypatch.setattr(gpu_first_values, "_attend", lambda *qkv: 1.03 * right(*qkv))
+    found = gpu_first_values.attention_values(given(tmp_path))
+    assert found["verdict"] == "DIFFERS"
+    assert found["found"].startswith("too far off: heads 4/4, s 64, d 16: default 3.")
+
+
+def test_attention_that_looks_into_other_documents_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = lambda q, k, v, documents: gpu_first_values._attend(q, k, v)  # noqa: E731
+    monkeypatch.setattr(document_attention, "attend_within", whole)
+    assert gpu_first_values.document_values(given(tmp_path))["verdict"] == "DIFFERS"
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "norm", "verdict"),
+    [
+        ("fp32", 5e-5, 5e-4, "PASS"),
+        ("fp32", 2e-4, 0.0, "DIFFERS"),
+        ("fp32", 0.0, 2e-3, "DIFFERS"),
+        ("bf16", 5e-3, 5e-3, "PASS"),
+        ("bf16", 2e-2, 0.0, "DIFFERS"),
+        ("bf16", 0.0, 2e-2, "DIFFERS"),
+        ("bf16", float("nan"), 0.0, "DIFFERS"),
+    ],
+)
+def test_losses_are_judged_by_precision_with_every_kernel_fused(
+    precision: str, loss: float, norm: float, verdict: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    results = iter([(3.0 * (1.0 + loss), 2.0 * (1.0 + norm))] * 5 + [(3.0, 2.0)] * 5)
+    asked = []
+
+    def step() -> StepResult:
+        assert fused.LEAST_ELEMENTS == 0
+        return StepResult(1, *next(results), lr=0.0, tokens=1)
+
+    def trainer_of(model: Any, device: torch.device, *_: Any) -> Any:
+        asked.append((device, _[-1]))
+        return SimpleNamespace(train_step=step)
+
+    monkeypatch.setattr(gpu_first_values, "trainer_of", trainer_of)
+    before = fused.LEAST_ELEMENTS
+    assert gpu_first_values.losses(given(tmp_path), precision)["verdict"] == verdict
+    assert asked == [(torch.device("cpu"), precision)] * 2
+    assert fused.LEAST_ELEMENTS == before > 0
 
 
 def test_a_dryrun_is_held_against_the_run() -> None:
     measured = {"peak_bytes": 100, "seconds": 1.0}
-    compared = gpu_first_runs.compared
-    assert compared({"peak_bytes": 104, "seconds": 1.19}, measured).verdict == "PASS"
-    assert compared({"peak_bytes": 106, "seconds": 1.0}, measured).verdict == "DIFFERS"
-    assert compared({"peak_bytes": 100, "seconds": 0.79}, measured).verdict == "DIFFERS"
-    assert compared({"peak_bytes": 100, "seconds": 1.0}, {}).verdict == "NOTED"
+    compared = gpu_commands.compared
+    assert compared({"peak_bytes": 104, "seconds": 1.19}, measured)["verdict"] == "PASS"
+    assert compared({"peak_bytes": 106, "seconds": 1.0}, measured)["verdict"] == "DIFFERS"
+    assert compared({"peak_bytes": 100, "seconds": 0.79}, measured)["verdict"] == "DIFFERS"
+    assert compared({"peak_bytes": 100, "seconds": 1.0}, {})["verdict"] == "NOTED"
 
 
-def test_host_syncs_are_counted_with_their_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("syncs", "verdict"), [(1, "PASS"), (2, "DIFFERS")])
+def test_host_syncs_are_counted_without_torchs_word_on_the_mode(
+    syncs: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
 
     def set_mode(mode: str) -> None:
         modes.append(mode)
-        for _ in range(2 if mode == "warn" else 0):
+        if mode != "warn":
+            return
+        warnings.warn(
+            "Synchronization debug mode is a prototype feature and does not yet detect all "
+            "synchronizing operations",
+            stacklevel=1,
+        )
+        for _ in range(syncs):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     module = SimpleNamespace(set_sync_debug_mode=set_mode)
     monkeypatch.setattr(accelerator, "module", lambda device: module)
     found = gpu_first_runs.host_syncs(given(tmp_path))
-    assert (found.verdict, found.figures["syncs"]) == ("DIFFERS", 2)
-    assert list(found.figures["where"].values()) == [2]
-    assert "test_gpu_first.py" in found.found
+    assert (found["verdict"], found["syncs"]) == (verdict, syncs)
+    assert list(found["where"].values()) == [syncs]
+    assert "test_gpu_first.py" in found["found"]
     assert modes == ["warn", "default"]
 
 
@@ -123,12 +366,103 @@ def test_busy_is_the_union_of_the_kernels_of_all_streams() -> None:
     assert gpu_first_runs._busy_share([(2, 3)]) == 1.0
 
 
-def test_help_and_page_name_every_line() -> None:
-    text = gpu_first.lines_text()
-    assert all(name in text and line.expected in text for name, line in gpu_first.LINES.items())
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert [name for name in gpu_first.LINES if f"`{name}`" not in page] == []
-
-
 def test_kernels_of_the_host_are_none_of_the_device() -> None:
-    assert gpu_first_kernels.device_kernels(lambda: torch.ones(4).sum()) == []
+    assert gpu_first_values.device_kernels(lambda: torch.ones(4).sum()) == []
+
+
+def test_the_calls_fit_a_card_that_is_lent_for_half_an_hour() -> None:
+    bench = gpu_first.BENCH
+    seconds = [gpu_tasks.call_seconds(names, bench.tasks) for names in bench.calls]
+    assert max(seconds) <= gpu_tasks.CALL_S
+    assert sum(seconds) <= gpu_tasks.ALL_CALLS_S
+    planned = [name for names in bench.calls for name in names]
+    assert len(planned) == len(set(planned))
+    assert set(gpu_first.LINES) <= set(planned)
+    text = bench.plan_text()
+    assert all(f" s  {name}" in text for name in planned)
+    assert f"--call 1: {seconds[0]} s" in text and text.endswith(f"{sum(seconds)} s in all")
+    assert planned.index("train") < planned.index("dryrun"), "which reads its figures"
+
+
+def test_a_plan_is_printed_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_first.main(["--plan"]) == 0
+    assert capsys.readouterr().out.strip() == gpu_first.BENCH.plan_text()
+
+
+def test_help_and_page_have_every_line() -> None:
+    bench, page = gpu_first.BENCH, (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert all(name in bench.tasks_text() for name in bench.tasks)
+    assert all(line.expected in bench.tasks_text() for line in gpu_first.LINES.values())
+    rows = "\n".join(bench.page_rows())
+    assert f"|---|---|---|---|\n{rows}\n\n" in page
+    seconds = [gpu_tasks.call_seconds(names, bench.tasks) for names in bench.calls]
+    assert f"{' + '.join(map(str, seconds))} s of the four calls" in page
+    assert f"\n{sum(seconds)} s are planned" in page
+
+
+def called(
+    words: list[str],
+    tasks: dict[str, Task],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """What a call of these tasks prints."""
+    bench = dataclasses.replace(gpu_first.BENCH, tasks=tasks, calls=(tuple(tasks),), default=None)
+    where = ["--json", str(folder / "first.json"), "--folder", str(folder)]
+    assert bench.main([*TINY, "--in-process", *where, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_call_begins_what_it_can_end_says_what_remains_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 570 s: 300, then 400 do not fit, 200 do. The clock stands but in the lines."""
+    now, ran = [1000.0], []
+    monkeypatch.setattr(gpu_tasks.time, "monotonic", lambda: now[0])
+
+    def line(name: str, seconds: int) -> Task:
+        def run(given: Given) -> Row:
+            ran.append(name)
+            now[0] += seconds
+            return {"verdict": "PASS", "found": "fine"}
+
+        return Task(run, seconds)
+
+    tasks = {name: line(name, s) for name, s in (("a", 300), ("b", 400), ("c", 200))}
+    out = called(["--call", "1"], tasks, tmp_path, capsys)
+    assert ran == ["a", "c"]
+    assert "No time left for: b. --missing goes on with them." in out
+    assert rows(tmp_path).keys() == {"a", "c"}
+    out = called(["--call", "1", "--missing"], tasks, tmp_path, capsys)
+    assert ran == ["a", "c", "b"] and "No time left" not in out
+    assert called(["--call", "1", "--missing", "--within", "9"], tasks, tmp_path, capsys) == (
+        f"runs and traces are in {tmp_path}\n"
+    )
+    called(["--only", "a"], tasks, tmp_path, capsys)  # without a call there is no deadline
+    called(["--only", "a", "c"], tasks, tmp_path, capsys)
+    assert ran == [*"acb", "a", *"ac"]
+
+
+def test_a_line_is_ended_at_the_deadline_of_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task of 100 s may take 250, but not where 180 are left."""
+    limits = []
+
+    def run_limited(command: list[str], limit_s: float) -> gpu_process.Ended:
+        limits.append(limit_s)
+        name = command[command.index("--task") + 1]
+        folder = Path(command[command.index("--folder") + 1])
+        row = {"device": "card"} if name == gpu_tasks.MACHINE else {"verdict": "PASS", "found": ""}
+        (folder / "row.json").write_text(json.dumps(row))
+        return gpu_process.Ended(0, "", "", 1.0)
+
+    monkeypatch.setattr(gpu_process, "run_limited", run_limited)
+    tasks = {"a": Task(lambda given: {}, 100)}
+    bench = dataclasses.replace(gpu_first.BENCH, tasks=tasks, calls=(("a",),), default=None)
+    where = ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path)]
+    for words in (["--call", "1"], ["--call", "1", "--within", "180"]):
+        assert bench.main([*TINY, *where, *words]) == 0
+    assert limits[:2] == [120, 250]
+    assert limits[2] == 120 and 170 <= limits[3] <= 180
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.json", "first.md"]
