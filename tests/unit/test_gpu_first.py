@@ -97,10 +97,10 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path) -> None:
     """The first of them in a process of its own, as all are without `--in-process`; the dry run
     reads its figures in the file."""
     words = [*TINY, "--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
-    for only in (["train"], ["dryrun", "forked rank", "--in-process"]):
+    for only in (["train"], ["dryrun", "--in-process"]):
         assert gpu_first.main([*words, "--only", *only]) == 0
     found = rows(tmp_path)
-    assert verdicts(found) == {"train": "PASS", "dryrun": "NOTED", "forked rank": "PASS"}
+    assert verdicts(found) == {"train": "PASS", "dryrun": "NOTED"}
     assert "seconds_off" in found["dryrun"]
     figures = found["train"]
     (metrics,) = tmp_path.glob("runs/*/train/metrics.jsonl")

@@ -14,6 +14,7 @@ import torch
 from benchmarks import gpu_commands, gpu_node, gpu_tasks
 from benchmarks.gpu_process import ROOT
 from benchmarks.gpu_tasks import Given
+from parallel3d.commands.plan import plan
 from parallel3d.config.composing import compose
 from parallel3d.device import accelerator
 
@@ -58,7 +59,14 @@ def test_eight_ranks_take_the_full_sizes_words(
 
 
 @pytest.mark.parametrize("words", gpu_node.LAYOUTS)
-def test_each_layout_fits_by_the_planner(words: str, tmp_path: Path) -> None:
+def test_each_layout_fits_by_the_planner(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: str, *typed: str) -> str:
+        plan(compose(*typed), typed)
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(gpu_node, "run", run)
     planned = gpu_node.planned(given(tmp_path, "full"), words, gpu_node.SEQUENCES)
     assert 1.0 < planned["step s"] < 4.0 and planned["GiB"] < 80.0
 
