@@ -66,7 +66,7 @@ def verify(given: Given, words: str) -> Row:
         return missing
     small = ["verify.steps=1"] if given.is_tiny else []
     batch, run_dir = ["micro_batch_size=2", "global_batch_size=16"], new_run(given, "verify")
-    model = model_words(given, "model=llama_tiny", "model.num_layers=8", "model.num_query_groups=8")
+    model = model_words(given, "model=llama_tiny", "model.num_layers=8")
     done = parallel3d("verify", *words.split(), *model, *small, *batch, *run_words(given, run_dir))
     path = run_dir / "verify.json"
     if done.returncode and path.exists():

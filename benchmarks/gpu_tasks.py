@@ -36,7 +36,7 @@ PASS, DIFFERS, NOTED, SKIPPED, FAILED = "PASS", "DIFFERS", "NOTED", "SKIPPED", "
 MACHINE = "machine"  # asked in a process too: this one must not hold memory of the card
 START_S = 6  # of a process: Python, torch, the device's context
 CALL_S = 480  # planned for a call
-WITHIN_S = 570  # a call ends its last task then: of 600, with time to write and to copy results
+WITHIN_S = 560  # a call ends its last task then: of 600, with time to write and to copy results
 ALL_CALLS_S = 1680  # of half an hour
 
 

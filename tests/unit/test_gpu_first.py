@@ -61,7 +61,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
     assert len(found["kernels"]["functions"]) == 16
-    assert found["addmm"]["two_steps_error"] > 1e-5  # which one step must be below
+    assert found["addmm"]["two_steps_error"] > 1e-4  # which one step must be below
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
     errors = next(iter(found["attention values"]["errors"].values()))
@@ -221,7 +221,8 @@ class Planted:
     ("module", "name", "change", "named"),
     [
         (ops, "swiglu_backward", lambda y: 1.02 * y, "swiglu backward"),
-        (ops, "rms_norm_forward", lambda y: (y[0] / (y[0] != y[0][0, 0, 0]), y[1]), "rms_norm inf"),
+        (ops, "rms_norm_forward",
+         lambda y: (y[0].masked_fill(y[0] == y[0][0, 0, 0], torch.nan), y[1]), "rms_norm inf"),
         (ops, "split_heads_forward", lambda y: (y[0], y[2], y[1]), "split_heads"),
         (ops, "swiglu_forward", lambda y: y.float(), "swiglu inf"),
         (dropout, "row_keys", lambda y: (y[0], y[1] ^ 1), "dropout's keys"),
@@ -416,7 +417,7 @@ def called(
 def test_a_call_begins_what_it_can_end_says_what_remains_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 570 s: 300, then 400 do not fit, 200 do. The clock stands but in the lines."""
+    """Of 560 s: 300, then 400 do not fit, 200 do. The clock stands but in the lines."""
     now, ran = [1000.0], []
     monkeypatch.setattr(gpu_tasks.time, "monotonic", lambda: now[0])
 
