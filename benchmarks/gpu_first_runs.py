@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -114,6 +115,7 @@ def save_and_go_on(given: Given) -> Row:
             f"checkpoint.every={every}")  # fmt: skip
     both = [[(s["loss"], s["grad_norm"]) for s in steps_of(path)] for path in (whole, parted)]
     text = run("generate", *run_words(given, parted), "prompt=the", "generate.max_tokens=16")
+    shutil.rmtree(parted / "checkpoints", ignore_errors=True)  # gigabytes, in what may be copied
     went_on = len(both[0]) == len(both[1]) == last
     equal = went_on and both[0] == both[1]
     off = max((abs(a[0] - b[0]) / a[0] for a, b in zip(*both, strict=False)), default=0.0)

@@ -106,7 +106,7 @@ def verdict_of(row: Row) -> str:
     return SKIPPED if "skipped" in row else row.get("verdict", NOTED)
 
 
-def sentence_of(row: Row) -> str:
+def summary_of(row: Row) -> str:
     return why_not(row) or row.get("found") or json.dumps(row)
 
 
@@ -132,7 +132,7 @@ def call_seconds(names: Sequence[str], tasks: dict[str, Task]) -> int:
     return sum(tasks[name].seconds for name in names) + START_S * (len(names) + 1)
 
 
-def first_commit(path: Path) -> dict[str, str]:
+def commit_of(path: Path) -> dict[str, str]:
     """The commit of the checkout, short, as a part of a row."""
     commit = git_commit(path)
     if commit is None:
@@ -209,7 +209,7 @@ class Bench:
         others = len(files.sections()) - bool(done)
         if others:
             print(f"{options.json} keeps {others} section(s) of other machines, versions or sizes")
-        rows, remaining, commit = [], [], first_commit(Path(__file__).resolve())
+        rows, remaining, commit = [], [], commit_of(Path(__file__).resolve())
         for name in names:
             task = self.tasks[name]
             if deadline is not None and deadline - time.monotonic() < task.seconds + START_S:
@@ -221,7 +221,7 @@ class Bench:
             row |= {"at": at} | commit
             files.add(here, options.size, name, row)
             rows.append(row)
-            print(f"{verdict_of(row):8} {name}: {sentence_of(row)} ({row['took_s']} s)", flush=True)
+            print(f"{verdict_of(row):8} {name}: {summary_of(row)} ({row['took_s']} s)", flush=True)
             if task.expected:
                 print(f"{'':8} expected: {task.expected}", flush=True)
         if rows:

@@ -117,6 +117,8 @@ def test_a_run_is_saved_goes_on_and_writes_text(tmp_path: Path) -> None:
     assert found["verdict"] == "PASS", found
     assert len(found["whole"]) == 4 and found["whole"] == found["parted"]
     assert found["text"].startswith("the")
+    (run_dir,) = tmp_path.glob("*/parted")
+    assert (run_dir / "metrics.jsonl").exists() and not (run_dir / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
