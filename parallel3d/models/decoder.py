@@ -24,7 +24,7 @@ from parallel3d.sizes.stages import layers_of_stages
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 
 
-class _Blank(Initializer):
+class Blank(Initializer):
     """Makes parameters whose values come from elsewhere: drawing them would be for nothing."""
 
     def fill(self, piece: Piece, out: Tensor) -> None:
@@ -34,7 +34,7 @@ class _Blank(Initializer):
 def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
     """This rank's part of the model in fp32 (fp64 for a run of that precision), all zero."""
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
-    init, kernel = _Blank(config.seed, dtype, device), choose_kernel(config, device)
+    init, kernel = Blank(config.seed, dtype, device), choose_kernel(config, device)
     context = BuildContext(init, groups.tp, sp=False, attention_kernel=kernel)
     layers = layers_of_stages(config)[groups.pp.index]
     return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)

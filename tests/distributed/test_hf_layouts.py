@@ -53,12 +53,12 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
     groups = ProcessGroups.create(LAYOUT, "cpu", timeout_s=300)
     found = []
     for folder in folders:
-        kind, keys = read_hf_config(folder)
-        config = Config(model=ModelConfig(**keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
+        source = read_hf_config(folder)
+        config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
         stage = blank_stage(config, groups, torch.device("cpu"))
         held = {p.name: (p, local) for local in stage.parameters() for p in local.spec.pieces}
         with torch.no_grad():
-            for name, full in tensors_of(folder, config.model, kind):
+            for name, full in tensors_of(folder, config.model, source.kind):
                 if name in held:
                     piece, local = held[name]
                     piece.of_local(local).copy_(piece.of_full(full))
@@ -98,7 +98,7 @@ def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_pat
         for ours in last:
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         weights = of_ranks[0][1]
-        _, keys = read_hf_config(tmp_path / kind)
+        keys = read_hf_config(tmp_path / kind).keys
         back = tmp_path / f"{kind}_back"
         export_hf(
             replace(ModelConfig(), **keys),

@@ -17,11 +17,9 @@ import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import logical_shapes
-from parallel3d.comm.group import SINGLE
+from parallel3d.commands.checkpoint import proof
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.models.transformer import BuildContext, Stage
-from parallel3d.parameters.pieces import Initializer
 
 GPT = ModelConfig(
     num_layers=3,
@@ -80,19 +78,21 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
 
 def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """(b, s, vocab_size) of our own layers on one rank."""
-    init = Initializer(1, torch.float32, torch.device("cpu"))
-    stage = Stage(model, range(model.num_layers), True, True, BuildContext(init, SINGLE, False))
-    with torch.no_grad():
-        held = set()
-        for parameter in stage.parameters():
-            for piece in parameter.spec.pieces:
-                piece.of_local(parameter).copy_(piece.of_full(weights[piece.name]))
-                held.add(piece.name)
-        assert held == weights.keys()
-        x = stage.embedding(tokens)
-        for block in stage.layers.values():
-            x = block(x, stage.rotary)
-        return stage.head.logits(x)[..., : model.vocab_size]
+    stage = proof.blank_model(model)
+    held = set()
+    for parameter in stage.parameters():
+        for piece in parameter.spec.pieces:
+            piece.of_local(parameter.detach()).copy_(piece.of_full(weights[piece.name]))
+            held.add(piece.name)
+    assert held == weights.keys()
+    return proof.our_logits(stage, model, tokens)
+
+
+def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Our model of a Hugging Face folder, and its tensors."""
+    found = read_hf_config(folder)
+    model = replace(ModelConfig(), **found.keys)
+    return model, dict(tensors_of(folder, model, found.kind, weights=found.weights))
 
 
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -181,9 +181,7 @@ def test_imported_model_has_the_logits_of_transformers(name: str, tmp_path: Path
             parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
     theirs.save_pretrained(tmp_path)
 
-    kind, keys = read_hf_config(tmp_path)
-    model = replace(ModelConfig(), **keys)
-    weights = dict(tensors_of(tmp_path, model, kind))
+    model, weights = imported(tmp_path)
     assert {n: tuple(t.shape) for n, t in weights.items()} == logical_shapes(model)
     tokens = some_tokens(model)
     ours = our_logits(model, weights, tokens)

@@ -69,7 +69,7 @@ def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
 )
 def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: str) -> None:
     with pytest.raises(UserError) as refused:
-        to_hf(model, "fp32", 256)
+        to_hf(model, "fp32")
     assert key in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
-    config = to_hf(LLAMA, "fp32", 256) | {"rope_parameters": None} | changes
+    config = to_hf(LLAMA, "fp32") | {"rope_parameters": None} | changes
     with pytest.raises(UserError) as refused:
         from_hf(config)
     assert key in str(refused.value)
@@ -109,7 +109,7 @@ def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], 
 )
 def test_gpt2_variants_that_we_do_not_have_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError) as refused:
-        from_hf(to_hf(GPT, "fp32", 256) | changes)
+        from_hf(to_hf(GPT, "fp32") | changes)
     assert next(iter(changes)) in str(refused.value)
 
 
@@ -131,7 +131,7 @@ def test_gpt2_variants_that_we_do_not_have_are_refused(changes: dict[str, Any]) 
     ],
 )
 def test_a_model_that_goes_out_comes_back(model: ModelConfig) -> None:
-    _, keys = from_hf(to_hf(model, "fp32", 256))
+    _, keys = from_hf(to_hf(model, "fp32"))
     back = ModelConfig(**keys)
     for name in ("kv_heads", "ffn_size", "max_positions", "head_size"):
         assert getattr(back, name) == getattr(model, name), name

@@ -55,6 +55,7 @@ INNER = {
         "run/worker.py": "parallel3d.pretend.enable",
     },
     "a package that a run without it need not load": {
+        "commands/checkpoint/proof.py": "transformers",
         "data/chat/corpus.py": "parallel3d.data.making.inputs parallel3d.data.making.opening",
         "data/chat/template.py": "jinja2 jinja2.ext jinja2.sandbox",
         "data/text/file_tokenizer.py": "tokenizers",

@@ -6,9 +6,10 @@ config.json may leave out. Every refusal is one sentence that names the key.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from parallel3d.checkpoint.hf.keys import reader, require
+from parallel3d.checkpoint.hf.keys import FIXED, HARMLESS, Keys
 from parallel3d.checkpoint.hf.llama import from_llama, llama_keys
 from parallel3d.checkpoint.hf.names import ARCHITECTURES, GPT2, LLAMA, QWEN2, QWEN3
 from parallel3d.config.fields import show
@@ -19,6 +20,16 @@ from parallel3d.errors import UserError, nearest
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # Other spellings of the tanh approximation, equal to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+# transformers' GPT2Config.attribute_map.
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+WEIGHTS_KEY = "transformers_weights"  # the file with the weights, read where the files are
+EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
+TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TITLES = {LLAMA: "Llama", QWEN2: "Qwen2", QWEN3: "Qwen3", GPT2: "GPT-2"}
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -87,8 +98,8 @@ def _multiple(model: ModelConfig) -> int:
     return max(1, model.hidden_size // heads) * heads
 
 
-def to_hf(model: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
-    """The content of config.json; `dtype` is "fp32", "bf16" …, `end_of_text` the tokenizer's.
+def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The content of config.json but for the tokens; `dtype` is "fp32", "bf16" ….
 
     Raises UserError for a model that no format can express.
     """
@@ -99,9 +110,6 @@ def to_hf(model: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
-        # Documents are parted by one token: a text begins after it as well.
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
         # transformers before version 5 reads torch_dtype and rope_theta, from version 5 on dtype
         # and rope_parameters; each passes over the other's.
         "torch_dtype": TORCH_NAMES[dtype],
@@ -124,15 +132,24 @@ def to_hf(model: ModelConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
     return common | llama_keys(model, kind)
 
 
-def generation_config(end_of_text: int) -> dict[str, Any]:
-    """The content of generation_config.json."""
-    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes no logit and has no key here, but is somebody's knowledge of the model: its
+    special tokens and, under RoPE, for how many positions it was made. Raises UserError."""
+    kept = {key: config[key] for key in TOKENS if key in config}
+    for key, value in kept.items():
+        numbers = value if key == EOS and isinstance(value, list) else [value]
+        if any(type(n) is not int for n in numbers if n is not None):
+            raise UserError(f"config.json has {key}={show(value)}: it must be a whole number")
+    if POSITIONS in config and config.get("model_type") != GPT2:
+        kept[POSITIONS] = Keys(config).get(POSITIONS, 0, int)
+    return kept
 
 
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The format of a config.json and the keys of our `model` section that it gives.
 
-    Raises UserError, naming the key, for what our model cannot express.
+    Raises UserError, naming the key, for what our model cannot express and for a key that we do
+    not know.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
@@ -142,42 +159,34 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             f"config.json has model_type={show(kind)}: it must be one of "
             f"{', '.join(ARCHITECTURES)}{hint}"
         )
-    if config.get("quantization_config"):
-        raise UserError(
-            "config.json has a quantization_config: weights must be floating-point numbers; "
-            "export the model without quantization"
-        )
-    return kind, _from_gpt2(config) if kind == GPT2 else from_llama(config, kind)
+    keys = Keys(config, aliases=GPT2_ALIASES if kind == GPT2 else None)
+    for key, allowed in FIXED.items():
+        keys.require(key, allowed, allowed[0])
+    found = _from_gpt2(keys) if kind == GPT2 else from_llama(keys, kind)
+    keys.finish(HARMLESS | {"model_type", WEIGHTS_KEY})
+    return kind, found
 
 
-def _from_gpt2(config: dict[str, Any]) -> dict[str, Any]:
-    get = reader(config)
-    activation = get("activation_function", "gelu_new")
-    must = {
-        "activation_function": (activation, (*GPT2_ACTIVATIONS, *SPELLINGS)),
-        "scale_attn_weights": (get("scale_attn_weights", True), (True,)),
-        "scale_attn_by_inverse_layer_idx": (
-            get("scale_attn_by_inverse_layer_idx", False),
-            (False,),
-        ),
-        "add_cross_attention": (get("add_cross_attention", False), (False,)),
-    }
-    require(must)
-    hidden, positions = get("n_embd", 768), get("n_positions", 1024)
+def _from_gpt2(keys: Keys) -> dict[str, Any]:
+    activations = (*GPT2_ACTIVATIONS, *SPELLINGS)
+    activation = keys.require("activation_function", activations, "gelu_new")
+    keys.require("scale_attn_weights", (True,), True)
+    keys.require("scale_attn_by_inverse_layer_idx", (False,), False)
+    hidden, positions = keys.get("n_embd", 768, int), keys.get("n_positions", 1024, int)
     return {
         "name": "hf_gpt2",
-        "num_layers": get("n_layer", 12),
+        "num_layers": keys.get("n_layer", 12, int),
         "hidden_size": hidden,
-        "num_attention_heads": get("n_head", 12),
-        "ffn_hidden_size": get("n_inner", None) or 4 * hidden,
+        "num_attention_heads": keys.get("n_head", 12, int),
+        "ffn_hidden_size": keys.get("n_inner", 4 * hidden, int, null=4 * hidden),
         "seq_length": positions,
         "max_position_embeddings": positions,
-        "vocab_size": get("vocab_size", 50257),
+        "vocab_size": keys.get("vocab_size", 50257, int),
         "norm": "layernorm",
-        "norm_eps": float(get("layer_norm_epsilon", 1e-5)),
+        "norm_eps": float(keys.get("layer_norm_epsilon", 1e-5, float)),
         "position_embedding": "learned",
         "activation": SPELLINGS.get(activation, activation),
         "bias": True,
-        "tie_embeddings": get("tie_word_embeddings", True),
-        "init_std": float(get("initializer_range", 0.02)),
+        "tie_embeddings": keys.get("tie_word_embeddings", True, bool),
+        "init_std": float(keys.get("initializer_range", 0.02, float)),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -22,13 +23,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel3d.checkpoint.hf.config import from_hf, generation_config, hf_kind, to_hf
-from parallel3d.checkpoint.hf.names import HFTensor, hf_tensors
-from parallel3d.config.fields import check_fields
+from parallel3d.checkpoint.hf.config import (
+    POSITIONS,
+    TOKENS,
+    WEIGHTS_KEY,
+    from_hf,
+    hf_kind,
+    kept_keys,
+    to_hf,
+)
+from parallel3d.checkpoint.hf.names import EMBEDDINGS, HEAD, HFTensor, hf_tensors
+from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder
-from parallel3d.files.reading import parse_json, plain, read_bounded
+from parallel3d.files.reading import open_regular, parse_json, plain, read_bounded
 
 DTYPES = {
     "fp64": torch.float64,
@@ -41,7 +50,12 @@ GENERATION = "generation_config.json"
 SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
 # What old checkpoints hold beside weights: masks and rotary tables, which we compute.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
+SAFE, SAFE_INDEX = ".safetensors", ".safetensors.index.json"  # how a file of either kind ends
+ADAPTER = "adapter_config.json"
+DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 LARGEST_JSON = 64 << 20  # bytes
+LARGEST_HEADER = 4 << 20  # bytes: some 40,000 tensors, of which 126 layers have 1,137
+COMPARED_AT_ONCE = 1 << 21  # elements
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -53,8 +67,9 @@ def export_hf(
     folder: Path,
     *,
     dtype: str,
-    end_of_text: int,
+    end_of_text: int | None,
     begin_of_text: int | None = None,
+    kept: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
@@ -64,16 +79,17 @@ def export_hf(
         read: logical names → full, unpadded tensors; asked for the parts of one file at a time.
         folder: made here; it must not exist, or be empty. It appears whole or not at all.
         dtype: of the weights in the files, a key of `DTYPES`.
-        end_of_text: parts documents; begin_of_text: begins a prompt, None: the same token.
+        end_of_text: parts documents, None: unknown; begin_of_text: begins a prompt, None: the same.
+        kept: of the config.json that the model was imported from (`kept_keys`): said again.
         beside: more files, by name, such as a tokenizer's; they win over ours.
 
     Raises:
-        UserError: a model that neither format can express, a folder that is not empty, a disk
-            that is full.
+        UserError: a model that neither format can express, a weight that is no finite number in
+            `dtype`, a folder that is not empty, a disk that is full.
     """
     tensors = hf_tensors(model, hf_kind(model))
     begin = end_of_text if begin_of_text is None else begin_of_text
-    texts = _configs(model, dtype, end_of_text, begin) | dict(beside or {})
+    texts = _configs(model, dtype, end_of_text, begin, kept or {}) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
     shards = _shards(tensors, torch.finfo(DTYPES[dtype]).bits // 8, shard_bytes)
@@ -86,7 +102,7 @@ def export_hf(
         files = {}
         for name, members in shards.items():
             parts = read([part for tensor in members for part in tensor.parts])
-            content = {t.name: _joined(t, parts).to(DTYPES[dtype]).contiguous() for t in members}
+            content = {t.name: _written(t, parts, dtype) for t in members}
             save_file(content, partial / name, metadata={"format": "pt"})
             files |= dict.fromkeys(content, name)
         if len(shards) > 1:
@@ -125,6 +141,19 @@ def _shards(tensors: list[HFTensor], itemsize: int, shard_bytes: int) -> dict[st
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
+def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
+    """One tensor as the file holds it; raises UserError for what is no finite number there."""
+    whole = _joined(tensor, parts)
+    made = whole.to(DTYPES[dtype]).contiguous()
+    if not all_finite(made):
+        why = "NaN or inf"
+        if all_finite(whole):
+            largest = float(max(-whole.min(), whole.max()))
+            why = f"{largest:g}, which {dtype} cannot hold: choose dtype=fp32"
+        raise UserError(f"{tensor.name} holds {why}")
+    return made
+
+
 def _joined(tensor: HFTensor, parts: dict[str, Tensor]) -> Tensor:
     """One tensor of the file from our parts; the shape is checked."""
     whole = torch.cat([parts[name] for name in tensor.parts])
@@ -134,8 +163,28 @@ def _joined(tensor: HFTensor, parts: dict[str, Tensor]) -> Tensor:
     return whole
 
 
-def read_hf_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The format of a Hugging Face folder and the keys of our `model` section that it gives.
+@dataclasses.dataclass(frozen=True)
+class HFFolder:
+    """A Hugging Face folder whose config.json our model can express.
+
+    Attributes:
+        kind: its format, "llama", "gpt2" …
+        keys: of our `model` section, tied only if the files do not say otherwise.
+        weights: the file that config.json names in the place of the usual ones.
+        untied: config.json ties the head to the embedding, but the files hold another head.
+        kept: what config.json says that changes no logit, for an export to say again.
+    """
+
+    path: Path
+    kind: str
+    keys: dict[str, Any]
+    weights: str | None
+    untied: bool
+    kept: dict[str, Any]
+
+
+def read_hf_config(folder: Path) -> HFFolder:
+    """Read config.json, and of the weights what contradicts it.
 
     Raises UserError for a folder without a readable config.json, or with one that we cannot run.
     """
@@ -154,31 +203,73 @@ def read_hf_config(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
         kind, keys = from_hf(config)
         check_fields(dataclasses.replace(Config(), model=ModelConfig(**keys)))
-        return kind, keys
+        kept = kept_keys(config)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UserError(  # a size that is no number, or 0
             f"from={folder}: {path.name} has values that make no sense ({plain(str(error))})"
         ) from None
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
+    weights = config.get(WEIGHTS_KEY)
+    untied = keys["tie_embeddings"] and _has_own_head(folder, weights, kind)
+    if untied:
+        keys["tie_embeddings"] = False
+    return HFFolder(folder, kind, keys, weights, untied, kept)
 
 
-def tensors_of(folder: Path, model: ModelConfig, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Our logical tensors one by one, (name, full tensor), in the type that the files hold.
+def _has_own_head(folder: Path, weights: Any, kind: str) -> bool:
+    """Whether the files hold a head that differs from the embedding, as transformers compares."""
+    with ExitStack() as stack:
+        where = _tensors(folder, weights, stack)
+        name = EMBEDDINGS[kind]
+        embedding = next((k for k in (name, BASE_PREFIX.sub("", name)) if k in where), None)
+        if HEAD not in where or embedding is None:
+            return False
+        slices = [where[key].get_slice(key) for key in (HEAD, embedding)]
+        shapes = [tuple(each.get_shape()) for each in slices]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 2:
+            raise UserError(
+                f"from={folder}: {HEAD} has shape {shapes[0]}, and {embedding}, to which "
+                f"config.json ties it, {shapes[1]}"
+            )
+        rows = max(1, COMPARED_AT_ONCE // max(1, shapes[0][1]))
+        return any(
+            not torch.equal(*(each[at : at + rows].double() for each in slices))
+            for at in range(0, shapes[0][0], rows)
+        )
+
+
+def tensors_of(
+    folder: Path,
+    model: ModelConfig,
+    kind: str,
+    *,
+    weights: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Our logical tensors one by one, (name, full tensor).
+
+    Args:
+        weights: the file that config.json names, if it does. dtype: None for that of the files.
 
     Raises:
         UserError: no safetensors, a tensor that is missing, of another shape, unknown or no
-            floating-point number. All of it is found before the first tensor is yielded.
+            floating-point number: all of it is found before the first tensor is yielded. One
+            that holds no finite number, when its turn comes.
     """
     with ExitStack() as stack:
-        files = {name: stack.enter_context(_open(path)) for name, path in _files(folder).items()}
-        where = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
+        where = _tensors(folder, weights, stack)
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         shapes = {part: None for tensor in tensors for part in tensor.parts}
-        keys = _match(folder, tensors, where, tied=model.tie_embeddings)
+        keys = _match(folder, tensors, where, kind, tied=model.tie_embeddings)
         for tensor in tensors:
-            whole = where[keys[tensor.name]].get_tensor(keys[tensor.name])
+            key = keys[tensor.name]
+            found = where[key].get_tensor(key)
+            whole = found if dtype is None else found.to(dtype)
+            if not all_finite(whole):
+                why = f"numbers too large for {whole.dtype}" if all_finite(found) else "NaN or inf"
+                raise UserError(f"from={folder}: {key} holds {why.replace('torch.', '')}")
             whole = whole.t() if tensor.transposed else whole
             for part, rows in zip(tensor.parts, whole.chunk(len(tensor.parts)), strict=True):
                 shapes.pop(part)
@@ -187,25 +278,39 @@ def tensors_of(folder: Path, model: ModelConfig, kind: str) -> Iterator[tuple[st
         raise ValueError(f"no tensor holds {', '.join(shapes)}")
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """The safetensors files of a folder by name; raises UserError if there are none."""
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite; nothing of the tensor's size is made for it."""
+    low, high = torch.aminmax(tensor)
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _tensors(folder: Path, weights: str | None, stack: ExitStack) -> dict[str, Any]:
+    """Key of each tensor → its open file. Of a key in two files transformers takes the last."""
+    files = [stack.enter_context(_open(path)) for path in _files(folder, weights)]
+    return {key: file for file in files for key in file.keys()}  # noqa: SIM118
+
+
+def _files(folder: Path, weights: Any) -> list[Path]:
+    """The safetensors files that transformers reads: those that config.json names, else
+    model.safetensors, else what the index names. Raises UserError if there are none."""
     # What is no file is passed over: opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
-    if (folder / INDEX).exists():
-        try:
-            index = parse_json(read_bounded(folder / INDEX, LARGEST_JSON))
-            named = sorted({str(name) for name in index["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            why = plain(repr(error))
-            raise UserError(f"from={folder}: {INDEX} cannot be read ({why})") from None
-        missing = [name for name in named if name not in paths]
-        if missing:
-            name = plain(missing[0])
-            raise UserError(f"from={folder}: {name}, which {INDEX} names, is not there")
-        return {name: paths[name] for name in named}
-    if WEIGHTS in paths:
-        return {WEIGHTS: paths[WEIGHTS]}
+    _refuse_other_readings(folder, paths)
+    name = weights
+    if name is None:
+        name = WEIGHTS if WEIGHTS in paths or not (folder / INDEX).exists() else INDEX
+    elif not isinstance(name, str) or "/" in name or not name.endswith((SAFE, SAFE_INDEX)):
+        raise UserError(
+            f"from={folder}: {CONFIG} has {WEIGHTS_KEY}={plain(show(name))}: it must be a file of "
+            "the folder, *.safetensors or *.safetensors.index.json"
+        )
+    if name.endswith(SAFE_INDEX):
+        return _indexed(folder, name, paths)
+    if name in paths:
+        return [paths[name]]
+    if weights is not None:
+        raise UserError(f"from={folder}: {plain(name)}, which {CONFIG} names, is not there")
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         raise UserError(
@@ -215,10 +320,43 @@ def _files(folder: Path) -> dict[str, Path]:
     raise UserError(f"from={folder} holds no {WEIGHTS} and no {INDEX}")
 
 
+def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
+    """Raises UserError for files with which transformers computes, or reads, something else."""
+    if (folder / ADAPTER).exists():
+        raise UserError(
+            f"from={folder} holds {ADAPTER}, and what the model computes depends on whether the "
+            "adapter is applied: merge it into the weights (merge_and_unload), or take it away"
+        )
+    shards = [name for name in names if DISTRIBUTED.match(name)]
+    if shards:
+        raise UserError(
+            f"from={folder} holds {shards[0]}, a part of a distributed checkpoint of transformers, "
+            "which parallel3d does not read: save the model anew with save_pretrained"
+        )
+
+
+def _indexed(folder: Path, index_name: str, paths: Mapping[str, Path]) -> list[Path]:
+    try:
+        index = parse_json(read_bounded(folder / index_name, LARGEST_JSON))
+        named = sorted({str(name) for name in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        why = plain(repr(error))
+        raise UserError(f"from={folder}: {plain(index_name)} cannot be read ({why})") from None
+    missing = [name for name in named if name not in paths]
+    if missing:
+        name = plain(missing[0])
+        raise UserError(f"from={folder}: {name}, which {plain(index_name)} names, is not there")
+    return [paths[name] for name in named]
+
+
 def _open(path: Path) -> Any:
     try:
+        with open_regular(path) as descriptor:
+            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if header > LARGEST_HEADER:  # reading it would take minutes
+            raise ValueError(f"its header of {header:,} bytes is longer than {LARGEST_HEADER:,}")
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(
             f"from={path.parent}: {path.name} cannot be read ({plain(str(error))})"
         ) from None
@@ -234,16 +372,18 @@ def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
 
 
 def _match(
-    folder: Path, tensors: list[HFTensor], where: dict[str, Any], *, tied: bool
+    folder: Path, tensors: list[HFTensor], where: dict[str, Any], kind: str, *, tied: bool
 ) -> dict[str, str]:
     """transformers' name → the key in the files, every shape and type checked.
 
-    Keys of a bare `LlamaModel` or `GPT2Model`, as the first GPT-2 was published, have no prefix.
+    Keys of a bare `LlamaModel` or `GPT2Model`, as the first GPT-2 was published, have no prefix. A
+    tied table may lie there as the head alone.
     """
     keys = {}
     for tensor in tensors:
-        bare = BASE_PREFIX.sub("", tensor.name)
-        key = next((k for k in (tensor.name, bare) if k in where), None)
+        names = [tensor.name, BASE_PREFIX.sub("", tensor.name)]
+        names += [HEAD] if tied and tensor.name == EMBEDDINGS[kind] else []
+        key = next((k for k in names if k in where), None)
         if key is None:
             raise UserError(f"from={folder}: there is no tensor {tensor.name}")
         there = where[key].get_slice(key)
@@ -258,7 +398,7 @@ def _match(
                 "F32, F16, BF16"
             )
         keys[tensor.name] = key
-    known = set(keys.values()) | ({"lm_head.weight"} if tied else set())
+    known = set(keys.values()) | ({HEAD} if tied else set())
     unknown = [k for k in where if k not in known and not NO_WEIGHTS.search(k)]
     if unknown:
         raise UserError(
@@ -268,9 +408,15 @@ def _match(
     return keys
 
 
-def _configs(model: ModelConfig, dtype: str, end: int, begin: int) -> dict[str, bytes]:
-    contents = {CONFIG: to_hf(model, dtype, end), GENERATION: generation_config(end)}
-    return {name: _json(content | {"bos_token_id": begin}) for name, content in contents.items()}
+def _configs(
+    model: ModelConfig, dtype: str, end: int | None, begin: int | None, kept: Mapping[str, Any]
+) -> dict[str, bytes]:
+    config = to_hf(model, dtype)
+    tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
+    tokens |= {key: kept[key] for key in TOKENS if key in kept}
+    if model.position_embedding == "rope" and POSITIONS in kept:
+        config[POSITIONS] = max(model.seq_length, kept[POSITIONS])
+    return {CONFIG: _json(config | tokens), GENERATION: _json(tokens)}
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -6,17 +6,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from parallel3d.checkpoint.hf.keys import reader, require
+from parallel3d.checkpoint.hf.keys import Keys
 from parallel3d.checkpoint.hf.names import LLAMA, QWEN2, QWEN3
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
 # What a rope_type=llama3 says beside its base, and our key for it.
+ORIGINAL = "original_max_position_embeddings"
 SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_length",
+    ORIGINAL: "rope_original_length",
 }
 
 
@@ -71,79 +72,124 @@ def llama_keys(model: ModelConfig, kind: str) -> dict[str, Any]:
     return keys | {"attention_bias": model.qkv_bias} if kind == QWEN3 else keys
 
 
-def from_llama(config: dict[str, Any], kind: str) -> dict[str, Any]:
+def from_llama(keys: Keys, kind: str) -> dict[str, Any]:
     """The keys of our `model` section; raises UserError for what our model cannot express."""
-    get, default = reader(config), DEFAULTS[kind]
-    hidden, heads = get("hidden_size", 4096), get("num_attention_heads", 32)
-    width = get("head_dim", default.head_dim or hidden // heads)
-    require(
-        {
-            "hidden_act": (get("hidden_act", "silu"), ("silu", "swish")),
-            "use_sliding_window": (kind != LLAMA and get("use_sliding_window", False), (False,)),
-        }
-    )
-    for layer_type in get("layer_types", []):
-        require({"layer_types": (layer_type, ("full_attention",))})
+    default = DEFAULTS[kind]
+    hidden, heads = keys.get("hidden_size", 4096, int), keys.get("num_attention_heads", 32, int)
+    layers = keys.get("num_hidden_layers", 32, int)
+    positions = keys.get("max_position_embeddings", default.positions, int)
+    width = _head_dim(keys, kind, hidden, heads)
+    keys.require("hidden_act", ("silu", "swish"), "silu")
+    _all_alike(keys, kind, layers)
     return {
         "name": f"hf_{kind}",
-        "num_layers": get("num_hidden_layers", 32),
+        "num_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": get("num_key_value_heads", default.kv_heads or heads),
+        "num_query_groups": keys.get(
+            "num_key_value_heads", default.kv_heads or heads, int, null=heads
+        ),
         "head_dim": None if hidden % heads == 0 and width == hidden // heads else width,
-        "ffn_hidden_size": get("intermediate_size", default.ffn),
-        "seq_length": get("max_position_embeddings", default.positions),
-        "vocab_size": get("vocab_size", default.vocab),
+        "ffn_hidden_size": keys.get("intermediate_size", default.ffn, int),
+        "seq_length": positions,
+        "vocab_size": keys.get("vocab_size", default.vocab, int),
         "norm": "rmsnorm",
-        "norm_eps": float(get("rms_norm_eps", 1e-6)),
+        "norm_eps": float(keys.get("rms_norm_eps", 1e-6, float)),
         "position_embedding": "rope",
-        **_rope(config),
+        **_rope(keys, positions),
         "activation": "swiglu",
-        **_attention(config, kind),
-        "tie_embeddings": get("tie_word_embeddings", False),
-        "init_std": float(get("initializer_range", 0.02)),
+        **_attention(keys, kind),
+        "tie_embeddings": keys.get("tie_word_embeddings", False, bool),
+        "init_std": float(keys.get("initializer_range", 0.02, float)),
     }
 
 
-def _attention(config: dict[str, Any], kind: str) -> dict[str, Any]:
+def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
+    """The size of a head, of which RoPE turns pairs of dimensions."""
+    if kind == LLAMA and hidden % heads:
+        raise UserError(
+            f"config.json has hidden_size={hidden}, which is not a multiple of "
+            f"num_attention_heads={heads}: transformers refuses it as well"
+        )
+    usual = hidden // heads
+    null = {"null": usual} if kind == LLAMA else {}
+    width = keys.get("head_dim", default=DEFAULTS[kind].head_dim or usual, kind=int, **null)
+    if width % 2:
+        raise UserError(f"config.json has heads of {width}: RoPE turns pairs of dimensions")
+    return width
+
+
+def _all_alike(keys: Keys, kind: str, layers: int) -> None:
+    """Raises UserError unless every layer attends to all that came before."""
+    keys.require("use_sliding_window", (False,), False)
+    if kind == LLAMA:
+        keys.require("sliding_window", (None,), None)
+    else:
+        keys.get("sliding_window", None, int)
+    types = keys.get("layer_types", None, list)
+    if types is None:
+        return
+    for layer_type in types:
+        Keys({"layer_types": layer_type}).require("layer_types", ("full_attention",), None)
+    if len(types) != layers:
+        raise UserError(
+            f"config.json has layer_types of {len(types)} layers and num_hidden_layers={layers}"
+        )
+
+
+def _attention(keys: Keys, kind: str) -> dict[str, Any]:
     """Biases and norms of heads."""
-    get = reader(config)
+    if kind != LLAMA:
+        keys.require("mlp_bias", (False,), False)
     if kind == QWEN2:
+        keys.require("attention_bias", (True,), True)
         return {"bias": False, "attention_bias": "qkv"}
-    attention = get("attention_bias", False)
-    mlp = kind == LLAMA and get("mlp_bias", False)
-    require({"attention_bias": (attention, (False, True)), "mlp_bias": (mlp, (False, True))})
+    attention = keys.get("attention_bias", False, bool)
+    mlp = keys.get("mlp_bias", False, bool)
     differs = None if attention == mlp else "all" if attention else "none"
     return {"bias": mlp, "attention_bias": differs, "qk_norm": kind == QWEN3}
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Base and scaling, in both spellings: as transformers reads them, the old one wins."""
-    get = reader(config)
-    rope = get("rope_scaling", None) or get("rope_parameters", {})
-    if not isinstance(rope, dict):
-        raise TypeError("rope_parameters is not an object")
-    for key, value in rope.items():
+def _rope(keys: Keys, positions: int) -> dict[str, Any]:
+    """Base and scaling, in both spellings, by transformers' order of what goes first:
+    `rope_scaling` before `rope_parameters`, as a whole; the base in it before that at the top; but
+    `original_max_position_embeddings` at the top before that in it, else all positions."""
+    old = keys.get("rope_scaling", None, dict)
+    new = keys.get("rope_parameters", None, dict)
+    content: dict[str, Any] = old or new or {}
+    for key, value in content.items():
         if isinstance(value, dict):
             raise UserError(
                 f"config.json has rope_parameters of its own for {key}, which our model cannot "
                 "express: all layers must have the same"
             )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", get("partial_rotary_factor", 1.0))
-    require(
-        {
-            "rope_parameters.rope_type": (kind, ("default", "llama3")),
-            "partial_rotary_factor": (partial, (1.0,)),
-        }
-    )
-    keys: dict[str, Any] = {
-        "rotary_base": float(rope.get("rope_theta") or get("rope_theta", 10000.0))
-    }
+    rope = Keys(content, "rope_parameters of config.json")
+    old_name = rope.get("type", "default", str)
+    kind = rope.require("rope_type", ("default", "llama3"), old_name)
+    top = keys.get("rope_theta", 10000.0, float)
+    found = {"rotary_base": float(rope.get("rope_theta", top, float))}
+    for place in (rope, keys):
+        place.require("partial_rotary_factor", (1.0,), 1.0)
     if kind == "llama3":
-        missing = [theirs for theirs in SCALING if rope.get(theirs) is None]
-        if missing:
-            raise UserError(f"config.json has rope_type=llama3 without {missing[0]}")
-        keys |= {ours: float(rope[theirs]) for theirs, ours in SCALING.items()}
-        keys["rope_original_length"] = int(rope["original_max_position_embeddings"])
-    return keys
+        found |= _scaling(keys, rope, positions)
+    else:
+        keys.get(ORIGINAL, 0, int)  # of no effect
+    rope.finish()
+    return found
+
+
+def _scaling(keys: Keys, rope: Keys, positions: int) -> dict[str, Any]:
+    """What a rope_type=llama3 says beside its base."""
+    inside = rope.get(ORIGINAL, positions, int)
+    values: dict[str, Any] = {ORIGINAL: keys.get(ORIGINAL, inside, int)}
+    for theirs in ("factor", "low_freq_factor", "high_freq_factor"):
+        if not rope.has(theirs):
+            raise UserError(f"config.json has rope_type=llama3 without {theirs}")
+        values[theirs] = float(rope.get(theirs, 0.0, float))
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise UserError(
+            f"config.json has rope_type=llama3 with low_freq_factor={low:g}, which must be below "
+            f"high_freq_factor={high:g}"
+        )
+    return {ours: values[theirs] for theirs, ours in SCALING.items()}

@@ -18,6 +18,9 @@ ARCHITECTURES = {
     QWEN3: "Qwen3ForCausalLM",
     GPT2: "GPT2LMHeadModel",
 }
+HEAD = "lm_head.weight"
+EMBEDDINGS = dict.fromkeys((LLAMA, QWEN2, QWEN3), "model.embed_tokens.weight")
+EMBEDDINGS[GPT2] = "transformer.wte.weight"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     tensors = _gpt2(model) if kind == GPT2 else _llama(model)
     if not model.tie_embeddings:
         shape = (model.vocab_size, model.hidden_size)
-        tensors.append(HFTensor("lm_head.weight", ("head.weight",), shape))
+        tensors.append(HFTensor(HEAD, ("head.weight",), shape))
     return tensors
 
 
@@ -89,7 +92,7 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _llama(model: ModelConfig) -> list[HFTensor]:
     shapes = logical_shapes(model)
-    names = {"embedding.word.weight": "model.embed_tokens.weight"}
+    names = {"embedding.word.weight": EMBEDDINGS[LLAMA]}
     for layer in range(model.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         names[f"{ours}.input_norm.weight"] = f"{theirs}.input_layernorm.weight"
@@ -109,7 +112,7 @@ def _llama(model: ModelConfig) -> list[HFTensor]:
 def _gpt2(model: ModelConfig) -> list[HFTensor]:
     shapes = logical_shapes(model)
     tensors = [
-        HFTensor("transformer.wte.weight", ("embedding.word.weight",), ()),
+        HFTensor(EMBEDDINGS[GPT2], ("embedding.word.weight",), ()),
         HFTensor("transformer.wpe.weight", ("embedding.position.weight",), ()),
     ]
     for layer in range(model.num_layers):

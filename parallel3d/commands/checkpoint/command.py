@@ -48,7 +48,12 @@ VERBS = {
     "import": Verb(
         "make a run whose checkpoint, at step 0, has the weights of a Hugging Face folder; keys "
         "of the configuration may follow",
-        {"from": "folder with config.json and safetensors (Llama, Qwen2, Qwen3 or GPT-2)"} | RUN,
+        {"from": "folder with config.json and safetensors (Llama, Qwen2, Qwen3 or GPT-2)"}
+        | RUN
+        | {
+            "prove": "true, false: compare the run's logits with those of transformers, and import "
+            "nothing if they differ (where transformers is installed and the memory holds it)"
+        },
         ("from", "run"),
         "parallel3d checkpoint import from=gpt2 run=from_gpt2\n"
         "parallel3d checkpoint import from=my_llama run=tuned model.seq_length=512",
@@ -101,4 +106,16 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
     if name == "export":
         return huggingface.export_run(runs_dir, run, Path(given["to"]), step, dtype)
-    return huggingface.import_run(Path(given["from"]), run, runs_dir, overrides)
+    prove = _truth("prove", given)
+    return huggingface.import_run(Path(given["from"]), run, runs_dir, overrides, prove)
+
+
+def _truth(key: str, given: Mapping[str, str]) -> bool | None:
+    """What was typed for a key that is true or false, or None. Raises UserError for another."""
+    text = given.get(key)
+    if text is None:
+        return None
+    if text not in ("true", "false"):
+        close = nearest(text, ("true", "false")) or "true"
+        raise UserError(f"{key}={show(text)} must be true or false; the nearest is {key}={close}")
+    return text == "true"

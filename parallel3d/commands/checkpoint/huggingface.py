@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,25 @@ from parallel3d.checkpoint.manifest import Manifest, read_manifest
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
 from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
+from parallel3d.commands.checkpoint.proof import (
+    blank_model,
+    compare,
+    our_logits,
+    some_tokens,
+    their_logits,
+    why_not,
+)
 from parallel3d.commands.checkpoint.tokenizers import (
     BYTES,
+    NO_TOKENIZER,
     files_beside,
+    keep_beside,
+    kept_beside,
     kept_in_run,
     tokenizer_to_export,
     tokenizer_to_import,
 )
+from parallel3d.commands.generate.sample import state_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.overrides import explain_override_error
@@ -42,6 +55,10 @@ from parallel3d.metrics.provenance import versions
 from parallel3d.run.directory import make_run_directory
 from parallel3d.sizes.flops import parameter_count
 
+UNTIED = (
+    "config.json ties the head to the embedding, but the files hold another head: it is imported "
+    "untied, as transformers 5 loads it"
+)
 # Of an imported model these may be chosen; all else is as its config.json says.
 MAY_DIFFER = ("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout")
 
@@ -67,12 +84,15 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
             _Reader(folder, model, own),
             to.absolute(),
             dtype=dtype or own,
-            end_of_text=tokenizer.eot,
-            begin_of_text=tokenizer.begin[0],
-            beside=files_beside(tokenizer),
+            end_of_text=None if tokenizer is None else tokenizer.eot,
+            begin_of_text=None if tokenizer is None else tokenizer.begin[0],
+            kept=kept_beside(runs_dir / run, tokenizer),
+            beside={} if tokenizer is None else files_beside(tokenizer),
         )
     is_file = isinstance(tokenizer, FileTokenizer)
     words = f"its tokenizer is {tokenizer.name}" if is_file else BYTES
+    if tokenizer is None:
+        words = NO_TOKENIZER
     size = sum(path.stat().st_size for path in files)
     say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")
     return 0
@@ -109,38 +129,58 @@ class _Reader:
         return {n.partition("/")[2]: tensor.boxes[0][1] for n, tensor in state.items()}
 
 
-def import_run(folder: Path, run: str, runs_dir: Path, overrides: list[str]) -> int:
+def import_run(
+    folder: Path, run: str, runs_dir: Path, overrides: list[str], prove: bool | None = None
+) -> int:
     """Make a run with a Hugging Face folder's weights as its checkpoint of step 0; returns 0.
 
     The optimizer's state is zero, as before a first step. Everything is checked before the run's
     folder is made; what fails later removes it again.
 
+    Args:
+        prove: compare the run's logits with transformers'; None: where this machine can.
+
     Raises:
         UserError: a folder that our model cannot express or that is not whole, an override that
-            contradicts it, a name that is taken.
+            contradicts it, a name that is taken, a proof that fails or cannot be had.
     """
-    kind, keys = read_hf_config(folder)
-    config = _configuration(folder, run, runs_dir, keys, overrides)
+    source = read_hf_config(folder)
+    config = _configuration(folder, run, runs_dir, source.keys, overrides)
+    unproven = "prove=false" if prove is False else why_not(config.model)
+    if prove and unproven:
+        raise UserError(f"prove=true: {unproven}")
     tokenizer = tokenizer_to_import(folder, config)
-    tensors = tensors_of(folder, config.model, kind)
+    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    tensors = tensors_of(folder, config.model, source.kind, weights=source.weights, dtype=dtype)
     first = next(tensors)  # every name, shape and type has been checked
     config, run_dir = make_run_directory(config)
     try:
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(run_dir / FOLDER)
-        state = _state(config, [first, *tensors])
-        outcome = _save(config, run_dir, state)
+        keep_beside(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
+        _save(config, run_dir, chain([first], tensors))
+        proof = f"not proven: {unproven}" if unproven else _prove(folder, config, run_dir)
     except BaseException:
         shutil.rmtree(run_dir)
         raise
-    if outcome is not None:
-        shutil.rmtree(run_dir)
-        raise UserError(f"{run_dir} cannot be written: {outcome}")
     say(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
+    if source.untied:
+        say(UNTIED)
+    say(proof)
     say(kept_in_run(tokenizer, folder))
     say("train it on with (data and optimizer as you like):")
     print(f"parallel3d train run={run} {' '.join(_words(config, overrides))}".rstrip())
     return 0
+
+
+def _prove(folder: Path, config: Config, run_dir: Path) -> str:
+    """Compare the logits of the checkpoint just written with transformers'. Raises UserError."""
+    tokens = some_tokens(config.model)
+    theirs = their_logits(folder, tokens)  # first, and gone before our model is made
+    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    stage = blank_model(config.model, dtype)
+    read_state(find_checkpoint(run_dir.parent, run_dir.name, 0), state_of(stage))
+    return compare(folder, our_logits(stage, config.model, tokens), theirs)
 
 
 def _configuration(
@@ -206,20 +246,19 @@ def _state(config: Config, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, L
     kinds = ("exp_avg", "exp_avg_sq") if optim.name == "adamw" else ("momentum",)
     if optim.name == "sgd" and optim.momentum == 0:
         kinds = ()
-    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     state: dict[str, LogicalTensor] = {}
     for name, tensor in tensors:
         shape, box = tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape))
-        values = {"parameter": tensor.to(dtype)}
         # Zeros cost no memory until somebody writes to them.
-        values |= {kind: torch.zeros(shape, dtype=dtype) for kind in kinds}
+        values = {"parameter": tensor} | {k: torch.zeros(shape, dtype=tensor.dtype) for k in kinds}
         for kind, full in values.items():
-            state[f"{kind}/{name}"] = LogicalTensor(shape, dtype, [(box, full)])
+            state[f"{kind}/{name}"] = LogicalTensor(shape, tensor.dtype, [(box, full)])
     return state
 
 
-def _save(config: Config, run_dir: Path, state: dict[str, LogicalTensor]) -> str | None:
-    """Write the checkpoint of step 0. Returns what kept it from being written, if something did."""
+def _save(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write the checkpoint of step 0. Raises UserError for what keeps it from being written."""
+    state = _state(config, tensors)
     scale = LossScale(config.precision)
     progress = {"steps": 0, "consumed_samples": 0, "updates": 0}
     progress |= {"loss_scale": scale.scale, "good_steps": 0, "overflows": 0}
@@ -230,4 +269,5 @@ def _save(config: Config, run_dir: Path, state: dict[str, LogicalTensor]) -> str
     outcome = saver.join()
     if outcome.is_bug:
         raise RuntimeError(outcome.problem)
-    return outcome.problem
+    if outcome.problem is not None:
+        raise UserError(f"{run_dir} cannot be written: {outcome.problem}")

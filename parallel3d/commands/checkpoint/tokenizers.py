@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.manifest import Manifest
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.text.byte_files import are_bytes, byte_files
 from parallel3d.data.text.file_tokenizer import TOKENIZER, FileTokenizer
 from parallel3d.data.text.run_tokenizer import tokenizer_of
+from parallel3d.data.text.special_tokens import read_json
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from parallel3d.files.durable import write_durably
 
 BYTES = "its tokenizer is bytes, of which 256 ends a text"
+NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
+# In the folder of an imported run: what `kept_keys` found, and which tokenizer that is about.
+BESIDE, OWNER = "huggingface.json", "tokenizer"
 
 
-def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run with this checkpoint. Raises UserError if it is gone."""
+def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
+    """The tokenizer of a run with this checkpoint; None for a model that was imported without one,
+    of which nobody has named one since. Raises UserError if it is gone."""
     said: Any = manifest.config.get("data", {}).get("tokenizer")
-    return tokenizer_of(DataConfig(tokenizer=said if isinstance(said, str) else None), run_dir)
+    said = said if isinstance(said, str) else None
+    found = tokenizer_of(DataConfig(tokenizer=said), run_dir)
+    kept = _read_beside(run_dir)
+    unknown = said is None and isinstance(found, ByteTokenizer) and OWNER in kept
+    return None if unknown and kept[OWNER] is None else found
+
+
+def keep_beside(
+    run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
+) -> None:
+    """Writes what `kept_keys` found into the run's folder; `own`: the folder's own tokenizer, or
+    none, is the run's, and not another that was named. Raises OSError."""
+    about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
+    write_durably(run_dir / BESIDE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
+
+
+def kept_beside(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What `keep_beside` wrote; special tokens only of this tokenizer. Raises UserError."""
+    content = _read_beside(run_dir)
+    kept = kept_keys(content)
+    same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
+    return {key: value for key, value in kept.items() if same or key not in TOKENS}
+
+
+def _read_beside(run_dir: Path) -> dict[str, Any]:
+    """{} for a run that was not imported."""
+    return read_json(run_dir, BESIDE, f"run={run_dir.name}")
 
 
 def files_beside(tokenizer: Tokenizer) -> dict[str, bytes]:
