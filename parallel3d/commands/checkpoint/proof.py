@@ -85,7 +85,7 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     """(b, s, vocab_size) of transformers' model of the folder.
 
-    Raises UserError if transformers does not load or run it.
+    Raises UserError if transformers does not load or run it, or to no finite numbers.
     """
     import transformers
 
@@ -106,11 +106,14 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
                 output_loading_info=True,
             )
             _refuse_incomplete(found)
-            return theirs.eval()(tokens, use_cache=False, return_dict=True).logits
+            logits = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
+            if not logits.isfinite().all():
+                raise ValueError("its logits are no finite numbers")
+            return logits
     except Exception as error:  # of any kind: what a folder holds may break it anywhere
         text = str(error).strip() or type(error).__name__
         raise UserError(
-            f"from={folder}: transformers {version(TRANSFORMERS)} does not load it "
+            f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
             f"({plain(' '.join(text.split()))}); prove=false imports it unproven"
         ) from None
     finally:

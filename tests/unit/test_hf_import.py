@@ -1,0 +1,386 @@
+"""`checkpoint import` is equal to transformers or refused, and `export` gives back what came."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+import transformers
+
+from benchmarks import fuzz_huggingface as fuzz
+from parallel3d.checkpoint.hf import folder as hf_folder
+from parallel3d.commands.checkpoint import huggingface, proof
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.errors import UserError
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make(kind: str = "llama", **changes: Any) -> dict[str, Tensor]:
+    """A folder `hf` as transformers saves it. Returns its tensors."""
+    family = {} if kind == "gpt2" else GROUPED
+    config = transformers.AutoConfig.for_model(kind, **SIZES | family | changes)
+    torch.manual_seed(5)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
+    theirs.save_pretrained("hf")
+    return load_file("hf/model.safetensors")
+
+
+def save(tensors: dict[str, Tensor], name: str = "model.safetensors") -> None:
+    save_file(tensors, f"hf/{name}", metadata={"format": "pt"})
+
+
+def configure(*gone: str, **changes: Any) -> None:
+    """Change config.json of the folder, without the keys `gone`."""
+    path = Path("hf/config.json")
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in gone}))
+
+
+def logits(folder: str) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.arange(2 * 30).view(2, 30)).logits
+
+
+def there_and_back(*words: str) -> dict[str, Any]:
+    """Import the folder, unproven, and export it: transformers must see the same model in both.
+
+    Returns the exported config.json.
+    """
+    assert checkpoint(["import", "from=hf", "run=t", *words]) == 0
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    expected = logits("hf")
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits("out"), expected, rtol=0, atol=1e-4)
+    return json.loads(Path("out/config.json").read_text())
+
+
+def refused(*words: str) -> str:
+    """The sentence with which the import is refused; it leaves nothing behind."""
+    before = set(Path().rglob("*")) | {Path("runs")}
+    with pytest.raises(UserError) as error:
+        checkpoint(["import", "from=hf", "run=t", *words])
+    assert set(Path().rglob("*")) <= before
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_a1_another_head_than_the_tied_embedding_is_imported(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = make(kind, tie_word_embeddings=True)
+    save(tensors | {HEAD: torch.randn(61, 48)})
+    config = there_and_back()
+    assert "imported untied" in capsys.readouterr().err
+    assert config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a1_a_head_that_equals_the_tied_embedding_is_the_embedding(kind: str) -> None:
+    tensors = make(kind, tie_word_embeddings=True)
+    table = next(t for key, t in tensors.items() if key.endswith(("tokens.weight", "wte.weight")))
+    save(tensors | {HEAD: table.clone()})
+    assert there_and_back()["tie_word_embeddings"] is True
+
+
+def test_a1_a_tied_head_of_another_shape_is_refused() -> None:
+    tensors = make(tie_word_embeddings=True)
+    save(tensors | {HEAD: torch.zeros(62, 48)})
+    assert "lm_head.weight has shape (62, 48)" in refused()
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_a2_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
+    """The number of heads shapes no tensor: reading it wrong goes unseen."""
+    make("gpt2", tie_word_embeddings=True)
+    names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()
+    general = ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings")
+    configure(*names, **{"n_head": 12} | {name: SIZES[name] for name in general})
+    assert there_and_back()["n_head"] == 4
+
+
+def test_a3_a_single_file_goes_before_an_index() -> None:
+    tensors = make()
+    save({key: tensor.flip(0) for key, tensor in tensors.items()}, "old.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "old.safetensors")}
+    Path("hf/model.safetensors.index.json").write_text(json.dumps(index))
+    there_and_back()
+
+
+def test_a4_attention_to_what_comes_after_is_refused() -> None:
+    make()
+    configure(is_causal=False)
+    assert "is_causal=false" in refused()
+    configure(is_causal=None)  # transformers takes null for false
+    assert "is_causal=null" in refused()
+    configure(is_causal=True)
+    there_and_back()
+
+
+def test_a6_the_original_length_at_the_top_goes_first() -> None:
+    make(rope_parameters=dict(LLAMA3))
+    configure(original_max_position_embeddings=16)
+    there_and_back()
+
+
+def test_a6_the_original_length_is_else_all_positions() -> None:
+    make(rope_parameters=dict(LLAMA3), max_position_embeddings=32)
+    rope = {key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")}
+    configure(rope_parameters=rope)
+    there_and_back()
+
+
+def test_a7_the_file_that_config_json_names_is_read() -> None:
+    tensors = make()
+    save(tensors, "other.safetensors")
+    save({key: tensor.flip(0) for key, tensor in tensors.items()})
+    configure(transformers_weights="other.safetensors")
+    there_and_back()
+    configure(transformers_weights="../other.safetensors")
+    assert "transformers_weights=../other.safetensors" in refused()
+
+
+def test_a8_what_fp16_cannot_hold_is_not_exported() -> None:
+    tensors = make()
+    tensors["model.norm.weight"][3] = 1e5
+    save(tensors)
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    with pytest.raises(UserError, match=r"model\.norm\.weight holds 100000, which fp16 cannot"):
+        checkpoint(["export", "run=t", "to=out", "dtype=fp16"])
+    assert sorted(path.name for path in Path().iterdir()) == ["hf", "runs"]
+    assert checkpoint(["export", "run=t", "to=out", "dtype=bf16"]) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a8_weights_that_are_no_numbers_are_not_imported(value: float) -> None:
+    tensors = make()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    save(tensors)
+    assert "model.layers.1.mlp.up_proj.weight holds NaN or inf" in refused()
+
+
+def test_a8_weights_that_fp32_cannot_hold_are_not_imported() -> None:
+    tensors = make()
+    tensors[HEAD] = tensors[HEAD].double()
+    tensors[HEAD][0, 0] = 1e300
+    save(tensors)
+    assert "lm_head.weight holds numbers too large for float32" in refused()
+
+
+@pytest.mark.parametrize("low", [4.0, 5.0])
+def test_a10_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> None:
+    make(rope_parameters=dict(LLAMA3))
+    configure(rope_parameters=LLAMA3 | {"low_freq_factor": low})
+    assert f"low_freq_factor={low:g}" in refused()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5, which parallel3d does not know"),
+        ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
+        ("llama", {"sliding_window": 4}, "sliding_window=4"),
+        ("llama", {"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config="),
+        ("llama", {"configuration_files": ["config.5.0.0.json"]}, "configuration_files="),
+        ("llama", {"auto_map": {"AutoModel": "m.M"}}, "auto_map="),
+        ("llama", {"hidden_size": None}, "hidden_size=null"),
+        ("llama", {"num_hidden_layers": 2.0}, "num_hidden_layers=2.0"),
+        ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps=1e-6"),
+        ("llama", {"attention_bias": 0}, "attention_bias=0"),
+        ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta=null"),
+        ("llama", {"rope_parameters": {"rope_theta": "500"}}, "rope_theta=500"),
+        (
+            "llama",
+            {"rope_parameters": {"mscale": 2.0}},
+            "rope_parameters of config.json has mscale",
+        ),
+        ("llama", {"num_attention_heads": 5}, "not a multiple of num_attention_heads=5"),
+        ("llama", {"head_dim": 9}, "heads of 9"),
+        ("llama", {"layer_types": ["full_attention"]}, "layer_types of 1 layers"),
+        ("llama", {"eos_token_id": [1, "2"]}, "eos_token_id=[1,2]"),
+        ("qwen2", {"attention_bias": False}, "attention_bias=false"),
+        ("qwen2", {"head_dim": None}, "head_dim=null"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias=true"),
+        ("gpt2", {"num_attention_heads": None}, "n_head=null"),
+        ("gpt2", {"rope_theta": 500.0}, "rope_theta=500.0"),
+        ("gpt2", {"x" * 400: 1}, "which parallel3d does not know"),
+    ],
+)
+def test_a_key_that_is_not_understood_is_refused(
+    kind: str, changes: dict[str, Any], said: str
+) -> None:
+    make(kind, **{"head_dim": 12} if kind == "qwen3" else {})
+    configure(**changes)
+    sentence = refused()
+    assert said in sentence or "x" * 300 in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter_config.json", "merge it into the weights"),
+        ("shard-00000-model-00001-of-00001.safetensors", "a part of a distributed checkpoint"),
+    ],
+)
+def test_files_that_transformers_would_read_instead_are_refused(name: str, said: str) -> None:
+    make()
+    Path("hf", name).write_text("{}")
+    assert said in refused()
+
+
+def test_a_proof_is_said_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    make()
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert (
+        f"proven: the logits of 64 tokens are those of transformers {transformers.__version__}"
+        in said
+    )
+    assert "Loading weights" not in said
+
+
+def test_an_import_that_computes_something_else_fails_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make()
+    found = hf_folder.read_hf_config(Path("hf"))
+    wrong = dataclasses.replace(found, keys=found.keys | {"rotary_base": 400.0})
+    monkeypatch.setattr(huggingface, "read_hf_config", lambda folder: wrong)
+    sentence = refused()
+    assert "the logits of 64 tokens differ" in sentence
+    assert "nothing is imported" in sentence
+    assert list(Path("runs").iterdir()) == []
+    assert checkpoint(["import", "from=hf", "run=t", "prove=false"]) == 0
+    assert "not proven: prove=false" in capsys.readouterr().err
+
+
+def test_a_folder_that_transformers_does_not_load_is_imported_unproven_alone() -> None:
+    make()
+    configure(use_cache="never")
+    assert "does not load or run it" in refused()
+    assert checkpoint(["import", "from=hf", "run=t", "prove=false"]) == 0
+
+
+@pytest.mark.parametrize("missing", ["transformers", "its version", "memory"])
+def test_what_cannot_be_proven_is_said(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make()
+    if missing == "transformers":
+        monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None)
+        reason = "transformers is not installed"
+    elif missing == "its version":
+        monkeypatch.setattr(proof, "version", lambda name: "4.57.1")
+        reason = "transformers 4.57.1 is older than 5"
+    else:
+        Path("meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 100 kB\n")
+        monkeypatch.setattr(proof, "MEMINFO", Path("meminfo"))
+        reason = "GB of memory"
+    assert reason in refused("prove=true")
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "not proven: " in said and reason in said
+    with pytest.raises(UserError, match="prove=yes must be true or false"):
+        checkpoint(["import", "from=hf", "run=t", "prove=yes"])
+
+
+def test_b13_no_tokenizer_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    make(bos_token_id=7, eos_token_id=8)
+    config = there_and_back()
+    assert "without a tokenizer" in capsys.readouterr().err
+    assert (config["bos_token_id"], config["eos_token_id"]) == (7, 8)
+    names = sorted(path.name for path in Path("out").iterdir())
+    assert names == ["config.json", "generation_config.json", "model.safetensors"]
+    tokens = json.loads(Path("out/generation_config.json").read_text())
+    assert tokens == {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
+
+
+def test_b13_bytes_that_were_asked_for_are_the_tokenizer() -> None:
+    make(bos_token_id=7, vocab_size=300)
+    config = there_and_back("data.tokenizer=byte")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+    assert Path("out/tokenizer.json").is_file()
+
+
+def test_b14_padding_and_several_ends_of_a_text_come_back() -> None:
+    make(pad_token_id=3, eos_token_id=[8, 9])
+    config = there_and_back()
+    assert (config["pad_token_id"], config["eos_token_id"]) == (3, [8, 9])
+
+
+def test_b15_the_positions_that_a_model_was_made_for_come_back() -> None:
+    make(max_position_embeddings=64)
+    assert there_and_back("model.seq_length=32")["max_position_embeddings"] == 64
+
+
+def test_b16_a_tied_table_may_lie_there_as_the_head_alone() -> None:
+    tensors = make(tie_word_embeddings=True)
+    tensors[HEAD] = tensors.pop("model.embed_tokens.weight")
+    save(tensors)
+    assert there_and_back()["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_b16_no_number_of_key_heads_is_that_of_all_heads(kind: str) -> None:
+    make(kind, num_key_value_heads=4, **{"head_dim": 12} if kind == "qwen3" else {})
+    configure(num_key_value_heads=None)
+    assert there_and_back()["num_key_value_heads"] == 4
+
+
+def test_k12_a_header_of_very_many_tensors_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make()
+    row = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({f"model.layers.{n}.weight": row for n in range(60_000)}).encode()
+    Path("hf/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    monkeypatch.setattr(hf_folder, "safe_open", None)
+    assert "its header of" in refused()
+
+
+def test_random_folders_are_equal_or_refused() -> None:
+    """A short form of benchmarks/fuzz_huggingface.py."""
+    found = {}
+    for number in range(25):
+        case = fuzz.random_case(0, number)
+        found[number] = (*fuzz.outcome(case), case.kind, case.changes)
+    wrong = {n: how for n, how in found.items() if how[0] in ("DIFFERENT", "CRASH")}
+    assert wrong == {}
+    assert sum(how[0] == "equal" for how in found.values()) >= 5
