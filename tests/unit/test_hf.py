@@ -215,6 +215,17 @@ def test_bf16_files_hold_the_rounded_weights(tmp_path: Path) -> None:
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_exported(value: float, tmp_path: Path) -> None:
+    weights = random_weights(GPT)
+    weights["layers.1.attention.v.bias"][3] = value
+    with pytest.raises(UserError, match=r"transformer\.h\.1\.attn\.c_attn\.bias holds NaN or inf"):
+        export_hf(
+            GPT, lambda n: {k: weights[k] for k in n}, tmp_path / "hf", dtype="fp32", end_of_text=60
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
     """As the first GPT-2 was published."""
     weights = export(GPT, tmp_path / "hf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ HEAD = "lm_head.weight"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds on a busy disk
 
 
 def make(kind: str = "llama", **changes: Any) -> dict[str, Tensor]:
@@ -175,6 +176,8 @@ def test_a7_the_file_that_config_json_names_is_read() -> None:
     there_and_back()
     configure(transformers_weights="../other.safetensors")
     assert "transformers_weights=../other.safetensors" in refused()
+    configure(transformers_weights="gone.safetensors")
+    assert "gone.safetensors, which config.json names, is not there" in refused()
 
 
 def test_a8_what_fp16_cannot_hold_is_not_exported() -> None:
@@ -208,7 +211,7 @@ def test_a8_weights_that_fp32_cannot_hold_are_not_imported() -> None:
 def test_a10_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> None:
     make(rope_parameters=dict(LLAMA3))
     configure(rope_parameters=LLAMA3 | {"low_freq_factor": low})
-    assert f"low_freq_factor={low:g}" in refused()
+    assert f"rope_type=llama3 with low_freq_factor={low:g}" in refused()
 
 
 @pytest.mark.parametrize(
@@ -265,8 +268,13 @@ def test_files_that_transformers_would_read_instead_are_refused(name: str, said:
     assert said in refused()
 
 
-def test_a_proof_is_said_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("meminfo", ["/nowhere", "/dev/null"])
+def test_a_proof_is_said_with_its_numbers(
+    meminfo: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the system does not say how much memory is free."""
     make()
+    monkeypatch.setattr(proof, "MEMINFO", Path(meminfo))
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
     said = capsys.readouterr().err
     assert (
@@ -298,13 +306,29 @@ def test_a_folder_that_transformers_does_not_load_is_imported_unproven_alone() -
     assert checkpoint(["import", "from=hf", "run=t", "prove=false"]) == 0
 
 
-@pytest.mark.parametrize("missing", ["transformers", "its version", "memory"])
+def gone(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_logits_that_are_no_numbers_prove_nothing() -> None:
+    tensors = make()
+    for key, tensor in tensors.items():
+        if "norm" in key:
+            tensor.fill_(1e30)
+    save(tensors)
+    assert "its logits are no finite numbers" in refused()
+
+
+@pytest.mark.parametrize("missing", ["transformers", "package", "its version", "memory"])
 def test_what_cannot_be_proven_is_said(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make()
     if missing == "transformers":
         monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name: None)
+        reason = "transformers is not installed"
+    elif missing == "package":  # a folder of that name
+        monkeypatch.setattr(proof, "version", gone)
         reason = "transformers is not installed"
     elif missing == "its version":
         monkeypatch.setattr(proof, "version", lambda name: "4.57.1")
@@ -337,6 +361,14 @@ def test_b13_bytes_that_were_asked_for_are_the_tokenizer() -> None:
     config = there_and_back("data.tokenizer=byte")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
     assert Path("out/tokenizer.json").is_file()
+
+
+def test_b13_what_the_source_leaves_to_transformers_is_left_to_it() -> None:
+    make()
+    configure("bos_token_id", "eos_token_id", "pad_token_id")
+    config = there_and_back()
+    assert "eos_token_id" not in config
+    assert not Path("out/generation_config.json").exists()
 
 
 def test_b14_padding_and_several_ends_of_a_text_come_back() -> None:

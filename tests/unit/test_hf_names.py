@@ -27,6 +27,13 @@ LLAMA = replace(
 SCALED = replace(LLAMA, rope_scaling_factor=8.0, rope_low_freq_factor=1.5, rope_original_length=64)
 QWEN2 = replace(LLAMA, attention_bias="qkv", tie_embeddings=True)
 QWEN3 = replace(LLAMA, qk_norm=True, head_dim=10)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +96,11 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
         ({"attention_bias": "yes"}, "attention_bias=yes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor=5"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor=null"),
+        ({"is_causal": False}, "is_causal=false"),
+        ({"original_max_position_embeddings": 8.0}, "original_max_position_embeddings=8.0"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:

@@ -416,7 +416,8 @@ def _configs(
     tokens |= {key: kept[key] for key in TOKENS if key in kept}
     if model.position_embedding == "rope" and POSITIONS in kept:
         config[POSITIONS] = max(model.seq_length, kept[POSITIONS])
-    return {CONFIG: _json(config | tokens), GENERATION: _json(tokens)}
+    generation = {GENERATION: _json(tokens)} if tokens else {}
+    return {CONFIG: _json(config | tokens)} | generation
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -15,17 +15,18 @@ _HARMLESS = {
     "the file": "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
     "torch_dtype finetuning_task task_specific_params tokenizer_class model_max_length "
     "max_sequence_length n_ctx output_past predict_special_tokens transformers.js_config "
-    "unsloth_fixed unsloth_version",
+    "unsloth_fixed unsloth_version is_llama_config n_special",
     "tokens": "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id "
     "mask_token_id decoder_start_token_id prefix",
     "training": "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop "
     "gradient_checkpointing pretraining_tp use_bfloat16 tf_legacy_loss",
-    "other heads": "classifier_dropout num_labels id2label label2id problem_type "
+    "other heads": "classifier_dropout num_labels _num_labels id2label label2id problem_type "
     "summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels "
     "summary_type summary_use_proj",
     "what a call returns": "output_attentions output_hidden_states return_dict torchscript "
     "tie_last_hidden_states is_decoder",
-    "how the same is computed": "reorder_and_upcast_attn _attn_implementation_autoset",
+    "how the same is computed": "reorder_and_upcast_attn _attn_implementation_autoset "
+    "_flash_attn_2_enabled",
     "Qwen's window, where use_sliding_window is false": "max_window_layers",
     "generation": "use_cache assistant_confidence_threshold assistant_lookbehind bad_words_ids "
     "begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
@@ -36,6 +37,7 @@ _HARMLESS = {
     "return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p",
 }
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
+ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
 # Keys with which a model of these families computes something else, unless they are so.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -47,7 +49,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "quantization_config": (None,),
     "use_mrope": (False,),
-    "attn_implementation": (None, "eager", "sdpa", "flash_attention_2", "flex_attention"),
+    "rope_interleaved": (False,),
+    "attn_implementation": ATTENTION,
+    "_attn_implementation": ATTENTION,
 }
 SHOWN = 100  # characters of a value that is refused
 WORDS = {
