@@ -28,6 +28,7 @@ from parallel3d.errors import UserError
         ("export run=a to=b dtype=bf61", ["dtype=bf61", "dtype=bf16"]),
         ("export run=a to=b tp=2", ["tp is not one of its keys"]),
         ("import run=a", ["from=…"]),
+        ("import from=a run=b prove=ture", ["prove=ture", "nearest is prove=true"]),
         ("import from=a run=b fron=c", ["fron", "from"]),
         ("diff a", ["b=…"]),
         ("diff a b c", ["c is not of the form"]),

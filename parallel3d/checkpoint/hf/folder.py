@@ -149,7 +149,7 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
         why = "NaN or inf"
         if all_finite(whole):
             largest = float(max(-whole.min(), whole.max()))
-            why = f"{largest:g}, which {dtype} cannot hold: choose dtype=fp32"
+            why = f"{largest:g}, which {dtype} cannot hold: choose another dtype"
         raise UserError(f"{tensor.name} holds {why}")
     return made
 
@@ -175,7 +175,6 @@ class HFFolder:
         kept: what config.json says that changes no logit, for an export to say again.
     """
 
-    path: Path
     kind: str
     keys: dict[str, Any]
     weights: str | None
@@ -214,7 +213,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     untied = keys["tie_embeddings"] and _has_own_head(folder, weights, kind)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(folder, kind, keys, weights, untied, kept)
+    return HFFolder(kind, keys, weights, untied, kept)
 
 
 def _has_own_head(folder: Path, weights: Any, kind: str) -> bool:
