@@ -23,6 +23,7 @@ from torch.profiler import profile, supported_activities
 
 from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
+from parallel3d.config.attention import AUTO
 from parallel3d.data.documents import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
@@ -353,7 +354,7 @@ def document_values(given: Given) -> Row:
     found = value_and_gradients(within, parts, torch.bfloat16)
     error = relative_error(found, value_and_gradients(one_by_one, parts, torch.float32))
     q = parts[0].transpose(1, 2)
-    by_one = document_attention._takes_all(q)
+    by_one = document_attention._takes_all(q, AUTO)
     how = "the kernel for sequences of any length" if by_one else "a call a document"
     figures = {"error": error, "all_in_one": by_one}
     is_right = error <= ATTENDED and (by_one or not given.is_timed)
