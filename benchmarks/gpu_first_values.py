@@ -142,6 +142,9 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     scale = ops.rms_norm_forward.function(x, weight, 1e-5)[1]
     yield "rms_norm", Comparison(ops.rms_norm_forward, (x, weight, 1e-5))
     yield "rms_norm backward", Comparison(ops.rms_norm_backward, (grad, x, weight, scale))
+    yield "add_rms_norm", Comparison(ops.add_rms_norm_forward, (x, grad, weight, 1e-5))
+    of_total = (random(batch, sequence, hidden), grad, x, weight, scale)
+    yield "add_rms_norm backward", Comparison(ops.add_rms_norm_backward, of_total)
 
     gate_up, of_ffn = random(batch, sequence, 2 * shapes.ffn), random(batch, sequence, shapes.ffn)
     yield "swiglu", Comparison(ops.swiglu_forward, (gate_up,))
