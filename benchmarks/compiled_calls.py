@@ -1,14 +1,17 @@
 """What training steps call `fused` functions with, recorded on the simulated device.
 
-    python -m benchmarks.compiled_calls large calls.pt
+    python -m benchmarks.compiled_calls large large.pt
+    python -m benchmarks.compiled_calls uncalled names.json large.pt small.pt
 
 `large`: models as they are trained, but for their number of layers; tensors without values.
-`small`: tiny models with every option that has a fused function, with values.
+`small`: tiny models with every option that has a fused function, with values. `uncalled`: which
+functions one of the files has no call of.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -157,8 +160,17 @@ def record(kind: str) -> list[Call]:
     return list(calls.values())
 
 
+def load(path: str | Path) -> list[Call]:
+    """What `main` wrote."""
+    return [Call(*call) for call in torch.load(path, weights_only=False)]
+
+
 def main() -> None:
-    kind, path = sys.argv[1:]
+    kind, path, *files = sys.argv[1:]
+    if kind == "uncalled":
+        names = {name for file in files for name in uncalled(load(file))}
+        Path(path).write_text(json.dumps(sorted(names)), encoding="utf-8")
+        return
     calls = record(kind)
     torch.save([(c.case, c.module, c.name, c.arguments) for c in calls], path)
 

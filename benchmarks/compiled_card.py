@@ -1,9 +1,9 @@
 """Lets TorchInductor write Triton code for a GPU that is not there, on a CPU build of PyTorch.
 
 Tensors are fake ones on `cuda`: they have shapes and a device and no values. What stands in for the
-rest of the GPU: a device guard of C++ without effect (in-place operations and autograd ask for one),
-the properties of the card, Triton's target, and the few functions that the generated code calls
-around its kernels. The compiler itself is PyTorch's and Triton's own: kernels, candidate
+rest of the GPU: a device guard of C++ without effect, which in-place operations and autograd ask
+for, the properties of the card, Triton's target, and the few functions that the generated code
+calls around its kernels. The compiler itself is PyTorch's and Triton's own: kernels, candidate
 configurations and compiler options are those of a run on that card.
 """
 
@@ -100,14 +100,12 @@ def load_guard() -> None:
 
 
 @contextmanager
-def playing(card: Card, run: Callable[..., Any]) -> Iterator[list[Any]]:
+def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
     """Code compiled inside is for `card`; tensors of `cuda` are to be fake ones.
 
     Args:
-        run: called in place of every kernel, with the kernel and what it is launched with.
-
-    Yields the kernels in the order in which the compiler wrote them, of which nothing is compiled
-    to machine code.
+        run: called in place of every kernel, with the kernel and what it is launched with. Nothing
+            is compiled to machine code before.
     """
     import torch
     import torch._functorch.config
@@ -119,7 +117,6 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[list[Any]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    written: list[Any] = []
     properties, target = card.properties(), GPUTarget("cuda", card.number, 32)
     driver.set_active(
         SimpleNamespace(
@@ -199,13 +196,9 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[list[Any]]:
         stack.enter_context(
             patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True)
         )
-        stack.enter_context(
-            patch.object(guards, "_empty_strided_cuda", empty_strided, create=True)
-        )
+        stack.enter_context(patch.object(guards, "_empty_strided_cuda", empty_strided, create=True))
         stack.enter_context(patch.object(guards, "_reinterpret_tensor", reinterpreted))
-        stack.enter_context(
-            patch.object(CachingAutotuner, "precompile", lambda self, **_: written.append(self))
-        )
+        stack.enter_context(patch.object(CachingAutotuner, "precompile", lambda self, **_: None))
         stack.enter_context(patch.object(CachingAutotuner, "run", run))
         stack.enter_context(
             patch.object(UniformValueConstantFolder, "_deduce_value", deduced_on_cpu)
@@ -220,4 +213,43 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[list[Any]]:
                 benchmark_combo_kernel=True,  # the code then says how many bytes a kernel moves
             )
         )
-        yield written
+        yield
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Repairs what Triton's interpreter lacks for the kernels that TorchInductor writes.
+
+    It cuts fp32 off where a GPU rounds it to bf16, has none of libdevice's functions, whose place
+    Triton's own of the same name take, and cannot loop up to an argument under NumPy 2.4.
+    """
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from torch._inductor.runtime import triton_helpers
+    from triton.runtime import interpreter
+
+    plain_cast = interpreter.InterpreterBuilder.cast_impl
+    plain_patch = interpreter._patch_lang_tensor
+
+    def cast(self: Any, source: Any, kind: Any) -> Any:
+        if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, source, kind)
+        wide = torch.from_numpy(np.ascontiguousarray(source.data))
+        bits = wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits.reshape(source.data.shape), kind.scalar)
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        plain_patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    class Libdevice:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return getattr(tl, name)
+
+    with (
+        patch.object(interpreter.InterpreterBuilder, "cast_impl", cast),
+        patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
+        patch.object(triton_helpers, "libdevice", Libdevice()),
+    ):
+        yield
