@@ -1,0 +1,156 @@
+"""benchmarks/compiled_kernels.py without Triton: its cases, figures, tables and refusals."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parallel3d
+from benchmarks import compiled_kernels
+from benchmarks.compiled_calls import Call, fused_functions, uncalled
+from benchmarks.compiled_table import compiled_table, faults, interpreted_table, resources
+
+PACKAGE = Path(parallel3d.__file__).parent
+
+# Of CUDA 12.8's cuobjdump for a kernel that fits into registers, and for one held to 32 of them.
+WHOLE = """
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function triton_poi_fused_mul_silu_split_0:
+  REG:32 STACK:0 SHARED:2048 LOCAL:0 CONSTANT[0]:572 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+SPILLING = WHOLE.replace("STACK:0", "STACK:24").replace("LOCAL:0", "LOCAL:8")
+
+
+def test_registers_and_spilled_bytes_are_read_from_cuobjdump() -> None:
+    assert resources(WHOLE) == {"registers": 32, "spilled": 0}
+    assert resources(SPILLING) == {"registers": 32, "spilled": 32}
+
+
+@pytest.mark.parametrize("text", ["", "Resource usage:\n Common:\n  GLOBAL:0\n", WHOLE + WHOLE])
+def test_what_is_not_of_one_function_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not the resources of one function"):
+        resources(text)
+
+
+def test_every_decorated_function_is_in_the_list() -> None:
+    decorated = set()
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(("parallel3d", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            names = (n for d in node.decorator_list for n in ast.walk(d) if isinstance(n, ast.Name))
+            if any(name.id == "fused" for name in names):
+                decorated.add(f"{module}.{node.name}")
+    assert decorated
+    assert fused_functions() == decorated
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of both kinds of calls. Other processes: they have the simulated device."""
+    folder = tmp_path_factory.mktemp("calls")
+    for kind in ("large", "small"):
+        words = (kind, str(folder / f"{kind}.pt"))
+        subprocess.run([sys.executable, "-m", "benchmarks.compiled_calls", *words], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["large", "small"])
+def test_training_steps_call_every_function(recorded: Path, kind: str) -> None:
+    out = recorded / f"{kind}.json"
+    words = ("uncalled", str(out), str(recorded / f"{kind}.pt"))
+    subprocess.run([sys.executable, "-m", "benchmarks.compiled_calls", *words], check=True)
+    assert json.loads(out.read_text()) == []
+
+
+def test_a_function_without_a_call_is_named() -> None:
+    found = uncalled([Call("", "parallel3d.models.ops", "swiglu_forward", ())])
+    assert "parallel3d.models.ops.swiglu_backward" in found
+    assert "parallel3d.models.ops.swiglu_forward" not in found
+
+
+def compiled_row(card: str, registers: int, spilled: int = 0, **more: Any) -> dict[str, Any]:
+    one = {"blocks": "XBLOCK=512", "registers": 8, "spilled": 0, "shared": 0, "warps": 8}
+    other = one | {"registers": registers, "spilled": spilled, "shared": 2048}
+    kernel = {"kernel": "triton_poi", "launches": 2, "bytes": 3000, "candidates": [one, other]}
+    row = {"card": card, "case": "llama_1b", "function": "swiglu_forward", "elements": 1000}
+    return row | {"kernels": [kernel]} | more
+
+
+def interpreted_row(is_right: bool = True, kind: str = "torch.bfloat16") -> dict[str, Any]:
+    result = {"type": kind, "elements": 4, "error": 0.00123, "is_right": is_right}
+    place = {"card": "H100", "case": "dropout", "function": "drop", "kind": "as called"}
+    return place | {"launches": 1, "results": [result]}
+
+
+def test_the_table_has_the_most_of_any_candidate_and_the_cards_side_by_side() -> None:
+    lines = compiled_table([compiled_row("H100", 32), compiled_row("B200", 40)]).splitlines()
+    assert len(lines) == 3
+    assert "H100: registers" in lines[0] and "B200: registers" in lines[0]
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells[:4] == ["`swiglu_forward`", "llama_1b", "2", "6.0"]
+    assert cells[4:] == ["32", "0", "2,048", "40", "0", "2,048"]
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_what_a_card_refused_is_a_dash() -> None:
+    refused = compiled_row("B200", 0, error="RuntimeError: no") | {"kernels": []}
+    line = compiled_table([compiled_row("H100", 32), refused]).splitlines()[2]
+    assert line.endswith("| 32 | 0 | 2,048 | – | – | – |")
+
+
+def test_errors_of_the_interpreter_are_shown_by_type() -> None:
+    rows = [interpreted_row(), interpreted_row(kind="torch.int32")]
+    line = interpreted_table(rows).splitlines()[2]
+    assert line == "| `drop` | 2 | 1.2e-03 | – | equal |"
+
+
+def test_nothing_is_wrong_where_all_is_right() -> None:
+    assert faults([compiled_row("H100", 32)], [interpreted_row()], []) == []
+
+
+@pytest.mark.parametrize(
+    ("compiled", "interpreted", "uncalled_names", "said"),
+    [
+        ([compiled_row("H100", 255, spilled=24)], [], [], "triton_poi spills 24 bytes with XBLOCK"),
+        ([compiled_row("H100", 32, error="PTXASError: no")], [], [], "swiglu_forward: PTXASError"),
+        ([], [interpreted_row(is_right=False)], [], "result 0 differs by 1.2e-03"),
+        ([], [interpreted_row() | {"error": "InterpreterError: no"}], [], "drop: InterpreterErr"),
+        ([], [], ["parallel3d.models.ops.f"], "no training step calls parallel3d.models.ops.f"),
+    ],
+)
+def test_each_fault_is_found(
+    compiled: list, interpreted: list, uncalled_names: list[str], said: str
+) -> None:
+    (fault,) = faults(compiled, interpreted, uncalled_names)
+    assert said in fault
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "compiler", "said"),
+    [(False, sys.executable, "Triton is not installed"), (True, "no-such-c++", "no C++ compiler")],
+)
+def test_what_is_missing_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_triton: bool,
+    compiler: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_triton else None)
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(sys, "argv", ["compiled_kernels"])
+    monkeypatch.setattr(compiled_kernels, "worker", lambda *_, **__: pytest.fail("it went on"))
+    assert compiled_kernels.main() == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and said in told.err
