@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,11 +56,13 @@ def compiled_table(rows: Sequence[Row]) -> str:
     for card in cards:
         head += [f"{card}: registers", "spilled", "shared"]
     lines = [f"| {' | '.join(head)} |", "|---" * 2 + "|--:" * (len(head) - 2) + "|"]
-    by_line: dict[tuple[str, str, int], dict[str, Row]] = {}
+    by_line: dict[tuple, dict[str, Row]] = {}
+    calls: Counter[tuple] = Counter()
     for row in rows:
         place = (row["function"], row["case"], row["elements"])
-        by_line.setdefault(place, {})[row["card"]] = row
-    for (function, case, elements), of_cards in by_line.items():
+        calls[row["card"], place] += 1  # a function may be called with two shapes of one size
+        by_line.setdefault((*place, calls[row["card"], place]), {})[row["card"]] = row
+    for (function, case, elements, _), of_cards in by_line.items():
         each = [of_cards.get(card) for card in cards]
         launches = "/".join(dict.fromkeys(str(_launches(row)) for row in each if row))
         moved = "/".join(dict.fromkeys(f"{_bytes(row) / elements:.1f}" for row in each if row))

@@ -104,6 +104,13 @@ def test_the_table_has_the_most_of_any_candidate_and_the_cards_side_by_side() ->
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
+def test_two_calls_of_one_size_are_two_lines() -> None:
+    rows = [compiled_row(card, n) for card in ("H100", "B200") for n in (32, 48)]
+    lines = compiled_table(rows).splitlines()[2:]
+    assert [line.split("|")[5].strip() for line in lines] == ["32", "48"]
+    assert [line.split("|")[8].strip() for line in lines] == ["32", "48"]
+
+
 def test_what_a_card_refused_is_a_dash() -> None:
     refused = compiled_row("B200", 0, error="RuntimeError: no") | {"kernels": []}
     line = compiled_table([compiled_row("H100", 32), refused]).splitlines()[2]
