@@ -8,7 +8,7 @@ their values are compared with the plain functions.
 
 Prints Markdown tables and writes all figures as JSON. Exit code 1 if anything is refused, spills or
 differs; 2 without Triton or a C++ compiler. Needs `pip install triton==3.6.0` (188 MB) beside a CPU
-build of PyTorch and no GPU; an hour of one core.
+build of PyTorch and no GPU; some minutes of two cores.
 """
 
 from __future__ import annotations
