@@ -21,7 +21,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     told,
 )
-from parallel3d.checkpoint.restoring import facts_of, names_of_all, read_together, refusal_of
+from parallel3d.checkpoint.restoring import compared_with, facts_of, names_of_all, read_together
 from parallel3d.checkpoint.retention import bring_back, newest_word, remove_leftovers, set_aside
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.comm import collectives
@@ -30,6 +30,7 @@ from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
+from parallel3d.data.watched import Compared
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files.reading import plain
 from parallel3d.metrics.provenance import versions
@@ -147,14 +148,18 @@ class Checkpoints:
             return False
         return (step // settings.every + 1) * settings.every < steps
 
+    def is_due(self, step: int) -> bool:
+        """Whether `checkpoint.every` has a save after this step."""
+        every = self.config.checkpoint.every
+        return bool(every) and (step % every == 0 or step == self.config.train.steps)
+
     def after_step(self, trainer: Trainer) -> None:
         """Call after every step: saves when it is time, and says how a save has ended.
 
         Raises CheckpointFailure if a save failed for another reason than the disk's.
         """
         self._settle(wait=False)
-        every, step = self.config.checkpoint.every, trainer.steps_done
-        if every and (step % every == 0 or step == self.config.train.steps):
+        if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
 
     def save(self, trainer: Trainer, *, wait: bool = True) -> bool:
@@ -226,20 +231,23 @@ class Checkpoints:
         """Load one checkpoint on every rank, or say on rank 0 why it cannot be, and return None."""
         from parallel3d.checkpoint.storage import read_state
 
-        def read() -> tuple[Manifest, str | None]:
+        def read() -> tuple[Manifest, Compared]:
             manifest = read_manifest(folder)
-            refusal = refusal_of(manifest, self.config, trainer.corpus)
-            if refusal is None:
+            compared = compared_with(manifest, self.config, trainer.corpus)
+            if compared.refusal is None:
                 read_state(folder, logical_tensors(trainer.parameter_slices(), shared=False))
-            return manifest, refusal
+            return manifest, compared
 
         found, damage = read_together(read, self._words_of_all)
         if found is None:
             self._set_aside(folder, damage)
             return None
-        manifest, refusal = found
-        if refusals := [word for word in self._words_of_all(refusal) if word is not None]:
+        manifest, compared = found
+        words = self._words_of_all(compared.refusal)
+        if refusals := [word for word in words if word is not None]:
             raise UserError(refusals[0])
+        if self.is_first_rank and compared.note is not None:
+            self._say_once([compared.note])
         if self.is_first_rank and manifest.step < self.config.train.steps:
             self._say_what_changed(manifest)
         return manifest

@@ -94,8 +94,8 @@ class Manifest:
     Attributes:
         step: optimizer steps done. progress: `Trainer.progress()`.
         config: the whole configuration of the session that saved it, as nested dicts.
-        data: fingerprint of the training text, its tokens and, but for bytes, the tokenizer's
-            digest; empty if the caller had own samples.
+        data: fingerprint of the training text, its tokens, marks of its files and, but for bytes,
+            the tokenizer's digest; empty if the caller had own samples.
         saved_at: ISO 8601, UTC. versions: of parallel3d and torch.
         files: one for each rank that had something to write.
         lines: of metrics.jsonl, which its disk had not taken by then.
@@ -212,7 +212,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"config.{name} is {config[name]!r}")
     if data and not (isinstance(data["fingerprint"], str) and _is_count(data["train_tokens"])):
         raise ValueError("data has no fingerprint or no count of tokens")
-    for name in ("tokenizer", "blend"):
+    for name in ("tokenizer", "blend", "files"):
         if not isinstance(data.get(name, ""), str):
             raise ValueError(f"data has {name}={data[name]!r}")
     if not all(_is_stage(word) for word in data.get("blend", "").split()):

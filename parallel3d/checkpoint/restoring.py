@@ -27,6 +27,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.corpora.blend import Blend, history_until
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.tokenizer import BYTE
+from parallel3d.data.watched import Compared, compare, marks_of
 from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files.reading import plain
 
@@ -103,13 +104,21 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     return sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)
 
 
+def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
+    """Whether a run can go on from this checkpoint, and what to say of its files if it does."""
+    refusal = refusal_of(manifest, config, corpus)
+    if refusal is not None or corpus is None:
+        return Compared(refusal)
+    return compare(corpus.watched, manifest.data.get("files", ""))
+
+
 def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
     """Why a run cannot go on from this checkpoint with this configuration and text, or None."""
     sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
     if sentence is not None or corpus is None or not manifest.data:
         return sentence
     here = facts_of(corpus)
-    if manifest.data == here:
+    if {**manifest.data, "files": here["files"]} == here:  # times and inodes are no text
         return None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
     if there[0] != there[1]:
@@ -144,6 +153,7 @@ def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
 def facts_of(corpus: Corpus | Blend) -> dict[str, str | int]:
     """What a manifest has of the text."""
     facts = {"fingerprint": corpus.fingerprint, "train_tokens": corpus.train_tokens}
+    facts["files"] = marks_of(corpus.watched)
     if isinstance(corpus, Blend):
         facts["blend"] = corpus.history
     # Manifests of bytes are as they were before there were other tokenizers.

@@ -25,6 +25,7 @@ from parallel3d.data.corpora.blended import Blended
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenizer
+from parallel3d.data.watched import look_at, unmarked
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, say
@@ -115,10 +116,13 @@ def open_data(
     data = with_own_tokenizer(config.data, worker.run_dir)
     corpus = open_corpus(data, config.model.seq_length, vocab_size=config.model.vocab_size)
     check_same_text(corpus, groups.world, device)
+    if worker.rank == 0:
+        for sentence in unmarked(corpus.watched.values()):
+            say(sentence)
     if data.tokenizer is None and corpus.tokenizer_name is not None:
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
-        keep_tokenizer(data, worker.run_dir)
+        keep_tokenizer(data, worker.run_dir, corpus.tokenizer)
     return dataclasses.replace(config, data=data), corpus
 
 
@@ -184,7 +188,9 @@ def run_steps(
             record_step(trainer, recorder, result, seconds, is_profiled)
         profiler.after_step(step)  # behind the step's line: it prints a table
         due = settings.eval_every and step % settings.eval_every == 0
-        if settings.eval_batches and (due or step == settings.steps):
+        last = step == settings.steps
+        evaluated: tuple[float, dict[str, float]] | None = None
+        if settings.eval_batches and (due or last):
             worker.phase = f"evaluation after step {step}"
             worker.log.boundary("evaluation")
             if evaluation_compiles:
@@ -192,12 +198,16 @@ def run_steps(
             with trainer.clock.range("evaluation"):
                 eval_loss = trainer.evaluate()
                 of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
+            evaluated = eval_loss, of_parts
             if evaluation_compiles:
                 worker.watchdog.go_on()
                 evaluation_compiles = False
-            if recorder is not None:
-                recorder.evaluation(step, eval_loss, of_parts)
-        if recorder is not None and (due or step == settings.steps):
+        if due or last or result.stop or checkpoints.is_due(step):
+            worker.phase = f"looking at the data after step {step}"
+            look_at_data(trainer, worker)  # before a figure of other data is written, or a save
+        if recorder is not None and evaluated is not None:
+            recorder.evaluation(step, *evaluated)
+        if recorder is not None and (due or last):
             record_blend(trainer, recorder, step)
         worker.phase = f"looking after step {step}"
         worker.log.boundary("looking")
@@ -211,6 +221,14 @@ def run_steps(
                 checkpoints.save(trainer)
             profiler.give_up(step)
             return
+
+
+def look_at_data(trainer: Trainer, worker: Worker) -> None:
+    """Compare the files that the run reads with what they were. Raises UserError for a change."""
+    sentences = look_at(trainer.corpus.watched.values())
+    if worker.local_rank == 0:  # the others see what it sees
+        for sentence in sentences:
+            say(sentence)
 
 
 def record_step(

@@ -23,17 +23,20 @@ def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) 
     A file that grows while the ranks start, or copies of it on the hosts' own disks.
     """
     tokens = corpus.train_tokens + corpus.valid_tokens
-    mine = [corpus.fingerprint, tokens, corpus.train_tokens, socket.gethostname()]
+    facts = [corpus.fingerprint, tokens, corpus.train_tokens, corpus.tokenizer, corpus.eot]
+    mine = [*facts, socket.gethostname()]
     said = all_gather_json(mine, world.handle, device)
-    texts = [tuple(word[:3]) for word in said]
+    texts = [tuple(word[:-1]) for word in said]
     usual, _ = Counter(texts).most_common(1)[0]
     odd = next((rank for rank, text in enumerate(texts) if text != usual), None)
     if odd is None:
         return
     pair = sorted((odd, texts.index(usual)))
-    a, b = (f"rank {rank} on {said[rank][3]} reads {said[rank][1]:,} tokens" for rank in pair)
-    digests = " and ".join(said[rank][0][:12] for rank in pair)
+    a, b = (f"rank {rank} on {said[rank][-1]} reads {said[rank][1]:,} tokens" for rank in pair)
+    kind = "fingerprints" if texts[odd][0] != usual[0] else "tokenizers"
+    column = 0 if kind == "fingerprints" else 3
+    digests = " and ".join(said[rank][column][:12] for rank in pair)
     raise UserError(
-        f"the ranks do not read the same text: {a}, {b} (fingerprints {digests}); start again when "
+        f"the ranks do not read the same text: {a}, {b} ({kind} {digests}); start again when "
         "it is complete, and give a data.path that holds the same on every host"
     )

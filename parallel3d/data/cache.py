@@ -27,6 +27,7 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.data.tokens import Tokens
+from parallel3d.data.watched import MAKE_ANEW, Proof, Watched
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
 
@@ -41,10 +42,11 @@ _CHECKED_BLOCKS = 64
 
 
 class Cached(NamedTuple):
-    """Tokens on disk; `digest` is of the tokens alone."""
+    """Tokens on disk, in `files`; `digest` is of the tokens alone."""
 
     tokens: Tokens
     digest: str
+    files: tuple[Watched, ...]
 
 
 def default_folder() -> Path:
@@ -160,7 +162,8 @@ def is_trusted(status: os.stat_result, folder: Path) -> bool:
 def _load(path: Path, count: int, report: Report) -> Cached | None:
     """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
     try:
-        file = open(path, "rb", opener=no_link)  # noqa: SIM115  as long as its tokens live
+        # Without a buffer, which would hold what a later proof is to read again.
+        file = open(path, "rb", 0, opener=no_link)  # noqa: SIM115  as long as its tokens live
     except (FileNotFoundError, NotADirectoryError):
         return None
     digest, problem = None, "is damaged"
@@ -172,7 +175,15 @@ def _load(path: Path, count: int, report: Report) -> Cached | None:
         file.close()
         report(f"the token cache {path} {problem}")
         return None
-    return Cached(Tokens(file, _TOKENS_AT, count), digest)
+    whole = -(-2 * count // _BLOCK) <= _CHECKED_BLOCKS
+
+    def prove() -> Proof:
+        if _verify(file, count) != digest:
+            return Proof.CHANGED
+        return Proof.SAME if whole else Proof.SAMPLED
+
+    watched = Watched(file, prove, MAKE_ANEW, proved=whole)
+    return Cached(Tokens(file, _TOKENS_AT, count), digest, (watched,))
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:
@@ -181,6 +192,7 @@ def _verify(file: BinaryIO, count: int) -> str | None:
     Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
     and the last among them: each rank of a job pays for this at its start.
     """
+    file.seek(0)
     header = file.read(_TOKENS_AT)
     if len(header) < _TOKENS_AT:
         return None
@@ -280,9 +292,14 @@ def pieces(document: Document) -> Iterator[bytes | None]:
             f"data file {document.path} cannot be read ({error.strerror}): give text that you may "
             f"read in data.path"
         ) from error
-    if left or Document.of(document.name, document.path, status) != document:
+    check_unchanged(document, status, complete=not left)
+    yield None
+
+
+def check_unchanged(document: Document, status: os.stat_result, complete: bool = True) -> None:
+    """Raises UserError for a document that was not read whole, or is not as it was found."""
+    if not complete or Document.of(document.name, document.path, status) != document:
         raise UserError(
             f"data file {document.path} changed while it was being read: start again when it is "
             f"complete, or give another data.path"
         )
-    yield None

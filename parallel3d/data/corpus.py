@@ -69,13 +69,14 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Re
     documents = find_documents(data)
     if isinstance(tokenizer, ByteTokenizer):
         _held_out(data, seq_length, documents, cache.token_count(documents))
-        tokens, digest = cache.cached_tokens(folder, documents, tokenizer, report)
+        tokens, digest, files = cache.cached_tokens(folder, documents, tokenizer, report)
     else:
-        tokens, digest = cached_pair(folder, documents, tokenizer, report)
+        pair, digest, files = cached_pair(folder, documents, tokenizer, report)
+        tokens = pair.tokens
     split = len(tokens) - _held_out(data, seq_length, documents, len(tokens))
     parts = tokens.part(0, split), tokens.part(split, len(tokens))
     facts = tokenizer.vocab_size, tokenizer.eot, tokenizer.digest
-    return Corpus(*parts, digest, *facts, data.tokenizer or BYTE)
+    return Corpus(*parts, digest, *facts, data.tokenizer or BYTE, files=files)
 
 
 def check_data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from copy import copy
 from io import IOBase
@@ -20,6 +21,8 @@ class Elsewhere(Protocol):
 
     name: str
     size: int
+    mark: str
+    is_marked: bool
 
     def pread(self, size: int, at: int) -> bytes:
         """Up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
@@ -27,6 +30,10 @@ class Elsewhere(Protocol):
 
     def will_read(self, size: int, at: int) -> None:
         """Begins to fetch these bytes, without waiting for them."""
+        ...
+
+    def check(self) -> None:
+        """Raises UserError if it is another file by now."""
         ...
 
     def close(self) -> None: ...
@@ -46,6 +53,33 @@ def size_of(file: File) -> int:
     return os.fstat(file.fileno()).st_size if isinstance(file, IOBase) else file.size
 
 
+def mark_of(file: File) -> str:
+    """A word that is another one once a file may have changed; it begins with the size and ":".
+
+    Of a file here its times and inode now; one elsewhere is held to the version it was opened at.
+    """
+    if not isinstance(file, IOBase):
+        return file.mark
+    status = os.fstat(file.fileno())
+    # Not the device: it is another number after each mount.
+    facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    return ":".join(map(str, facts))
+
+
+def is_unlinked(file: File) -> bool:
+    """Whether an open file here has no name any more."""
+    return isinstance(file, IOBase) and os.fstat(file.fileno()).st_nlink == 0
+
+
+def whole_digest(file: File) -> str:
+    """blake2b-16 of all bytes of a file, in hex. Raises OSError."""
+    digest, at = hashlib.blake2b(digest_size=16), 0
+    while content := pread(file, 1 << 20, at):
+        digest.update(content)
+        at += len(content)
+    return digest.hexdigest()
+
+
 class Tokens:
     """A part of a file as one read-only array of integers that is never all in memory.
 
@@ -55,7 +89,7 @@ class Tokens:
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
         """Tokens from byte `first` of the open `file` on, which stays open as long as they live."""
-        self._file, self._first, self._count = file, first, count
+        self.file, self._first, self._count = file, first, count
         self.dtype = dtype
         self._limit, self._named = 0, ""
 
@@ -78,17 +112,17 @@ class Tokens:
     def will_read(self, begin: int, end: int) -> None:
         """Has the system fetch a slice from its disk, without waiting for it."""
         at, size = self._first + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
-        if isinstance(self._file, IOBase):
-            os.posix_fadvise(self._file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
+        if isinstance(self.file, IOBase):
+            os.posix_fadvise(self.file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
         else:
-            self._file.will_read(size, at)
+            self.file.will_read(size, at)
 
     def file_size(self) -> int:
         """Bytes of the whole file, now."""
-        return size_of(self._file)
+        return size_of(self.file)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def __len__(self) -> int:
         return self._count
@@ -100,9 +134,9 @@ class Tokens:
         content = b""
         while len(content) < size:
             at = self._first + begin * self.dtype.itemsize + len(content)
-            read = pread(self._file, size - len(content), at)
+            read = pread(self.file, size - len(content), at)
             if not read:
-                raise OSError(f"{self._file.name} was cut short while it was in use")
+                raise OSError(f"{self.file.name} was cut short while it was in use")
             content = content + read if content else read
         tokens = np.frombuffer(content, dtype=self.dtype)
         if self._limit and tokens.size:

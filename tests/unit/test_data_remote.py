@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -47,15 +48,20 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """memory://web.bin, .idx and .json, in blocks of a thousand bytes."""
-    served, plain = Served(), MemoryFileSystem.cat_file
+    """memory://web.bin, .idx and .json, in blocks of a thousand bytes and with ETags."""
+    served, plain, info = Served(), MemoryFileSystem.cat_file, MemoryFileSystem.info
     monkeypatch.setattr(blocks, "BLOCK", BLOCK)
     monkeypatch.setattr(blocks, "_PAUSES_S", (0.0, 0.0))
 
     def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
         return served.cat_file(lambda *a, **k: plain(self, *a, **k), path, start, end)
 
+    def with_etag(self: MemoryFileSystem, path: str) -> dict[str, Any]:
+        content = plain(self, path)
+        return info(self, path) | {"ETag": f'"{hashlib.blake2b(content).hexdigest()}"'}
+
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    monkeypatch.setattr(MemoryFileSystem, "info", with_etag)
     prefix, files = pair(tmp_path / "web", 1, documents=300), fsspec.filesystem("memory")
     for end in (".bin", ".idx", ".json"):
         files.pipe_file(f"/web{end}", Path(f"{prefix}{end}").read_bytes())

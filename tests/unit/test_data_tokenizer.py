@@ -209,8 +209,8 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     data = DataConfig(tokenizer=str(tok))
     assert with_own_tokenizer(data, run) == data
-    keep_tokenizer(data, run)
-    keep_tokenizer(data, run)
+    keep_tokenizer(data, run, open_tokenizer(str(tok)).digest)
+    keep_tokenizer(data, run, open_tokenizer(str(tok)).digest)
     kept = with_own_tokenizer(DataConfig(), run)
     assert kept.tokenizer == str(run / "tokenizer") and not kept.reads_bytes
     assert with_own_tokenizer(data, run) == kept
@@ -219,7 +219,7 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="another tokenizer than that of run=a"):
             with_own_tokenizer(DataConfig(tokenizer=other), run)
     (tmp_path / "b").mkdir()
-    keep_tokenizer(DataConfig(), tmp_path / "b")
+    keep_tokenizer(DataConfig(), tmp_path / "b", "byte")
     assert not any((tmp_path / "b").iterdir())
 
 

@@ -7,6 +7,7 @@ through the same windows, packs and shuffles as every document.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,7 +71,8 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     UserError for a row that is no conversation.
     """
     chat = find_chat(data)
-    pair, digest = kept_pair(folder, chat.key, lambda path: _build(path, chat, report), report)
+    build = lambda path: _build(path, chat, report)  # noqa: E731
+    pair, digest, files = kept_pair(folder, chat.key, build, report)
     if pair.documents < 2:
         raise UserError(
             f"data.path={data.path} has one conversation, and one to train on and one held out "
@@ -85,6 +87,7 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
         *(pair.tokens.part(0, split), pair.tokens.part(split, len(pair)), digest),
         *(tokenizer.vocab_size, tokenizer.eot, tokenizer.digest, data.tokenizer, pair),
         marked=True,
+        files=files,
     )
 
 
@@ -152,3 +155,4 @@ def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
                         f"data.path: {document.name}:{number} is no JSON; mend or remove it"
                     ) from None
                 yield f"{document.name}:{number}", row
+        cache.check_unchanged(document, os.stat(document.path))

@@ -21,6 +21,7 @@ from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.shares import Shares, whole_weights
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.tokenizer import open_tokenizer
+from parallel3d.data.watched import Watched
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -55,6 +56,10 @@ class Blend:
     @property
     def tokenizer_name(self) -> str | None:
         return next((c.tokenizer_name for c in self.corpora if c.tokenizer_name), None)
+
+    @property
+    def watched(self) -> dict[str, Watched]:
+        return {key: file for one in self.corpora for key, file in one.watched.items()}
 
     @property
     def train_tokens(self) -> int:

@@ -13,8 +13,9 @@ from parallel3d.config.fields import show
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.text.facts import Facts, facts_beside, tokenizer_beside
-from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
+from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import Tokens
+from parallel3d.data.watched import Proof, Watched, prove
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -51,6 +52,7 @@ def open_pair(
     """
     if is_elsewhere(prefix):
         pair = IndexedCorpus.open(prefix, named, remote.opened)
+        pair.index.lengths.file.check()  # both files may have been replaced between their openings
         facts = _facts(data, pair, tokenizer, facts_beside(prefix, remote.read))
     else:
         pair = IndexedCorpus.open(prefix, named)
@@ -69,12 +71,13 @@ def open_pair(
             f"one sample to train on and one held out need {2 * seq_length + 2:,}, {fits}"
         )
     tokens = pair.tokens.below(limit or facts.vocab_size, named)
-    fingerprint = _fingerprint(pair, tokens, facts.text)
+    fingerprint, files = _watched(pair, tokens, facts.text)
     split = len(pair) - held_out
     return Corpus(
         *(tokens.part(0, split), tokens.part(split, len(pair)), fingerprint),
         *(facts.vocab_size, facts.eot, facts.digest, facts.name, pair),
         name=prefix,
+        files=files,
     )
 
 
@@ -111,6 +114,12 @@ def _facts(
             f"{said.documents:,} documents of {said.tokens:,} tokens, the .idx {pair.documents:,} "
             f"of {len(pair):,}; make it again"
         )
+    known = ByteTokenizer() if tokenizer is None and said.tokenizer == BYTE else tokenizer
+    if known is not None and known.digest == said.tokenizer and known.eot != said.eot:
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json has eot={said.eot}, and its "
+            f"tokenizer {known.eot}; make it again"
+        )
     if tokenizer is not None and tokenizer.digest != said.tokenizer:
         raise UserError(
             f"{pair.named} was made by another tokenizer than data.tokenizer="
@@ -121,6 +130,27 @@ def _facts(
     there = beside if beside == BYTE or os.path.lexists(beside) else None
     name = there if data.tokenizer is None else data.tokenizer
     return _Facts(said.tokenizer, name, said.vocab_size, said.eot, said.digest)
+
+
+def _watched(pair: IndexedCorpus, tokens: Tokens, text: str) -> tuple[str, tuple[Watched, Watched]]:
+    """The fingerprint of a pair, and its files as they were before it was made."""
+
+    def places() -> Proof:
+        is_same = _fingerprint(pair, tokens, text) == fingerprint
+        return Proof.SAMPLED if is_same else Proof.CHANGED
+
+    def places_or_all() -> Proof:
+        found = places()
+        return found if found is Proof.CHANGED else prove(tokens.file, text or None)
+
+    remedy = (
+        "put back the pair that the run began with and start again (`parallel3d data show "
+        f"{pair.prefix}` reads all of it), or choose another run="
+    )
+    index = pair.index.lengths.file
+    files = Watched(tokens.file, places_or_all, remedy), Watched(index, places, remedy)
+    fingerprint = _fingerprint(pair, tokens, text)
+    return fingerprint, files
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from parallel3d.data.packing.plan import Plan
 from parallel3d.data.sampler import Starts
 from parallel3d.data.tokens import Tokens
+from parallel3d.data.watched import Watched
 
 if TYPE_CHECKING:
     from parallel3d.data.indexed import IndexedCorpus
@@ -26,6 +27,7 @@ class Corpus:
     tokenizer that cut it. tokenizer: its digest; tokenizer_name: where it lies, None if nobody
     knows. documents: where they begin; None: each is followed by `eot`. plans: of the packs of
     both parts. marked: tokens tell which of them are to be learned, as `chat` marks them.
+    files: all that stay open.
     """
 
     train: Tokens
@@ -39,6 +41,12 @@ class Corpus:
     plans: tuple[Plan, Plan] | None = None
     name: str = ""
     marked: bool = False
+    files: tuple[Watched, ...] = ()
+
+    @property
+    def watched(self) -> dict[str, Watched]:
+        """`files` by keys that are the same wherever this corpus lies."""
+        return {f"{self.fingerprint[:16]}.{k}": file for k, file in enumerate(self.files)}
 
     @property
     def train_tokens(self) -> int:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from parallel3d.data import cache
 from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.packing.best_fit import Packs, best_fit
+from parallel3d.data.watched import MAKE_ANEW, Proof, Watched
 from parallel3d.files.durable import flush_folder, no_link
 
 _MAGIC = b"P3DPACKS"
@@ -54,6 +55,14 @@ class Plan:
     def __init__(self, file: BinaryIO, room: int, sizes: tuple[int, int, int, int], digest: str):
         self._file, self.room, self.digest = file, room, digest
         self.packs, self.pieces, self.tokens, self.cut = sizes
+        whole = 8 * (self.packs + 1) + 12 * self.pieces <= _PROVED
+
+        def prove() -> Proof:
+            if _header_of(file, room) != (*sizes, digest):
+                return Proof.CHANGED
+            return Proof.SAME if whole else Proof.SAMPLED
+
+        self.watched = Watched(file, prove, MAKE_ANEW, proved=whole)
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
         """Where the pieces of a pack begin, and their lengths. Raises OSError."""
@@ -169,7 +178,13 @@ def _load(path: Path, room: int, report: Report) -> Plan | None:
 
 
 def _proved(file: BinaryIO, room: int) -> Plan | None:
-    header = file.read(_BODY_AT)
+    found = _header_of(file, room)
+    return None if found is None else Plan(file, room, found[:4], found[4])
+
+
+def _header_of(file: BinaryIO, room: int) -> tuple[int, int, int, int, str] | None:
+    """Sizes and digest of a plan that is whole; of a large one that is its size alone."""
+    header = os.pread(file.fileno(), _BODY_AT, 0)
     if len(header) < _BODY_AT:
         return None
     magic, version, stored_room, *sizes, digest = _HEADER.unpack_from(header)
@@ -185,4 +200,4 @@ def _proved(file: BinaryIO, room: int) -> Plan | None:
         body = os.pread(file.fileno(), size, _BODY_AT)
         if hashlib.blake2b(body, digest_size=16).digest() != digest:
             return None
-    return Plan(file, room, tuple(sizes), digest.hex())
+    return (*sizes, digest.hex())

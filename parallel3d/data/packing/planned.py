@@ -12,6 +12,7 @@ from parallel3d.data.build_lock import Report
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.packing.best_fit import best_fit, one_each
 from parallel3d.data.packing.plan import Pieces, Plan, kept_plan, pieces_of, plan_file
+from parallel3d.data.watched import marks_of
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -35,7 +36,8 @@ def with_plans(
 
     plans = plan(False), plan(True)
     digests = [corpus.fingerprint, *(plan.digest for plan in plans)]
-    return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests))
+    files = *corpus.files, *(plan.watched for plan in plans)
+    return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
 
 
 def check_pieces(
@@ -59,7 +61,10 @@ def _path(corpus: Corpus, held_out: bool, folder: Path, room: int, packing: str)
     first = len(corpus.train) if held_out else 0
     tokens = len(corpus.valid if held_out else corpus.train)
     how = "" if packing == "best_fit" else f":{packing}"
-    return plan_file(folder, f"{corpus.fingerprint}:{first}:{tokens}{how}", room)
+    # The marks: a fingerprint looks at some places of a pair, a plan comes of all of it.
+    marks = marks_of(corpus.watched)
+    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}" + (f":{marks}" if marks else "")
+    return plan_file(folder, stream, room)
 
 
 def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, room: int) -> Pieces:

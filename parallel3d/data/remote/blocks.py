@@ -3,6 +3,11 @@
 Blocks that were fetched lie in a folder that the processes of a host share, each with a digest of
 its bytes behind them: one that was cut short by a kill or a full disk is fetched again, never
 taken. The folder holds a bounded number of bytes; what was not read for longest goes first.
+
+A file is the version that was opened. A block is kept only if its file store still has that version
+after the block came; else the run ends. Versions are told by ETags and the like. Times are coarse,
+and a server may give neither: then some places of the file, read at its opening, are read again
+with each block, and without even a time no block is left to another process.
 """
 
 from __future__ import annotations
@@ -12,10 +17,14 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
@@ -23,12 +32,19 @@ from parallel3d.data import cache
 from parallel3d.errors import UserError
 from parallel3d.files.durable import no_link
 
+T = TypeVar("T")
+
 BLOCK = 256 << 10  # bytes
 _DIGEST = 16  # bytes behind a block
 _AT_ONCE = 8  # blocks that are fetched at the same time
 _PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
 _TOUCHED_S = 60.0  # how exactly it is known when a block was read last
 _LEFT_S = 3600.0  # after which an unfinished file is nobody's
+_KEY = 2  # another one where blocks of older versions of this program are not to be taken
+# What the file systems of fsspec call what is another one for each content, and times of change.
+_VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
+_TIMES = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "modify", "created")
+_PLACES, _PLACE = 3, 1 << 10  # of a file without a version that are read again, bytes of each
 
 
 class BlockCache:
@@ -100,16 +116,44 @@ class BlockCache:
         return found
 
 
+class _Version(NamedTuple):
+    """What a file system tells of a file. is_exact: another content has another version. etag: of
+    HTTP, to ask for this version by."""
+
+    size: int
+    marks: list[str]
+    is_exact: bool
+    etag: str | None
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> _Version:
+        size, known = int(info["size"]), {key: str(info[key]) for key in info if info[key]}
+        # A weak ETag stands for contents that are alike, whatever that is to its server.
+        exact = [k for k in _VERSIONS if k in known and not known[k].startswith("W/")]
+        # One that is exact is enough: times may differ between the servers of one address.
+        keys = exact[:1] or [k for k in (*_VERSIONS, *_TIMES) if k in known]
+        etag = known["ETag"] if "ETag" in exact else None
+        return cls(size, [f"{k}={known[k]}" for k in keys], bool(exact), etag)
+
+
 class BlockFile:
-    """One file elsewhere, as `Tokens` reads a file: by `pread`, and told ahead by `will_read`."""
+    """One file elsewhere, as `Tokens` reads a file: by `pread`, and told ahead by `will_read`.
+
+    Attributes:
+        mark: the size, and a digest of the version that was opened.
+        is_marked: its server tells one state of it from another.
+    """
 
     def __init__(self, address: str, cache: BlockCache, named: str) -> None:
         """Raises UserError if there is no such file, or it cannot be reached."""
         self.name, self._cache = address, cache
         try:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
-            facts = self._files.info(self._path)
-            self.size = int(facts["size"])
+            self._version = self._ask()
+            self.size = self._version.size
+            at = [k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(_PLACES)]
+            kept = [] if self._version.is_exact else sorted({*at})
+            self._places = {at: _retried(lambda at=at: self._place(at)) for at in kept}
         except FileNotFoundError:
             raise UserError(
                 f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
@@ -120,10 +164,16 @@ class BlockFile:
                 f"{named} cannot be read, {address}: {_words(error)}; give a pair that this host "
                 "can reach"
             ) from error
-        # Another content under the same address is another file.
-        marks = [str(facts.get(k)) for k in ("ETag", "etag", "mtime", "LastModified", "created")]
-        key = json.dumps([address, self.size, BLOCK, *marks]).encode()
+        places = [digest.hex() for digest in self._places.values()]
+        facts = json.dumps([*self._version, places]).encode()
+        self.mark = f"{self.size}:{hashlib.blake2b(facts, digest_size=16).hexdigest()}"
+        key = json.dumps([_KEY, address, BLOCK, self.mark]).encode()
         self._folder = cache.folder / hashlib.blake2b(key, digest_size=16).hexdigest()
+        self.is_marked = bool(self._version.marks)
+        if not self.is_marked:
+            self._folder = self._folder.with_name(f"{self._folder.name}-{secrets.token_hex(8)}")
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._seen: dict[int, bytes] = {}  # digests of blocks, of a file without a version
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
 
@@ -144,8 +194,41 @@ class BlockFile:
             if not self._file(number).exists():
                 self._fetched(number)
 
+    def check(self) -> None:
+        """Raises UserError if the version that was opened is there no more, OSError if that cannot
+        be known."""
+        self._patiently("checked", self._check)
+
     def close(self) -> None:
         """Nothing is open."""
+
+    def _check(self) -> None:
+        is_same = self._ask() == self._version
+        if not (is_same and all(self._place(at) == there for at, there in self._places.items())):
+            raise self._changed()
+
+    def _changed(self) -> UserError:
+        return UserError(
+            f"{self.name} was changed while the run was reading it: put back the one that the run "
+            "began with and start again, or choose another run="
+        )
+
+    def _ask(self) -> _Version:
+        self._files.invalidate_cache(self._path)
+        return _Version.of(self._files.info(self._path))
+
+    def _cat(self, begin: int, end: int) -> bytes:
+        more: dict[str, Any] = {}
+        if "http" in self._files.protocol and (etag := self._version.etag):
+            headers = self._files.kwargs.get("headers", {})
+            more = {"headers": {**headers, "If-Match": etag}}
+        content = bytes(self._files.cat_file(self._path, start=begin, end=end, **more))
+        if len(content) != end - begin:
+            raise OSError(f"{len(content):,} bytes of {end - begin:,} came")
+        return content
+
+    def _place(self, at: int) -> bytes:
+        return _digest(self._cat(at, min(at + _PLACE, self.size)))
 
     def _block(self, number: int) -> bytes:
         block = self._cache.read(self._file(number), self._size(number))
@@ -171,24 +254,45 @@ class BlockFile:
                 del self._under_way[number]
 
     def _download(self, number: int) -> bytes:
-        at, size, problem = number * BLOCK, self._size(number), ""
-        for pause in (0.0, *_PAUSES_S):
-            time.sleep(pause)
+        at = number * BLOCK
+
+        def once() -> bytes:
             try:
-                block = bytes(self._files.cat_file(self._path, start=at, end=at + size))
-            except Exception as error:
-                problem = _words(error)
-                continue
-            if len(block) == size:
-                return block
-            problem = f"{len(block):,} bytes of {size:,} came"
-        raise OSError(f"{self.name} cannot be read at byte {at:,}: {problem}")
+                return self._cat(at, at + self._size(number))
+            finally:
+                self._check()
+
+        block = self._patiently(f"read at byte {at:,}", once)
+        digest = _digest(block)
+        if not self._version.is_exact and self._seen.setdefault(number, digest) != digest:
+            raise self._changed()
+        return block
+
+    def _patiently(self, verb: str, call: Callable[[], T]) -> T:
+        try:
+            return _retried(call)
+        except UserError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.name} cannot be {verb}: {_words(error)}") from error
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.block"
 
     def _size(self, number: int) -> int:
         return min(BLOCK, self.size - number * BLOCK)
+
+
+def _retried(call: Callable[[], T]) -> T:
+    """What `call` returns at the first try that does not fail; a UserError is not tried again."""
+    for pause in _PAUSES_S:
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception:
+            time.sleep(pause)
+    return call()
 
 
 def _words(error: Exception) -> str:

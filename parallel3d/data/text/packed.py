@@ -1,16 +1,16 @@
 """The token cache of a text with a tokenizer.json: one of Megatron's pairs, a document a file.
 
-    <key>.bin, <key>.idx, and <key>.json, which comes last and says that they are whole
+    <key>.bin, <key>.idx, and <key>.json, which comes last and has their digests
 
 Of bytes, which need no index, `cache` keeps a file of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,33 +19,39 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
 from parallel3d.data.text.file_tokenizer import FileTokenizer
+from parallel3d.data.tokens import File, size_of, whole_digest
+from parallel3d.data.watched import MAKE_ANEW, PROVED, Proof, Watched, prove
 from parallel3d.errors import UserError
 from parallel3d.files.durable import replace_durably
 from parallel3d.files.reading import parse_json, read_bounded
 
 LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over
 BATCH = 4 << 20  # bytes of text that are made tokens of at a time
-PROVED = 256 << 20  # bytes: a larger pair is proved by its size alone, each rank pays for it
+
+
+class Kept(NamedTuple):
+    """A pair in the cache, and the digest of its tokens."""
+
+    pair: IndexedCorpus
+    digest: str
+    files: tuple[Watched, ...]
 
 
 def cached_pair(
     folder: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
-) -> cache.Cached:
+) -> Kept:
     """The packed tokens of `documents`, from the pair in `folder`, which is made if need be.
 
     As `cache.cached_tokens` in all else.
     """
     key = cache.cache_key(documents, tokenizer)
-    pair, digest = kept_pair(
-        folder, key, lambda path: _build(path, documents, tokenizer, report), report
-    )
-    return cache.Cached(pair.tokens, digest)
+    return kept_pair(folder, key, lambda path: _build(path, documents, tokenizer, report), report)
 
 
 def kept_pair(
     folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
-) -> tuple[IndexedCorpus, str]:
-    """The pair `key` in `folder` and its digest; `build`, given its path, writes it if need be.
+) -> Kept:
+    """The pair `key` in `folder`; `build`, given its path, writes it if need be.
 
     Of several processes that come at the same time one builds, the others wait for it.
     """
@@ -65,6 +71,8 @@ def kept_pair(
                     writer = build(path)
                     facts = {"digest": writer.digest, "tokens": writer.tokens}
                     facts["documents"] = writer.documents
+                    with open(path.with_suffix(".idx"), "rb") as index:
+                        facts["index"] = whole_digest(index)
                     replace_durably(path, json.dumps(facts).encode())
                     found = _load(path, report)
     except OSError as error:
@@ -74,7 +82,7 @@ def kept_pair(
     return found
 
 
-def _load(path: Path, report: Report) -> tuple[IndexedCorpus, str] | None:
+def _load(path: Path, report: Report) -> Kept | None:
     """The pair beside `path`, or None if there is none of ours that is whole."""
     files = [path.with_suffix(end) for end in (".bin", ".idx", ".json")]
     if not path.exists():
@@ -85,20 +93,19 @@ def _load(path: Path, report: Report) -> tuple[IndexedCorpus, str] | None:
             return None
         facts = parse_json(read_bounded(path, 1 << 20))
         pair = IndexedCorpus.open(path.with_suffix(""))
-        if len(pair) == facts["tokens"] and _is_proved(files[0], facts["digest"]):
-            return pair, facts["digest"]
+        digests = facts["digest"], facts.get("index")  # which came later
+        named = tuple(zip((pair.tokens.file, pair.index.lengths.file), digests, strict=True))
+        if len(pair) == facts["tokens"] and all(prove(*one) != Proof.CHANGED for one in named):
+            return Kept(pair, digests[0], tuple(_watched(*one) for one in named))
     except (FileNotFoundError, UserError, ValueError, KeyError, TypeError):
         pass
     report(f"the token cache {path} is damaged")
     return None
 
 
-def _is_proved(path: Path, digest: str) -> bool:
-    if path.stat().st_size > PROVED:
-        return isinstance(digest, str)
-    with open(path, "rb") as file:
-        made = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    return made.hexdigest() == digest
+def _watched(file: File, digest: str | None) -> Watched:
+    proved = digest is not None and size_of(file) <= PROVED
+    return Watched(file, lambda: prove(file, digest), MAKE_ANEW, proved=proved)
 
 
 def _build(

@@ -41,8 +41,14 @@ def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:
     return open_tokenizer(str(own) if own.is_dir() else data.tokenizer or BYTE)
 
 
-def keep_tokenizer(data: DataConfig, run_dir: Path) -> None:
-    """Puts the tokenizer of `data` into the run's folder; bytes need none. Raises OSError."""
+def keep_tokenizer(data: DataConfig, run_dir: Path, digest: str) -> None:
+    """Puts the tokenizer of `data`, which the corpus has read as the one of this digest, into the
+    run's folder; bytes need none. Raises OSError, and UserError if it is another one by now."""
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
+    if tokenizer.digest != digest:
+        raise UserError(
+            f"data.tokenizer={show(data.tokenizer)} changed while the run was starting: start "
+            "again when it is complete"
+        )
     if not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(run_dir / FOLDER)

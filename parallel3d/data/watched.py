@@ -1,0 +1,125 @@
+"""The files that a run reads, as they were when it opened them and at each later look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from io import IOBase
+from typing import NamedTuple
+
+from parallel3d.data.tokens import File, is_unlinked, mark_of, size_of, whole_digest
+from parallel3d.errors import UserError
+
+MAKE_ANEW = "remove it and start again, it is made anew"
+PROVED = 256 << 20  # bytes: a larger file is not read whole, as each rank pays for it
+
+
+class Proof(Enum):
+    """What reading a file again tells: all of it is as it was, the sampled places are, or not."""
+
+    SAME = 1
+    SAMPLED = 2
+    CHANGED = 3
+
+
+class Watched:
+    """An open file and its mark at the last look.
+
+    Attributes:
+        proved: all of its content is part of the corpus's fingerprint, so that its times and inode
+            say nothing to a later start.
+    """
+
+    def __init__(
+        self, file: File, prove: Callable[[], Proof], remedy: str, *, proved: bool = False
+    ) -> None:
+        """`prove` reads the file again; `remedy` says what to do about one that changed."""
+        self.file, self.prove, self.proved = file, prove, proved
+        self._remedy = remedy
+        self.mark = mark_of(file)
+
+    def look(self) -> str | None:
+        """Compare the file with the last look. Returns a sentence if it may have changed, raises
+        UserError if it has."""
+        before, now = self.mark, mark_of(self.file)
+        if now == before:
+            return None
+        sizes = [int(mark.partition(":")[0]) for mark in (before, now)]
+        if sizes[0] != sizes[1]:
+            raise self.changed(f"under the run, from {sizes[0]:,} bytes to {sizes[1]:,}")
+        proof = self.prove()
+        if proof is Proof.CHANGED:
+            raise self.changed("under the run, at the same size")
+        self.mark = now
+        if is_unlinked(self.file):
+            return (
+                f"{self.file.name} was replaced or removed: this run goes on with the file that it "
+                "opened, a later start would read another"
+            )
+        if proof is Proof.SAME:
+            return None
+        return (
+            f"{self.file.name} was written to or touched under the run: its size and the sampled "
+            "places are as they were, the rest is not known"
+        )
+
+    def changed(self, how: str) -> UserError:
+        return UserError(f"{self.file.name} was changed {how}: {self._remedy}")
+
+
+def prove(file: File, digest: str | None) -> Proof:
+    """Whether a file has the digest that it should have, as far as that is known and cheap."""
+    if digest is None or size_of(file) > PROVED:
+        return Proof.SAMPLED
+    return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED
+
+
+class Compared(NamedTuple):
+    """What the marks of an earlier start tell: at most one of the two."""
+
+    refusal: str | None = None
+    note: str | None = None
+
+
+def look_at(files: Iterable[Watched]) -> list[str]:
+    """Compare all files with the last look. Returns sentences, raises UserError."""
+    return [sentence for file in files if (sentence := file.look()) is not None]
+
+
+def unmarked(files: Iterable[Watched]) -> list[str]:
+    """A sentence if there are files elsewhere of which their servers tell no version."""
+    names = [f.file.name for f in files if not isinstance(f.file, IOBase) and not f.file.is_marked]
+    more = f" and {len(names) - 1:,} more" if names[1:] else ""
+    return [
+        f"the server of {name}{more} tells neither an ETag nor a time of change: every process "
+        "fetches it for itself, and a change is noticed by its size and some sampled places alone"
+        for name in names[:1]
+    ]
+
+
+def marks_of(watched: Mapping[str, Watched]) -> str:
+    """The marks of files by their keys, for `compare` at a later start: words of `key=mark`."""
+    return " ".join(f"{key}={file.mark}" for key, file in watched.items() if not file.proved)
+
+
+def compare(watched: Mapping[str, Watched], marks: str) -> Compared:
+    """Compare files whose fingerprints are as they were with their `marks` of an earlier start."""
+    there = dict(word.partition("=")[::2] for word in marks.split())
+    odd = [file for key, file in watched.items() if there.get(key, file.mark) != file.mark]
+    unknown = []
+    for file in odd:
+        try:
+            proof = file.prove()
+        except UserError as error:
+            return Compared(refusal=str(error))
+        if proof is Proof.CHANGED:
+            return Compared(refusal=str(file.changed("since the last checkpoint")))
+        if proof is Proof.SAMPLED:
+            unknown.append(file.file.name)
+    if not unknown:
+        return Compared()
+    more = f" and {len(unknown) - 1:,} more" if unknown[1:] else ""
+    return Compared(
+        note=f"{unknown[0]}{more} may have changed since the last checkpoint, by time of change, "
+        "inode or version: sizes and the sampled places are as they were, the rest is not known"
+    )
