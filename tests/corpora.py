@@ -25,8 +25,23 @@ def pair(
         for _ in range(documents):
             text = random.integers(0, 256, int(random.integers(0, longest)))
             writer.add(np.append(text, 256))
-    own = {"tokenizer": "byte", "tokenizer_file": None, "vocab_size": 257, "eot": 256}
-    own |= {"documents": writer.documents, "tokens": writer.tokens, "digest": writer.digest}
     if facts:
-        Path(f"{prefix}.json").write_text(json.dumps(own | said))
+        _write_facts(prefix, writer, **said)
     return prefix
+
+
+def like_pair(prefix: Path, seed: int) -> Path:
+    """A pair whose files have the sizes of every other one of this function, and other contents."""
+    random = np.random.default_rng(seed)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedWriter(prefix, np.dtype("<u2"), replace=True) as writer:
+        for length in random.permutation(np.arange(20, 60).repeat(20)):
+            writer.add(np.append(random.integers(0, 256, length), 256))
+    _write_facts(prefix, writer)
+    return prefix
+
+
+def _write_facts(prefix: Path, writer: IndexedWriter, **said: object) -> None:
+    facts = {"tokenizer": "byte", "tokenizer_file": None, "vocab_size": 257, "eot": 256}
+    facts |= {"documents": writer.documents, "tokens": writer.tokens, "digest": writer.digest}
+    Path(f"{prefix}.json").write_text(json.dumps(facts | said))

@@ -173,6 +173,7 @@ class BlockFile:
         if not self.is_marked:
             self._folder = self._folder.with_name(f"{self._folder.name}-{secrets.token_hex(8)}")
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._is_over = False  # another version was seen
         self._seen: dict[int, bytes] = {}  # digests of blocks, of a file without a version
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
@@ -204,10 +205,14 @@ class BlockFile:
 
     def _check(self) -> None:
         is_same = self._ask() == self._version
-        if not (is_same and all(self._place(at) == there for at, there in self._places.items())):
+        is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
+        # Once it was another one, blocks that are on their way may be that one's, also if the
+        # first is back by now.
+        if self._is_over or not is_same:
             raise self._changed()
 
     def _changed(self) -> UserError:
+        self._is_over = True
         return UserError(
             f"{self.name} was changed while the run was reading it: put back the one that the run "
             "began with and start again, or choose another run="

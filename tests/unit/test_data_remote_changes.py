@@ -1,0 +1,248 @@
+"""Pairs behind HTTP that are replaced while a run has them open, and between its starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parallel3d.config.data import DataConfig
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.corpus import open_corpus
+from parallel3d.data.remote import blocks
+from parallel3d.data.remote.blocks import BlockCache, BlockFile
+from parallel3d.data.watched import compare, marks_of, unmarked
+from parallel3d.errors import UserError
+from tests.corpora import like_pair
+from tests.http_files import ETAG, MODIFIED, WEAK, Server, use_some_http
+
+SEQ, ENDS, BLOCK, LATER = 16, (".bin", ".idx", ".json"), 4000, 1_700_000_000
+SERVERS = [(ETAG,), (MODIFIED,), (ETAG, MODIFIED), (WEAK,), ()]
+every_server = pytest.mark.parametrize(
+    "tells", SERVERS, ids=["etag", "modified", "both", "weak", "neither"]
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
+    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
+    monkeypatch.setattr(blocks, "_PAUSES_S", (0.0, 0.0))
+    use_some_http()
+    for seed, name in enumerate("ab"):
+        like_pair(tmp_path / name, seed)
+    for end in ENDS:
+        assert len({Path(f"{tmp_path / name}{end}").stat().st_size for name in "ab"}) == 1
+    put(tmp_path, "a", 0)
+    return tmp_path
+
+
+def put(home: Path, name: str, age: int, ends: tuple[str, ...] = ENDS) -> None:
+    """Pair `name` takes the place of what is served, with a time of change `age` s later."""
+    (home / "served").mkdir(exist_ok=True)
+    for end in ends:
+        made = shutil.copy(f"{home / name}{end}", home / f"new{end}")
+        os.utime(made, (LATER + age, LATER + age))
+        os.replace(made, home / "served" / f"web{end}")
+
+
+def edit(home: Path, name: str, at: int) -> None:
+    """A token of the served .bin becomes another one, in place."""
+    path = home / "served" / name
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def opened(home: Path, server: Server, cache: str = "cache") -> Corpus:
+    data = DataConfig(name="corpus", path=f"{server.address}/web", cache_dir=str(home / cache))
+    corpus = open_corpus(data, SEQ)
+    assert isinstance(corpus, Corpus)
+    return corpus
+
+
+def tokens_of(home: Path, name: str) -> np.ndarray:
+    return np.fromfile(home / f"{name}.bin", "<u2")
+
+
+@every_server
+def test_k1_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one(
+    home: Path, tells: tuple[str, ...]
+) -> None:
+    right = tokens_of(home, "a")
+    with Server(home / "served", tells).serving() as server:
+        corpus = opened(home, server)
+        assert np.array_equal(corpus.train[:5000], right[:5000])
+        put(home, "b", 10)
+        read = 0
+        with pytest.raises(UserError) as raised:
+            while read < len(corpus.train):
+                assert np.array_equal(corpus.train[read : read + 500], right[read : read + 500])
+                read += 500
+        assert str(raised.value) == (
+            f"{server.address}/web.bin was changed while the run was reading it: put back the one "
+            "that the run began with and start again, or choose another run="
+        )
+        assert read >= 4500
+
+
+@every_server
+def test_k1_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
+    home: Path, tells: tuple[str, ...]
+) -> None:
+    with Server(home / "served", tells).serving() as server:
+        first = opened(home, server)
+        put(home, "b", 10)
+        with pytest.raises(UserError, match="was changed while the run was reading it"):
+            first.train[:]
+        put(home, "a", 0)
+        again = opened(home, server)
+        assert again.fingerprint == first.fingerprint
+        split = len(again.train)
+        assert np.array_equal(again.train[:], tokens_of(home, "a")[:split])
+
+
+@every_server
+@pytest.mark.parametrize("age", [10, 0])
+def test_k2_new_pair_of_equal_size_is_read_by_the_next_run(
+    home: Path, tells: tuple[str, ...], age: int
+) -> None:
+    with Server(home / "served", tells).serving() as server:
+        old = opened(home, server)
+        old.train[:], old.valid[:]
+        put(home, "b", age)
+        new = opened(home, server)
+        assert new.fingerprint != old.fingerprint
+        assert np.array_equal(new.train[:], tokens_of(home, "b")[: len(new.train)])
+
+
+@every_server
+@pytest.mark.parametrize("change", ["shorter", "longer"])
+def test_remote_file_of_another_size_ends_the_run(
+    home: Path, tells: tuple[str, ...], change: str
+) -> None:
+    with Server(home / "served", tells).serving() as server:
+        corpus = opened(home, server)
+        path = home / "served" / "web.bin"
+        content = path.read_bytes()
+        path.write_bytes(content[:-2000] if change == "shorter" else content + content[:2000])
+        with pytest.raises(UserError, match=r"web\.bin was changed while the run was reading it"):
+            corpus.train[:]
+
+
+def test_index_and_tokens_are_of_one_time(home: Path) -> None:
+    server = Server(home / "served", (ETAG,))
+    server.before = lambda method, name, _: (
+        put(home, "b", 10) if (method, name) == ("HEAD", "web.bin") else None
+    )
+    with server.serving(), pytest.raises(UserError, match=r"web\.idx was changed while"):
+        opened(home, server)
+
+
+def test_block_of_another_version_in_one_answer_alone_is_not_taken(home: Path) -> None:
+    server, times = Server(home / "served", (ETAG,)), iter([True])
+
+    def before(method: str, name: str, piece: str) -> None:
+        put(home, "b" if method == "GET" and next(times, False) else "a", 0)
+
+    with server.serving():
+        file = BlockFile(f"{server.address}/web.bin", BlockCache(home / "c", 10**9), "it")
+        server.before = before
+        assert file.pread(100, 0) == (home / "a.bin").read_bytes()[:100]
+    assert [method for method, _, _ in server.asked] == ["HEAD", *["GET", "HEAD"] * 2]
+
+
+def test_what_a_check_costs_is_a_head_a_block_or_three_small_pieces(home: Path) -> None:
+    cache = BlockCache(home / "c", 10**9)
+    size = (home / "served" / "web.bin").stat().st_size
+    count = -(-size // BLOCK)
+    for tells, pieces in (((ETAG,), 0), ((MODIFIED,), 3)):
+        with Server(home / "served", tells).serving() as server:
+            file = BlockFile(f"{server.address}/web.bin", cache, "it")
+            file.pread(size, 0)
+            methods = [method for method, _, _ in server.asked]
+            assert methods.count("HEAD") == 1 + count
+            assert methods.count("GET") == count + pieces * (count + 1)
+            before = len(server.asked)
+            BlockFile(f"{server.address}/web.bin", cache, "it").pread(size, 0)
+            assert len(server.asked) == before + 1 + pieces  # all blocks are here
+
+
+def test_without_a_mark_nothing_is_left_to_another_process_and_that_is_said(home: Path) -> None:
+    with Server(home / "served", ()).serving() as server:
+        corpus = opened(home, server)
+        corpus.train[:]
+        (sentence,) = unmarked(corpus.files)
+        assert sentence.startswith(f"the server of {server.address}/web.bin and 1 more tells nei")
+        folders = set((home / "cache" / "blocks").iterdir())
+        asked = len(server.asked)
+        again = opened(home, server)
+        again.train[:]
+        assert len(server.asked) - asked >= len(again.train) * 2 // BLOCK
+        assert {*(home / "cache" / "blocks").iterdir()} > folders
+        del corpus, again
+    assert not list((home / "cache" / "blocks").iterdir())
+    with Server(home / "served", (ETAG,)).serving() as server:
+        assert unmarked(opened(home, server).files) == []
+
+
+def test_block_without_a_mark_that_is_fetched_again_must_be_the_same(home: Path) -> None:
+    with Server(home / "served", ()).serving() as server:
+        file = BlockFile(f"{server.address}/web.bin", BlockCache(home / "c", 10**9), "it")
+        whole = file.pread(3 * BLOCK, 0)
+        shutil.rmtree(home / "c")
+        (home / "c").mkdir()
+        assert file.pread(3 * BLOCK, 0) == whole
+        shutil.rmtree(home / "c")
+        edit(home, "web.bin", 2 * BLOCK)  # in none of the places
+        with pytest.raises(UserError, match="was changed while"):
+            file.pread(3 * BLOCK, 0)
+
+
+def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home: Path) -> None:
+    for facts in (True, False):
+        put(home, "a", 0)
+        if not facts:
+            (home / "served" / "web.json").unlink()
+        with Server(home / "served", (ETAG,)).serving() as server:
+            data = DataConfig(
+                *("corpus", f"{server.address}/web"),
+                cache_dir=str(home / "cache"),
+                tokenizer="byte",
+            )
+            before = open_corpus(data, SEQ)
+            marks = marks_of(before.watched)
+            assert compare(open_corpus(data, SEQ).watched, marks) == (None, None)
+            edit(home, "web.bin", 3000)
+            after = open_corpus(data, SEQ)
+            assert after.fingerprint == before.fingerprint  # of eight places
+            refusal, note = compare(after.watched, marks)
+        if facts:  # whose digest proves a small file
+            assert "web.bin was changed since the last checkpoint: put back the pair" in refusal
+        else:
+            assert refusal is None and "web.bin may have changed since the last checkp" in note
+
+
+def test_file_that_goes_away_is_an_error_with_its_name(home: Path) -> None:
+    with Server(home / "served", (ETAG,)).serving() as server:
+        corpus = opened(home, server)
+        (home / "served" / "web.bin").unlink()
+        with pytest.raises(OSError, match=r"web\.bin cannot be read at byte "):
+            corpus.train[:]
+
+
+def test_opening_without_a_mark_outlives_an_answer_that_breaks_off(home: Path) -> None:
+    server, failures = Server(home / "served", ()), iter([True, True])
+
+    def before(method: str, name: str, piece: str) -> None:
+        if method == "GET" and next(failures, False):
+            raise ConnectionError
+
+    server.before = before
+    with server.serving():
+        file = BlockFile(f"{server.address}/web.bin", BlockCache(home / "c", 10**9), "it")
+        assert file.pread(10, 0) == (home / "a.bin").read_bytes()[:10]
+    assert not any(failures)
