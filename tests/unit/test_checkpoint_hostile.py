@@ -100,6 +100,7 @@ MANIFESTS: dict[str, Callable[[dict], Any]] = {
     "config.model null": put("config", "model", value=None),
     "data without tokens": put("data", value={"fingerprint": "f"}),
     "data in numbers": put("data", value={"fingerprint": 1, "train_tokens": 1}),
+    "data with marks in a list": put("data", "files", value=[]),
     "files null": put("files", value=None),
     "a file's name a number": lambda c: c["files"][0].update(name=7),
     "a file's size in words": lambda c: c["files"][0].update(size="1"),

@@ -1,0 +1,324 @@
+"""Files of a run that change under it, or between its starts: said, or refused, never unseen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallel3d.checkpoint.manifest import Manifest
+from parallel3d.checkpoint.restoring import compared_with, facts_of
+from parallel3d.config.data import DataConfig
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.data import cache, watched
+from parallel3d.data.chat import corpus as chat_corpus
+from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.corpus import open_corpus
+from parallel3d.data.pair_index import HEADER
+from parallel3d.data.text.run_tokenizer import keep_tokenizer
+from parallel3d.data.watched import Compared, compare, look_at, marks_of
+from parallel3d.errors import UserError
+from tests.corpora import like_pair, pair
+from tests.tokenizers import folder
+
+SEQ = 16
+FREE = 2000  # a byte of such a .bin that no fingerprint looks at
+
+
+def data_of(tmp_path: Path, **more: Any) -> DataConfig:
+    own = {"name": "corpus", "path": str(tmp_path / "web"), "cache_dir": str(tmp_path / "cache")}
+    return DataConfig(**own | more)
+
+
+def opened(data: DataConfig) -> Corpus:
+    corpus = open_corpus(data, SEQ)
+    assert isinstance(corpus, Corpus)
+    return corpus
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    like_pair(tmp_path / "web", 1)
+    return data_of(tmp_path)
+
+
+def edit(path: Path, at: int, count: int = 1) -> None:
+    """Bytes become other ones, in place; the time of change is not what it was, at any clock."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        content = bytes(byte ^ 1 for byte in file.read(count))
+        file.seek(at)
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def touch(path: Path) -> None:
+    edit(path, 0, 0)
+
+
+def without_facts(data: DataConfig) -> DataConfig:
+    Path(f"{data.path}.json").unlink()
+    data.tokenizer = "byte"
+    return data
+
+
+def test_files_that_stay_as_they_are_need_no_word(data: DataConfig) -> None:
+    corpus = opened(data)
+    assert look_at(corpus.files) == []
+    assert compare(opened(data).watched, marks_of(corpus.watched)) == Compared()
+
+
+def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_under_a_run(
+    data: DataConfig,
+) -> None:
+    corpus = opened(without_facts(data))
+    edit(Path(f"{data.path}.bin"), FREE)
+    assert opened(data).fingerprint == corpus.fingerprint
+    assert look_at(corpus.files) == [
+        f"{data.path}.bin was written to or touched under the run: its size and the sampled places "
+        "are as they were, the rest is not known"
+    ]
+    assert look_at(corpus.files) == []  # once
+
+
+def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_at_the_next_start(
+    data: DataConfig,
+) -> None:
+    marks = marks_of(opened(without_facts(data)).watched)
+    edit(Path(f"{data.path}.bin"), FREE)
+    assert compare(opened(data).watched, marks).note == (
+        f"{data.path}.bin may have changed since the last checkpoint, by time of change, inode or "
+        "version: sizes and the sampled places are as they were, the rest is not known"
+    )
+
+
+def test_k9_edit_whose_time_was_set_back_is_said_all_the_same(data: DataConfig) -> None:
+    corpus, path = opened(without_facts(data)), Path(f"{data.path}.bin")
+    marks, before = marks_of(corpus.watched), path.stat()
+    edit(path, FREE)
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock that ticks seldom
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert compare(opened(data).watched, marks).note is not None
+    assert len(look_at(corpus.files)) == 1
+
+
+def test_k9_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
+    data: DataConfig,
+) -> None:
+    corpus = opened(data)
+    edit(Path(f"{data.path}.bin"), FREE)
+    with pytest.raises(UserError, match=r"web\.bin was changed under the run, at the same size"):
+        look_at(corpus.files)
+    refusal = compare(opened(data).watched, marks_of(corpus.watched)).refusal
+    assert refusal is not None and "web.bin was changed since the last checkpoint: put" in refusal
+    edit(Path(f"{data.path}.bin"), FREE)  # and back
+    assert look_at(corpus.files) == []
+
+
+def test_pair_too_large_to_be_read_whole_is_said_and_not_proved(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "PROVED", 1000)
+    corpus = opened(data)
+    edit(Path(f"{data.path}.bin"), FREE)
+    assert len(look_at(corpus.files)) == 1
+
+
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+@pytest.mark.parametrize("change", ["places", "shorter", "longer"])
+def test_pair_that_is_another_one_ends_the_run(data: DataConfig, end: str, change: str) -> None:
+    corpus, path = opened(data), Path(f"{data.path}{end}")
+    size = path.stat().st_size
+    if change == "places":
+        edit(path, 40 if end == ".idx" else 0, 1)
+    else:
+        os.truncate(path, size + (8 if change == "longer" else -8))
+    with pytest.raises(UserError, match=rf"web\{end} was changed under the run") as raised:
+        look_at(corpus.files)
+    if change != "places":
+        assert f"from {size:,} bytes to {path.stat().st_size:,}" in str(raised.value)
+    assert f"`parallel3d data show {data.path}`" in str(raised.value)
+
+
+def test_pair_that_is_replaced_under_a_run_is_read_to_its_end_and_said(
+    data: DataConfig, tmp_path: Path
+) -> None:
+    corpus = opened(data)
+    was = corpus.train[:]
+    like_pair(tmp_path / "other", 2)
+    for end in (".bin", ".idx"):
+        os.replace(tmp_path / f"other{end}", f"{data.path}{end}")
+    assert look_at(corpus.files) == [
+        f"{data.path}{end} was replaced or removed: this run goes on with the file that it opened, "
+        "a later start would read another"
+        for end in (".bin", ".idx")
+    ]
+    assert np.array_equal(corpus.train[:], was)
+
+
+def test_pair_that_was_moved_or_restored_is_said_once_and_not_refused(
+    data: DataConfig, tmp_path: Path
+) -> None:
+    marks = marks_of(opened(data).watched)
+    for end in (".bin", ".idx", ".json"):
+        shutil.copy2(f"{data.path}{end}", tmp_path / f"copy{end}")
+    data.path = str(tmp_path / "copy")
+    there = opened(data).watched
+    compared = compare(there, marks)
+    assert compared.refusal is None  # the tokens are proved by their digest,
+    assert compared.note.startswith(f"{data.path}.idx may have changed since the last checkp")
+    assert compare(there, marks_of(there)) == Compared()
+
+
+def text(tmp_path: Path, **more: Any) -> DataConfig:
+    (tmp_path / "book.txt").write_text("".join(f"{n} bottles of beer\n" for n in range(300)))
+    return data_of(tmp_path, name="text", path=str(tmp_path / "book.txt"), **more)
+
+
+def packed_text(tmp_path: Path) -> DataConfig:
+    return text(tmp_path, tokenizer=str(folder(tmp_path / "tok")))
+
+
+def packs(tmp_path: Path) -> DataConfig:
+    like_pair(tmp_path / "web", 1)
+    return data_of(tmp_path, packing="best_fit", cut_documents=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "end"),
+    [(text, "tokens"), (packed_text, "bin"), (packed_text, "idx"), (packs, "packs")],
+)
+def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
+    tmp_path: Path, make: Callable[[Path], DataConfig], end: str
+) -> None:
+    data = make(tmp_path)
+    corpus = opened(data)
+    marks, fingerprint = marks_of(corpus.watched), corpus.fingerprint
+    (path, *_) = sorted((tmp_path / "cache").glob(f"*.{end}"))
+    touch(path)
+    assert look_at(corpus.files) == []  # as all of it is read again
+    edit(path, path.stat().st_size // 2, 2)
+    with pytest.raises(UserError) as raised:
+        look_at(corpus.files)
+    assert str(raised.value) == (
+        f"{path} was changed under the run, at the same size: remove it and start again, it is "
+        "made anew"
+    )
+    assert opened(data).fingerprint == fingerprint
+    for left in (tmp_path / "cache").iterdir():
+        left.unlink()
+    assert opened(data).fingerprint == fingerprint
+    assert compare(opened(data).watched, marks) == Compared()  # another file, its content proved
+
+
+def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_BLOCK", 64)
+    data = text(tmp_path)
+    corpus = opened(data)
+    marks = marks_of(corpus.watched)
+    (path,) = (tmp_path / "cache").glob("*.tokens")
+    assert marks and compare(opened(data).watched, marks) == Compared()
+    touch(path)
+    assert len(look_at(corpus.files)) == 1
+    assert compare(opened(data).watched, marks).note.startswith(f"{path} may have changed")
+
+
+def test_plan_of_packs_is_not_taken_for_a_pair_that_was_edited_since(tmp_path: Path) -> None:
+    count, at = 6000, HEADER.size
+    index = Path(f"{pair(tmp_path / 'web', 1, documents=count, longest=6)}.idx")
+    data = data_of(tmp_path, packing="best_fit", cut_documents=True)
+    before = opened(data)
+    content = bytearray(index.read_bytes())
+    lengths = np.frombuffer(content, "<i4", count, at).copy()
+    # Of the lengths too 8 × 512 are looked at.
+    swapped = next(k for k in range(600, 700) if lengths[k] != lengths[k + 1])
+    lengths[swapped], lengths[swapped + 1] = lengths[swapped + 1], lengths[swapped]
+    begins = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    content[at : at + 12 * count] = lengths.tobytes() + begins.tobytes()
+    index.write_bytes(content)
+    after = opened(data)
+    assert after.fingerprint.split()[0] == before.fingerprint.split()[0]
+    assert after.plans[0].digest != before.plans[0].digest
+
+
+def manifest(corpus: Corpus, **data: Any) -> Manifest:
+    config = {"model": {}, "data": {}}
+    return Manifest(1, {"consumed_samples": 0}, config, facts_of(corpus) | data, "", {}, ())
+
+
+def test_checkpoint_has_the_marks_and_one_without_them_is_taken_without_a_word(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallel3d.config.identity.changes", lambda *_: [])
+    config = Config(data=data, model=ModelConfig(seq_length=SEQ, vocab_size=257))
+    corpus = opened(without_facts(data))
+    kept = manifest(corpus)
+    assert json.loads(json.dumps(kept.data)) == kept.data
+    assert compared_with(kept, config, corpus) == Compared()
+    edit(Path(f"{data.path}.bin"), FREE)
+    again = opened(data)
+    compared = compared_with(kept, config, again)
+    assert compared.refusal is None and "may have changed" in compared.note
+    old = dict(kept.data)
+    del old["files"]
+    assert compared_with(manifest(corpus, **{"files": ""}), config, again) == Compared()
+    old_manifest = Manifest(1, {"consumed_samples": 0}, kept.config, old, "", {}, ())
+    assert compared_with(old_manifest, config, again) == Compared()
+    edit(Path(f"{data.path}.bin"), 0)
+    other = compared_with(old_manifest, config, opened(data)).refusal
+    assert "cannot go on with another text" in other
+
+
+def test_end_of_text_beside_a_pair_must_be_its_tokenizers(data: DataConfig) -> None:
+    facts = Path(f"{data.path}.json")
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"eot": 7}))
+    with pytest.raises(UserError, match=r"web\.json has eot=7, and its tokenizer 256"):
+        opened(data)
+
+
+def test_tokenizer_that_changes_while_a_run_starts_is_not_kept(tmp_path: Path) -> None:
+    run, tok = tmp_path / "run", folder(tmp_path / "tok")
+    run.mkdir()
+    with pytest.raises(UserError, match="changed while the run was starting"):
+        keep_tokenizer(DataConfig(tokenizer=str(tok)), run, "of the corpus")
+    assert not any(run.iterdir())
+
+
+def test_conversations_that_change_while_they_are_read_leave_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    tok, rows = folder(tmp_path / "tok", chat_template=template), tmp_path / "a.jsonl"
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows.write_text(f"{json.dumps(talk)}\n" * 40)
+    data = data_of(tmp_path, name="chat", path=str(rows), tokenizer=str(tok))
+    data.packing = "padded"
+    read = chat_corpus.Reader.read
+
+    def grows(self: Any, row: Any) -> Any:
+        touch(rows)
+        return read(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_corpus.Reader, "read", grows)
+        with pytest.raises(UserError, match=r"a\.jsonl changed while it was being read"):
+            open_corpus(data, 64)
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
+    assert len(opened_chat(data).train)
+
+
+def opened_chat(data: DataConfig) -> Corpus:
+    corpus = open_corpus(data, 64)
+    assert isinstance(corpus, Corpus)
+    return corpus
