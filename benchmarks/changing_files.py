@@ -36,6 +36,8 @@ from benchmarks.command_cases import HERE, SETTINGS, STEPS, composed, without_hy
 from benchmarks.command_checks import TRACEBACK, curve_of
 from parallel3d.cli import command_line
 from parallel3d.data.pair_index import HEADER
+from parallel3d.data.remote import blocks
+from parallel3d.host.processes import die_with_parent
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.trainer import Trainer
 from tests.corpora import like_pair
@@ -430,6 +432,7 @@ def bench() -> Iterator[Bench]:
             addresses[kind.tells] = server.address
             pid = os.fork()
             if pid == 0:
+                die_with_parent()
                 listening.serve_forever()
             servers.append(pid)
             listening.server_close()
@@ -458,6 +461,8 @@ def run_cells(names: list[tuple[str, str, str]]) -> list[Row]:
     for name in NEEDED:
         importlib.import_module(name)
     use_some_http()
+    # A file of several blocks: some are fetched when the run begins, others later.
+    blocks.BLOCK, blocks._PAUSES_S = 1000, (0.0, 0.0)
     by_name, found = {kind.name: kind for kind in kinds()}, []
     with bench() as one:
         for name, moment, how in names:
