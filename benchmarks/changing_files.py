@@ -13,6 +13,7 @@ is wrong: a silent difference. Files behind HTTP are served from the loopback.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.command_cases import HERE, SETTINGS, STEPS, composed, without_hydra
-from benchmarks.command_checks import TRACEBACK, curve_of
+from benchmarks.command_checks import CURVE, TRACEBACK
 from parallel3d.cli import command_line
 from parallel3d.data.pair_index import HEADER
 from parallel3d.data.remote import blocks
@@ -51,7 +52,10 @@ CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # steps; the evaluation is that after step
 SAME, TOLD, SAID, ENDED = "same bits", "same bits, said", "other bits, said", "ended, and went on"
 SILENT, BAD = "SILENT", "BAD ENDING"
 OUTCOMES = (SAME, TOLD, SAID, ENDED, SILENT, BAD)
+METRICS = "runs/run/metrics.jsonl"
+Curve = dict[tuple[int, bool], list[object]]
 Row = tuple[str, str, str, str, str]  # kind, moment, how, outcome, sentence
+CONFIG = "tokenizer_config.json"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
 LIMIT_S = 120
 Change = Callable[[Path], None]
@@ -91,6 +95,10 @@ def other_digits(content: bytes) -> bytes:
 def other_letters(content: bytes) -> bytes:
     """What is said in conversations, in other words of the same length."""
     return content.replace(b"bottles", b"barrels").replace(b"beer", b"wine")
+
+
+def other_template(content: bytes) -> bytes:
+    return content.replace(b"role }}:", b"role }};")
 
 
 def other_vocabulary(content: bytes) -> bytes:
@@ -151,8 +159,9 @@ class Kind:
             other = self.other(content)
             if self.sampled:
                 in_place(path, partly(content, other))
-            else:  # the last half
-                in_place(path, content[: len(content) // 2] + other[len(content) // 2 :])
+            else:  # the last half, if there is something to change in it
+                half = content[: len(content) // 2] + other[len(content) // 2 :]
+                in_place(path, other if half == content else half)
 
         return {
             "replaced": lambda path: by_rename(path, self.other(path.read_bytes())),
@@ -231,8 +240,9 @@ def kinds() -> list[Kind]:
             (*TEXT, *TOK),
         ),
         Kind("chat rows", "sft.jsonl", other_letters, make_book, CHAT),
+        Kind("chat template", f"tok/{CONFIG}", other_template, make_book, CHAT),
         Kind(
-            *("chat template", "tok/tokenizer_config.json", other_letters, make_book),
+            *("run's chat template", f"runs/run/tokenizer/{CONFIG}", other_template, make_book),
             CHAT,
         ),
         Kind("packing plan", "cache/*.packs", flipped, make_pair, PACKS),
@@ -317,9 +327,15 @@ class Stage:
             sys.stderr.flush()
             os._exit(code)
 
-    def curve(self) -> dict[tuple[int, str], tuple[object, ...]]:
-        path = self.disk / "runs" / "run" / "metrics.jsonl"
-        return curve_of(path) if path.exists() else {}
+    def curve(self) -> Curve:
+        """What repeats of each line of figures; a later start's line takes an earlier one's place.
+
+        Lines of what was read of a blend have none.
+        """
+        path = self.disk / METRICS
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        kept = [row for row in rows if "loss" in row or "eval_loss" in row]
+        return {(row["step"], "loss" in row): [row.get(name) for name in CURVE] for row in kept}
 
 
 def at(step: int, evaluates: bool, do: Callable[[], None]) -> Callable[[], None]:
@@ -347,10 +363,12 @@ def stopping() -> None:
 class Bench:
     """Undisturbed runs, and what becomes of disturbed ones."""
 
-    def __init__(self, home: Path, addresses: dict[tuple[str, ...], str]) -> None:
+    def __init__(
+        self, home: Path, addresses: dict[tuple[str, ...], str], starts: Sequence[int]
+    ) -> None:
         """`addresses` of the servers, by what they tell."""
-        self.stage, self.addresses = Stage(home), addresses
-        self.usual: dict[str, dict[tuple[int, str], tuple[object, ...]]] = {}
+        self.stage, self.addresses, self.starts = Stage(home), addresses, starts
+        self.usual: dict[str, Curve] = {}
 
     def words(self, kind: Kind) -> tuple[str, ...]:
         where = ("run=run", "runs_dir=runs", "data.cache_dir=cache")
@@ -359,11 +377,11 @@ class Bench:
             data = tuple(word.format(address=self.addresses[kind.tells]) for word in data)
         return ("train", *where, *SETTINGS, *data)
 
-    def undisturbed(self, kind: Kind) -> dict[tuple[int, str], tuple[object, ...]]:
-        """The curve of a run in one start, which is that of one in two, without a word."""
+    def undisturbed(self, kind: Kind) -> Curve:
+        """The curve of a run in one start, which is that of one in two, both without a word."""
         if kind.name not in self.usual:
             curves = []
-            for starts in (1, 2):
+            for starts in self.starts:
                 self.stage.lay(kind)
                 if starts == 2:
                     self.stage.train(self.words(kind), stopping)
@@ -372,7 +390,7 @@ class Bench:
                     assert not given.sentences(), given.err
                 assert given.code == 0 and TRACEBACK not in given.err, given.err
                 curves.append(self.stage.curve())
-            assert curves[0] == curves[1] and len(curves[0]) > STEPS, kind.name
+            assert curves[0] == curves[-1] and len(curves[0]) > STEPS, kind.name
             self.usual[kind.name] = curves[0]
         return self.usual[kind.name]
 
@@ -392,6 +410,7 @@ class Bench:
         def disturb() -> None:
             shutil.copy2(target(), backup)
             change(target())
+            assert target().read_bytes() != backup.read_bytes()
 
         if cell.moment == RESUME:
             first = self.stage.train(words, stopping)
@@ -418,7 +437,7 @@ class Bench:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def bench(starts: Sequence[int]) -> Iterator[Bench]:
     """A bench with a folder of its own, and a process that serves it."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-changing-") as home:
         path = Path(os.path.realpath(home))
@@ -437,7 +456,7 @@ def bench() -> Iterator[Bench]:
             servers.append(pid)
             listening.server_close()
         try:
-            yield Bench(path, addresses)
+            yield Bench(path, addresses, starts)
         finally:
             for pid in servers:
                 os.kill(pid, signal.SIGKILL)
@@ -455,8 +474,9 @@ def cells_of(only: Sequence[str], every: int) -> list[Cell]:
     return found[::every]
 
 
-def run_cells(names: list[tuple[str, str, str]]) -> list[Row]:
-    """What became of the cells of these names, (kind, moment, how)."""
+def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2)) -> list[Row]:
+    """What became of the cells of these names, (kind, moment, how); an undisturbed run is made in
+    so many `starts` each."""
     torch.set_num_threads(1)  # a pool of threads would not come along into what is forked
     for name in NEEDED:
         importlib.import_module(name)
@@ -464,7 +484,7 @@ def run_cells(names: list[tuple[str, str, str]]) -> list[Row]:
     # A file of several blocks: some are fetched when the run begins, others later.
     blocks.BLOCK, blocks._PAUSES_S = 1000, (0.0, 0.0)
     by_name, found = {kind.name: kind for kind in kinds()}, []
-    with bench() as one:
+    with bench(starts) as one:
         for name, moment, how in names:
             outcome, last = one.cell(Cell(by_name[name], moment, how))
             found.append((name, moment, how, outcome, last))
@@ -488,6 +508,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of KIND/MOMENT/HOW")
     parser.add_argument("--every", type=int, default=1, help="each so many-th cell alone")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--starts", type=int, nargs="*", default=[1, 2], help="undisturbed")
     parser.add_argument("--out", type=Path, help="for the rows, as JSON")
     given = parser.parse_args()
     cells = cells_of(given.only, given.every)
@@ -496,7 +517,8 @@ def main() -> int:
         shares.setdefault(cell.kind.name, []).append((cell.kind.name, cell.moment, cell.how))
     started = time.monotonic()
     with get_context("fork").Pool(min(given.jobs, len(shares))) as pool:
-        rows = [row for share in pool.imap(run_cells, shares.values()) for row in share]
+        run = functools.partial(run_cells, starts=given.starts)
+        rows = [row for share in pool.imap(run, shares.values()) for row in share]
     print(f"\n{table(rows)}\n\n{time.monotonic() - started:.0f} s")
     if given.out:
         given.out.write_text(json.dumps(rows, indent=1))

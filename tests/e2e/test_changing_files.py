@@ -1,0 +1,41 @@
+"""Files that change under a run, or between its starts: a dozen of benchmarks/changing_files.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.changing_files import ENDED, SAID, SAME, TOLD
+from tests.e2e.command import ROOT
+
+CELLS = {
+    "pair .bin, no .json/first step/appended": ENDED,
+    "pair .bin, no .json/two steps/replaced": TOLD,
+    "pair .bin, no .json/two steps/edited": SAID,
+    "pair .bin, no .json/evaluation/truncated": ENDED,
+    "pair .bin, no .json/next start/edited": SAID,
+    "pair .bin, no .json/next start/old mtime": ENDED,
+    "token cache/two steps/edited": ENDED,
+    "token cache/evaluation/replaced": TOLD,
+    "token cache/next start/edited": SAME,
+    "http, time/two steps/replaced": ENDED,
+    "http, time/evaluation/old mtime": ENDED,
+    "http, time/next start/edited": SAID,
+}
+
+
+def test_dozen_of_changes_is_refused_or_said_or_has_no_effect(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    bench = (sys.executable, "-m", "benchmarks.changing_files", "--jobs", "1", "--out", str(out))
+    ended = subprocess.run(
+        [*bench, "--starts", "1", "--only", *CELLS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert {f"{kind}/{moment}/{how}": became for kind, moment, how, became, _ in rows} == CELLS
