@@ -91,7 +91,7 @@ class PairIndex:
         begin, end = int(sequences[0]), int(sequences[-1])
         steps = sequences[1:] - sequences[:-1]
         if steps.min() < 0 or not 0 <= begin <= end <= self.sequences:
-            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+            raise self._disordered(first, last)
         pointers = self._checked_pointers(begin, end)
         if end - begin == last - first and steps.max() == 1:  # each document is one sequence
             return pointers[: last - first] // self.dtype.itemsize
@@ -115,9 +115,14 @@ class PairIndex:
             first, many = first + many, 2 * many
 
     def check_all(self) -> None:
-        """Raises UserError if any sequence lies elsewhere than after the one before it."""
+        """Raises UserError if any sequence lies elsewhere than after the one before it, or if a
+        document does."""
         for begin in range(0, self.sequences, _AT_A_TIME):
             self._checked_pointers(begin, min(begin + _AT_A_TIME, self.sequences))
+        for first in range(0, self.documents, _AT_A_TIME):
+            last = min(first + _AT_A_TIME, self.documents)
+            if (np.diff(self._firsts[first : last + 1]) < 0).any():
+                raise self._disordered(first, last)
         for first in range(0, self.documents, _AT_A_TIME):
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
@@ -167,7 +172,7 @@ class PairIndex:
         if end - begin == last - first - 1:
             return pointers // self.dtype.itemsize
         if sequences.min() < begin or sequences.max() > end:
-            raise self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+            raise self._disordered(first, last)
         return pointers[sequences - begin] // self.dtype.itemsize
 
     def _slow_begin(self, sequence: int) -> int:
@@ -195,6 +200,9 @@ class PairIndex:
                 f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
             )
         return pointers
+
+    def _disordered(self, first: int, last: int) -> UserError:
+        return self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
 
     def damaged(self, what: str) -> UserError:
         return UserError(

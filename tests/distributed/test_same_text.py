@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel3d.commands.train import train
 from parallel3d.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
+from parallel3d.data.agreement import check_same_text
+from parallel3d.data.corpora.split import Corpus
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
+from parallel3d.topology.layout import Layout
+from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
 
 
@@ -37,6 +43,23 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
         except UserError as error:
             return str(error)
     raise AssertionError("it trained")
+
+
+def answer(tokenizers: list[str]) -> str | None:
+    """What is said on this rank of equal tokens that came of `tokenizers`."""
+    tokens = np.zeros(9, np.int64)
+    corpus = Corpus(tokens, tokens, "f" * 32, 257, 256, tokenizers[dist.get_rank()])
+    try:
+        check_same_text(corpus, plain_groups(Layout(tp=1, pp=1, dp=2)).world, torch.device("cpu"))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_with_other_tokenizers_for_the_same_tokens_are_refused(pool: Pool) -> None:
+    assert pool.run(2, answer, ["a" * 32, "a" * 32]) == [None, None]
+    first, second = pool.run(2, answer, ["a" * 32, "b" * 32])
+    assert first == second and "(tokenizers aaaaaaaaaaaa and bbbbbbbbbbbb)" in first
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "dp": 1}, {"dp": 2}])

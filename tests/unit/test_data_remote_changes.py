@@ -13,6 +13,7 @@ import pytest
 from parallel3d.config.data import DataConfig
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.corpus import open_corpus
+from parallel3d.data.making.inputs import find_inputs
 from parallel3d.data.remote import blocks
 from parallel3d.data.remote.blocks import BlockCache, BlockFile
 from parallel3d.data.watched import compare, marks_of, unmarked
@@ -225,6 +226,17 @@ def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home
             assert "web.bin was changed since the last checkpoint: put back the pair" in refusal
         else:
             assert refusal is None and "web.bin may have changed since the last checkp" in note
+
+
+@pytest.mark.parametrize("tells", [(ETAG,), (MODIFIED,)])
+def test_input_of_another_time_is_not_the_one_that_a_corpus_was_begun_with(
+    home: Path, tells: tuple[str, ...]
+) -> None:
+    with Server(home / "served", tells).serving() as server:
+        (before,) = find_inputs(f"{server.address}/web.bin")
+        put(home, "b", 10)
+        (after,) = find_inputs(f"{server.address}/web.bin")
+    assert before.stamp and before.stamp != after.stamp
 
 
 def test_file_that_goes_away_is_an_error_with_its_name(home: Path) -> None:

@@ -14,8 +14,8 @@ from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sampl
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.text.facts import Facts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
-from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import Proof, Watched, prove
+from parallel3d.data.tokens import Tokens, size_of
+from parallel3d.data.watched import PROVED, Proof, Watched, prove
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -143,12 +143,18 @@ def _watched(pair: IndexedCorpus, tokens: Tokens, text: str) -> tuple[str, tuple
         found = places()
         return found if found is Proof.CHANGED else prove(tokens.file, text or None)
 
+    def places_and_order() -> Proof:
+        found = places()
+        if found is Proof.SAMPLED and size_of(index) <= PROVED:
+            pair.index.check_all()
+        return found
+
     remedy = (
         "put back the pair that the run began with and start again (`parallel3d data show "
         f"{pair.prefix}` reads all of it), or choose another run="
     )
     index = pair.index.lengths.file
-    files = Watched(tokens.file, places_or_all, remedy), Watched(index, places, remedy)
+    files = Watched(tokens.file, places_or_all, remedy), Watched(index, places_and_order, remedy)
     fingerprint = _fingerprint(pair, tokens, text)
     return fingerprint, files
 

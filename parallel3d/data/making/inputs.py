@@ -23,7 +23,7 @@ from parallel3d.data.making.kinds import ENDS, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files.reading import plain
 
-STAMPS = ("mtime", "ETag", "etag", "LastModified", "last_modified")
+STAMPS = ("mtime", "ETag", "etag", "Last-Modified", "LastModified", "last_modified")
 HOW = "give files, folders, globs or addresses, joined by commas"
 
 
