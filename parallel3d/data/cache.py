@@ -30,6 +30,7 @@ from parallel3d.data.tokens import Tokens
 from parallel3d.data.watched import MAKE_ANEW, Proof, Watched
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
+from parallel3d.files.reading import read_into
 
 _MAGIC = b"P3DTOKEN"
 _VERSION = 1
@@ -162,8 +163,7 @@ def is_trusted(status: os.stat_result, folder: Path) -> bool:
 def _load(path: Path, count: int, report: Report) -> Cached | None:
     """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
     try:
-        # Without a buffer, which would hold what a later proof is to read again.
-        file = open(path, "rb", 0, opener=no_link)  # noqa: SIM115  as long as its tokens live
+        file = open(path, "rb", opener=no_link)  # noqa: SIM115  as long as its tokens live
     except (FileNotFoundError, NotADirectoryError):
         return None
     digest, problem = None, "is damaged"
@@ -192,8 +192,7 @@ def _verify(file: BinaryIO, count: int) -> str | None:
     Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
     and the last among them: each rank of a job pays for this at its start.
     """
-    file.seek(0)
-    header = file.read(_TOKENS_AT)
+    header = _piece(file, _TOKENS_AT, 0)
     if len(header) < _TOKENS_AT:
         return None
     magic, version, width, stored, digest = _HEADER.unpack_from(header)
@@ -204,15 +203,20 @@ def _verify(file: BinaryIO, count: int) -> str | None:
         return None
     if (magic, version, width, stored) != (_MAGIC, _VERSION, 2, count):
         return None
-    file.seek(_TOKENS_AT + 2 * count)
-    crcs = np.frombuffer(file.read(4 * blocks), dtype="<u4")
+    crcs = np.frombuffer(_piece(file, 4 * blocks, _TOKENS_AT + 2 * count), dtype="<u4")
     checked = min(blocks, _CHECKED_BLOCKS)
     for block in sorted({i * (blocks - 1) // max(1, checked - 1) for i in range(checked)}):
         start = block * _BLOCK
-        file.seek(_TOKENS_AT + start)
-        if zlib.crc32(file.read(min(_BLOCK, 2 * count - start))) != crcs[block]:
+        size = min(_BLOCK, 2 * count - start)
+        if zlib.crc32(_piece(file, size, _TOKENS_AT + start)) != crcs[block]:
             return None
     return digest.hex()
+
+
+def _piece(file: BinaryIO, size: int, at: int) -> bytes:
+    """Bytes of a file as they are on the disk now, not in a buffer; fewer only at the end."""
+    content = bytearray(size)
+    return bytes(content[: read_into(file.fileno(), memoryview(content), at)])
 
 
 def _remove_leftovers(path: Path) -> None:
