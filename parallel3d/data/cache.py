@@ -182,8 +182,7 @@ def _load(path: Path, count: int, report: Report) -> Cached | None:
             return Proof.CHANGED
         return Proof.SAME if whole else Proof.SAMPLED
 
-    watched = Watched(file, prove, MAKE_ANEW, proved=whole)
-    return Cached(Tokens(file, _TOKENS_AT, count), digest, (watched,))
+    return Cached(Tokens(file, _TOKENS_AT, count), digest, (Watched(file, prove, MAKE_ANEW),))
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:

@@ -23,19 +23,11 @@ class Proof(Enum):
 
 
 class Watched:
-    """An open file and its mark at the last look.
+    """An open file and its mark at the last look."""
 
-    Attributes:
-        proved: all of its content is part of the corpus's fingerprint, so that its times and inode
-            say nothing to a later start.
-    """
-
-    def __init__(
-        self, file: File, prove: Callable[[], Proof], remedy: str, *, proved: bool = False
-    ) -> None:
+    def __init__(self, file: File, prove: Callable[[], Proof], remedy: str) -> None:
         """`prove` reads the file again; `remedy` says what to do about one that changed."""
-        self.file, self.prove, self.proved = file, prove, proved
-        self._remedy = remedy
+        self.file, self.prove, self._remedy = file, prove, remedy
         self.mark = mark_of(file)
 
     def look(self) -> str | None:
@@ -99,7 +91,7 @@ def unmarked(files: Iterable[Watched]) -> list[str]:
 
 def marks_of(watched: Mapping[str, Watched]) -> str:
     """The marks of files by their keys, for `compare` at a later start: words of `key=mark`."""
-    return " ".join(f"{key}={file.mark}" for key, file in watched.items() if not file.proved)
+    return " ".join(f"{key}={file.mark}" for key, file in watched.items())
 
 
 def compare(watched: Mapping[str, Watched], marks: str) -> Compared:

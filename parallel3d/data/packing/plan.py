@@ -62,7 +62,7 @@ class Plan:
                 return Proof.CHANGED
             return Proof.SAME if whole else Proof.SAMPLED
 
-        self.watched = Watched(file, prove, MAKE_ANEW, proved=whole)
+        self.watched = Watched(file, prove, MAKE_ANEW)
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
         """Where the pieces of a pack begin, and their lengths. Raises OSError."""

@@ -62,8 +62,7 @@ def _path(corpus: Corpus, held_out: bool, folder: Path, room: int, packing: str)
     tokens = len(corpus.valid if held_out else corpus.train)
     how = "" if packing == "best_fit" else f":{packing}"
     # The marks: a fingerprint looks at some places of a pair, a plan comes of all of it.
-    marks = marks_of(corpus.watched)
-    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}" + (f":{marks}" if marks else "")
+    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}:{marks_of(corpus.watched)}"
     return plan_file(folder, stream, room)
 
 

@@ -19,8 +19,8 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
 from parallel3d.data.text.file_tokenizer import FileTokenizer
-from parallel3d.data.tokens import File, size_of, whole_digest
-from parallel3d.data.watched import MAKE_ANEW, PROVED, Proof, Watched, prove
+from parallel3d.data.tokens import File, whole_digest
+from parallel3d.data.watched import MAKE_ANEW, Proof, Watched, prove
 from parallel3d.errors import UserError
 from parallel3d.files.durable import replace_durably
 from parallel3d.files.reading import parse_json, read_bounded
@@ -104,8 +104,7 @@ def _load(path: Path, report: Report) -> Kept | None:
 
 
 def _watched(file: File, digest: str | None) -> Watched:
-    proved = digest is not None and size_of(file) <= PROVED
-    return Watched(file, lambda: prove(file, digest), MAKE_ANEW, proved=proved)
+    return Watched(file, lambda: prove(file, digest), MAKE_ANEW)
 
 
 def _build(
