@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can d
     from parallel3d.config.schema import DataConfig
     from parallel3d.data.corpora.blended import Part
 
-VERSION = 1
+VERSION = 2
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")

@@ -20,7 +20,7 @@ from parallel3d.data.text.special_tokens import (
 from parallel3d.errors import UserError
 from parallel3d.files.reading import plain, read_bounded
 
-ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
+ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 Message = Mapping[str, Any]
 
 
@@ -29,7 +29,11 @@ class Refused(ValueError):
 
 
 class ChatTemplate:
-    """The template that lies beside a tokenizer. `text`: as it is written."""
+    """The template that lies beside a tokenizer.
+
+    Attributes:
+        text: as it is written. has_tags: `{% generation %}` says what the assistant speaks.
+    """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         """Raises UserError where there is none, or one that does not parse."""
@@ -40,12 +44,25 @@ class ChatTemplate:
         self._names = {name: text for name, text in names.items() if text is not None}
         self._names.setdefault("eos_token", tokenizer.eot_text)
         self._names.setdefault("bos_token", "")
+        self.has_tags = False
+        self._around = ("", "")  # what `{% generation %}` is written as, and its end
         self._template = self._parsed()
 
     def render(
-        self, messages: Sequence[Message], *, tools: Any = None, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        prompt: bool = False,
+        around: tuple[str, str] = ("", ""),
     ) -> str:
-        """The messages as text; with `prompt` as far as the assistant is to speak. Refused."""
+        """The messages as text. Raises Refused.
+
+        Args:
+            prompt: up to where the assistant is to speak.
+            around: what is written where the assistant's words begin and end, if `has_tags`.
+        """
+        self._around = around
         try:
             return self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=prompt, **self._names
@@ -60,14 +77,22 @@ class ChatTemplate:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        template = self
+
         class Generation(Extension):
-            """`{% generation %}`, by which some templates mark the assistant's words, is passed."""
+            """`{% generation %}`, by which some templates mark the assistant's words."""
 
             tags = frozenset(("generation",))
 
-            def parse(self, parser: Any) -> list[nodes.Node]:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            def parse(self, parser: Any) -> nodes.Node:
+                template.has_tags = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_within"), [], [], body).set_lineno(line)
+
+            def _within(self, caller: Any) -> str:
+                begin, end = template._around
+                return f"{begin}{caller()}{end}"
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -109,6 +134,13 @@ def _refuse(message: str) -> NoReturn:
     raise Refused(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    """As transformers has it: nothing is spelled for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON as transformers does: nothing is spelled for HTML."""
+    how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
