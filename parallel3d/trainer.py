@@ -53,14 +53,15 @@ log = logging.getLogger(__name__)
 class StepResult(NamedTuple):
     """One optimizer step, the same on every rank.
 
-    loss: mean over the unmasked tokens of the global batch, in nats. grad_norm: before clipping.
-    tokens: tokens read, masked ones included. skipped: the gradients were not finite, and the
-    parameters stay as they were. stop: some rank was asked to end the run (`stop_requested`).
+    loss: mean over the unmasked tokens of the global batch, in nats; None if all are masked.
+    grad_norm: before clipping. tokens: tokens read, masked ones included. skipped: the gradients
+    were not finite, or there is no loss, and the parameters stay as they were. stop: some rank was
+    asked to end the run (`stop_requested`).
     noise: what the gradients say of the batch size, with `train.noise_scale`.
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float
     lr: float
     tokens: int
@@ -164,7 +165,8 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch; collective over the world.
 
-        Gradients that are not finite anywhere leave the parameters as they are, on all ranks.
+        Gradients that are not finite anywhere leave parameters and optimizer as they are, on all
+        ranks, and so does a batch without an unmasked token, of which nothing is to be learned.
         """
         self.clock.start_step()
         result = self._train_step()
@@ -195,7 +197,7 @@ class Trainer:
         with self.clock.range("grad norm"):
             loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
-        finite = math.isfinite(loss + grad_norm)
+        finite = loss is not None and math.isfinite(loss + grad_norm)
         self.before_update()
         if finite:
             with self.clock.range("optimizer"):
@@ -206,15 +208,16 @@ class Trainer:
                 self.data_parallel, self.optimizer, self.config.optim, self.groups
             )
             self.measures_order = False
-        self.loss_scale.update(overflow=not finite)
+        if loss is not None:
+            self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
         self.consumed_samples += self.config.global_batch_size
         figures = (loss, grad_norm, lr, self.tokens_per_step)
         return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 
-    def evaluate(self, part: str | None = None) -> float:
-        """Mean loss over `train.eval_batches` global batches of held-out samples; collective.
-        `part`: of one of `held_out_batches`, a blend's."""
+    def evaluate(self, part: str | None = None) -> float | None:
+        """Mean loss over `train.eval_batches` global batches of held-out samples; None if all of
+        their tokens are masked; collective. `part`: of one of `held_out_batches`, a blend's."""
         batches = self.valid_batches if part is None else self.held_out_batches[part]
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.data_parallel.wait_for_all()
@@ -227,7 +230,8 @@ class Trainer:
             total += self._share_of_loss(loss_sum, tokens)
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
-            return float(total[0] / total[1])
+            loss_sum, count = total.tolist()
+        return loss_sum / count if count else None
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
         """Unmasked tokens of a global batch, float64; zero on ranks without a loss."""
@@ -247,8 +251,9 @@ class Trainer:
         speaks = self.has_loss and groups.tp.index == 0
         return torch.stack((loss_sum * speaks, tokens * (speaks and groups.dp.index == 0)))
 
-    def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float, float, bool]:
-        """Global loss, unscaled gradient norm, and whether any rank was asked to stop.
+    def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
+        """Global loss, None without an unmasked token; unscaled gradient norm; and whether any
+        rank was asked to stop.
 
         One small reduction over the world, the same numbers on every rank.
         """
@@ -263,7 +268,8 @@ class Trainer:
         with blocking(self.groups.world):
             loss, count, square, stops, *squares = sums.tolist()
         self.noise.update(squares, self.loss_scale.scale)
-        return loss / max(count, 1.0), self.loss_scale.unscaled(square**0.5), stops > 0
+        mean = loss / count if count else None
+        return mean, self.loss_scale.unscaled(square**0.5), stops > 0
 
     def parameter_slices(self) -> list[ParameterSlice]:
         """What this rank steps: masters and optimizer state, as live views."""

@@ -223,7 +223,11 @@ def judge(
     said = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
-        if not relative(a, b) <= limit:
+        if a is None and b is None:  # both found no token to learn
+            continue
+        if a is None or b is None:
+            said.append(f"{name} is {a} under the layout and {b} in one process")
+        elif not relative(a, b) <= limit:
             said.append(f"{name} is {a:.12g} under the layout and {b:.12g} in one process")
     limit = math.inf if tolerance.weights is None else tolerance.weights
     off = [box for box in boxes if box.difference > limit]
@@ -251,7 +255,9 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
         result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         a, b = row.layout, row.single
-        cells = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}")
+        cells = ("none", "none", "")
+        if a.loss is not None and b.loss is not None:
+            cells = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}")
         cells += (f"{a.grad_norm:.5f}", f"{b.grad_norm:.5f}")
         cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}")
         result.add_row(str(row.step), *cells, style="bold red" if row.failure else None)

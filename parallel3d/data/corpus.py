@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
-from parallel3d.data.chat.corpus import TOKEN, find_chat, open_chat
+from parallel3d.data.chat.corpus import TOKEN, check_windows, find_chat, open_chat
 from parallel3d.data.corpora.blend import Blend, check_epochs, open_blend, part_name
 from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
@@ -52,6 +52,8 @@ def open_corpus(
         corpus = _open_one(data, seq_length, folder, vocab_size)
     elif data.name == "chat":
         corpus = open_chat(data, folder, report)
+        if data.packing == "concat":
+            check_windows(corpus, seq_length)
     else:
         corpus = _open_text(data, seq_length, folder, report)
     if data.packing == "concat":

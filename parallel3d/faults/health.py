@@ -47,13 +47,18 @@ class Health:
         Raises TrainingFailure on all ranks alike if too many steps in a row were skipped.
         """
         settings = self.trainer.config.recovery
+        if result.loss is not None:  # else it learned nothing, and nothing in it can be wrong
+            self._look_at(result)
+        if settings.drift_every and result.step % settings.drift_every == 0:
+            self.compare_replicas(result.step)
+
+    def _look_at(self, result: StepResult) -> None:
+        settings = self.trainer.config.recovery
         self.skipped = self.skipped + 1 if self._is_lost(result) else 0
         if self.skipped > settings.max_skipped:
             self._act(result)
         elif not result.skipped:
             self._look_for_spike(result)
-        if settings.drift_every and result.step % settings.drift_every == 0:
-            self.compare_replicas(result.step)
 
     def _is_lost(self, result: StepResult) -> bool:
         """Whether a step was skipped for no good reason: fp16 skips some to find its loss scale."""

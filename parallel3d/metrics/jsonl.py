@@ -4,12 +4,13 @@ A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, whe
 all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
 seconds by kind (`comm.clock`; on an accelerator those of the step before, in some lines);
 `memory`, on an accelerator the peak bytes of rank 0's so far (`metrics.memory`); `skipped: true`
-where gradients were not finite; `profiled: true` under `profile.steps`; `loss_scale` with fp16;
-`noise`, with `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
-(`data_parallel.noise_scale`). An evaluation's line: `step eval_loss tokens`, and of a blend's parts
-`eval_losses` by name. Beside it, of a blend, `step tokens parts`: by name the `tokens` read of a
-part so far and how many `epochs` of it. JSON has no NaN: a value that is not finite is null, and
-the line then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
+where gradients were not finite, or, with a null `loss`, where no token of the global batch was to
+be learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with
+`train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
+(`data_parallel.noise_scale`). An evaluation's line: `step eval_loss tokens`, the loss null where no
+token was to be told, and of a blend's parts `eval_losses` by name. Beside it, of a blend, `step tokens parts`: by name the
+`tokens` read of a part so far and how many `epochs` of it. JSON has no NaN: a value that is not
+finite is null, and the line then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if k in odd else v for k, v in row.items()} | {"nonfinite": odd}
 
 
-def value(row: Mapping[str, Any], key: str) -> float:
+def value(row: Mapping[str, Any], key: str) -> float | None:
     """What `finite` was given for `key`, NaN and infinities restored. KeyError without it."""
-    return float(row.get("nonfinite", {}).get(key, row[key]))
+    found = row.get("nonfinite", {}).get(key, row[key])
+    return None if found is None else float(found)
 
 
 class MetricsFile:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallel3d.metrics.records import StepRecord
-from parallel3d.metrics.text import Curve, duration, encodable, percent, si, sparkline
+from parallel3d.metrics.text import Curve, duration, encodable, loss_words, percent, si, sparkline
 
 REFRESH_PER_SECOND = 4  # a thread of the training process draws: more would only cost steps
 RATE_WINDOW = 50  # steps that the time left is judged by
@@ -125,9 +125,10 @@ class Bar:
         record, is_utf = self._record, self._console.encoding.startswith("utf")
         if record is None:
             return Text("first step …" if is_utf else "first step")
-        good = "bold green" if math.isfinite(record.loss) else "bold red"
+        loss = 0.0 if record.loss is None else record.loss
+        good = "bold green" if math.isfinite(loss) else "bold red"
         parts = [
-            ("loss", f"{record.loss:.4f}", good),
+            ("loss", loss_words(record.loss), good),
             ("grad", f"{record.grad_norm:#.3g}", ""),
             ("lr", f"{record.lr:.2e}", ""),
             ("", f"{si(record.tokens_per_s)} tok/s".replace("  ", " "), ""),
@@ -155,7 +156,7 @@ class Bar:
 class Lines:
     """A plain line for the first step, the last one and every `every`-th between.
 
-    A skipped step always has its line.
+    A step whose gradients were not finite always has its line.
     """
 
     def __init__(self, console: Console, first_step: int, last_step: int, every: int) -> None:
@@ -175,17 +176,19 @@ class Lines:
         """A step has ended."""
         self._clock.tick(record.step)
         due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
-        if not (due or record.skipped):
+        bad = record.skipped and record.loss is not None
+        if not (due or bad):
             return
         width = len(str(self._last_step))
         left = duration(self._clock.left)
         self.note(
-            f"step {record.step:{width}d}/{self._last_step}  loss {record.loss:8.4f}  "
+            f"step {record.step:{width}d}/{self._last_step}  loss {loss_words(record.loss):>8}  "
             f"grad {record.grad_norm:#8.3g}  lr {record.lr:.2e}  "
             f"{si(record.tokens_per_s):>6} tok/s  MFU {percent(record.mfu):>6}  left {left:>7}"
             + (f"  scale {record.loss_scale:g}" if record.loss_scale is not None else "")
             + (f"  noise {record.noise_scale:.3g}" if record.noise_scale is not None else "")
-            + ("  SKIPPED: gradients not finite" if record.skipped else "")
+            + ("  SKIPPED: gradients not finite" if bad else "")
+            + ("  SKIPPED: no token to learn" if record.loss is None else "")
         )
 
     def note(self, text: str, style: str = "") -> None:

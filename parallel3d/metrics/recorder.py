@@ -72,7 +72,8 @@ class Recorder:
         self._throughput = Throughput()
         self._evaluations: list[Evaluation] = []
         self._last: StepRecord | None = None
-        self._skipped = 0
+        self._skipped = self._unlearned = 0
+        self._said_unlearned = False
         self._ranks: Sequence[RankTimes] = ()
         self._memory: Sequence[Memory] = ()
         self._started_at: str | None = None
@@ -126,7 +127,7 @@ class Recorder:
     def step(
         self,
         step: int,
-        loss: float,
+        loss: float | None,
         grad_norm: float,
         lr: float,
         tokens: int,
@@ -141,28 +142,43 @@ class Recorder:
     ) -> None:
         """Record optimizer step `step` (counts from 1).
 
-        `loss` is in nats per token, `grad_norm` that before clipping. `tokens` are all tokens that
-        the step computed (global batch × sequence length), masked ones too: throughput and MFU are
-        about work. metrics.jsonl's `tokens` is their sum over the run. `skipped`, `loss_scale`,
-        `times`, `memory`, `noise` and `profiled`: see `StepRecord`.
+        `loss` is in nats per token, None where none was to be learned, `grad_norm` that before
+        clipping. `tokens` are all tokens that the step computed (global batch × sequence length),
+        masked ones too: throughput and MFU are about work. metrics.jsonl's `tokens` is their sum
+        over the run. `skipped`, `loss_scale`, `times`, `memory`, `noise` and `profiled`: see
+        `StepRecord`.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
         figures = (step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
         record = StepRecord(*figures, skipped, loss_scale, times, memory, noise, profiled)
-        self._skipped += skipped
-        self._last = record
+        self._count(record)
         if not profiled:
             self._throughput.add(tokens, step_time_s)
         self._curve.add(loss)
         self._metrics.write(record.row())
         self._progress.update(record)
+        if loss is None and not self._said_unlearned:
+            self._said_unlearned = True
+            self._say(
+                f"step {step}: no token of its samples is to be learned, so it changes nothing: "
+                f"{self._unlearned:,} such step{'s' * (self._unlearned > 1)} so far, further ones "
+                "are only counted"
+            )
         if self._wandb is not None:
             self._wandb.step(record)
 
-    def evaluation(self, step: int, eval_loss: float, of_parts: Mapping[str, float] = {}) -> None:
-        """Record the held-out loss (nats per token) after `step` steps, and a blend's parts'."""
+    def _count(self, record: StepRecord) -> None:
+        self._skipped += record.skipped
+        self._unlearned += record.loss is None
+        self._last = record
+
+    def evaluation(
+        self, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None] = {}
+    ) -> None:
+        """Record the held-out loss (nats per token) after `step` steps, and a blend's parts'; None
+        where they have no token to tell."""
         self._evaluations.append(Evaluation(step, eval_loss))
         parts = {"eval_losses": finite(of_parts)} if of_parts else {}
         self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
@@ -244,9 +260,9 @@ class Recorder:
             self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
             return
         self._curve.add(value(row, "loss"))
-        self._skipped += row.get("skipped", False)
         # In the order of the fields; of the rest the summary takes nothing.
-        self._last = StepRecord(row["step"], *(value(row, k) for k in StepRecord._fields[1:8]))
+        figures = (value(row, key) for key in StepRecord._fields[1:8])
+        self._count(StepRecord(row["step"], *figures, row.get("skipped", False)))
 
     def _draw(self, path: Path) -> None:
         picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
@@ -277,6 +293,7 @@ class Recorder:
             "loss": last.loss if last else None,
             "grad_norm": last.grad_norm if last else None,
             "skipped_steps": self._skipped,
+            "unlearned_steps": self._unlearned,
             **held_out(self._evaluations, config.data.reads_bytes),
             "tokens_per_s": self._throughput.summary(),
             "mfu": mfu_with_terms(

@@ -19,14 +19,14 @@ class StepRecord(NamedTuple):
     """One optimizer step, as it is written to `metrics.jsonl` (same names, same order)."""
 
     step: int  # counts from 1
-    loss: float  # nats per token, mean over the unmasked tokens of the global batch
+    loss: float | None  # nats per token, mean over the unmasked tokens; None without any
     grad_norm: float  # before clipping
     lr: float
     tokens: int  # of the whole run so far
     tokens_per_s: float
     mfu: float  # fraction
     step_time_s: float
-    skipped: bool = False  # gradients were not finite, the parameters stay as they were
+    skipped: bool = False  # no loss or gradients not finite: the parameters stay as they were
     loss_scale: float | None = None  # of fp16, after the step
     times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
     memory: Memory | None = None  # of rank 0's accelerator so far
@@ -50,7 +50,7 @@ class StepRecord(NamedTuple):
             row["memory"] = self.memory._asdict()
         if self.noise is not None:
             row["noise"] = {part: v for part, v in self.noise.items() if v is not None}
-        return {key: value for key, value in row.items() if value is not None}
+        return {key: value for key, value in row.items() if value is not None or key == "loss"}
 
 
 class Throughput:
@@ -95,22 +95,23 @@ class Throughput:
 
 
 class Evaluation(NamedTuple):
-    """A held-out loss (nats per token) after `step` steps."""
+    """A held-out loss (nats per token) after `step` steps; None without a token to tell."""
 
     step: int
-    loss: float
+    loss: float | None
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl has what is taken up from it: a step's, an evaluation's."""
     keys = ("eval_loss", "tokens") if "eval_loss" in row else StepRecord._fields[1:8]
+    may_lack = "eval_loss" if "eval_loss" in row else "loss" if row.get("skipped") else None
     try:
-        return all(value(row, key) is not None for key in keys)
+        return all(value(row, key) is not None or key == may_lack for key in keys)
     except (KeyError, TypeError, ValueError, AttributeError):
         return False
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The lowest finite held-out loss, the earliest of equals; None without one."""
-    usable = [e for e in evaluations if math.isfinite(e.loss)]
+    usable = [e for e in evaluations if e.loss is not None and math.isfinite(e.loss)]
     return min(usable, key=lambda e: e.loss, default=None)

@@ -16,7 +16,16 @@ from parallel3d.comm.clock import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, say
-from parallel3d.metrics.text import chart, duration, encodable, percent, resample, si, three_digits
+from parallel3d.metrics.text import (
+    chart,
+    duration,
+    encodable,
+    loss_words,
+    percent,
+    resample,
+    si,
+    three_digits,
+)
 from parallel3d.sizes.flops import parameter_count
 
 MOST_PARTS = 4  # of a blend, in the line of an evaluation; metrics.jsonl has all
@@ -76,6 +85,8 @@ def print_summary(console: Console, summary: Mapping[str, Any], losses: list[flo
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
     rates, mfu = summary["tokens_per_s"], summary["mfu"]
     rows = {"train loss": _number(summary["loss"], ".4f") + " nats per token, last step"}
+    if summary["loss"] is None and "loss" not in summary.get("nonfinite", {}):
+        rows["train loss"] = "none, as the last step had no token to learn"
     if summary["eval_loss"] is not None:
         parts = [f"{summary['eval_loss']:.4f} nats per token"]
         if summary["bits_per_byte"] is not None:
@@ -85,8 +96,11 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
         rows["held-out loss"] = " · ".join(parts)
     rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
-    if summary["skipped_steps"]:
-        rows["skipped"] = f"{summary['skipped_steps']:,} steps, whose gradients were not finite"
+    unlearned = summary["unlearned_steps"]
+    if bad := summary["skipped_steps"] - unlearned:
+        rows["skipped"] = f"{bad:,} steps, whose gradients were not finite"
+    if unlearned:
+        rows["not learned"] = f"{unlearned:,} steps, whose samples had no token to learn"
     if rates["mean"] is not None:
         excluded = rates["warmup_steps_excluded"]
         without = f" (first {excluded} steps left out)" if excluded else ""
@@ -184,14 +198,14 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
 
 
 def evaluation_words(
-    config: Config, step: int, eval_loss: float, of_parts: Mapping[str, float]
+    config: Config, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None]
 ) -> str:
     """The line of an evaluation, of a blend with some of its parts."""
     bits = bits_per_byte(eval_loss, config.data.reads_bytes)
     width = len(str(config.train.steps))
-    text = f"eval {step:{width}d}/{config.train.steps}  held-out loss {eval_loss:.4f}"
+    text = f"eval {step:{width}d}/{config.train.steps}  held-out loss {loss_words(eval_loss)}"
     text += f" · {bits:.3f} bits per byte" if bits is not None else ""
-    shown = [f"{name} {loss:.4f}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
+    shown = [f"{name} {loss_words(loss)}" for name, loss in list(of_parts.items())[:MOST_PARTS]]
     more = [f"{len(of_parts) - MOST_PARTS} more"] if len(of_parts) > MOST_PARTS else []
     return " · ".join([text, *shown, *more])
 

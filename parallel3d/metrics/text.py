@@ -24,6 +24,11 @@ def si(value: float) -> str:
     return f"{three_digits(value)} "
 
 
+def loss_words(loss: float | None) -> str:
+    """A loss, or that there was no token to tell."""
+    return "none" if loss is None else f"{loss:.4f}"
+
+
 def duration(seconds: float) -> str:
     """Time as a clock shows it: 0:07, 12:34, 1:02:03, 3d 04:05:06."""
     if not math.isfinite(seconds):
@@ -88,9 +93,9 @@ class Curve:
         self._sum = 0.0
         self._count = 0
 
-    def add(self, value: float) -> None:
-        """Append a value; NaN and infinities have no place on a curve and are left out."""
-        if not math.isfinite(value):
+    def add(self, value: float | None) -> None:
+        """Append a value; None, NaN and infinities have no place on a curve and are left out."""
+        if value is None or not math.isfinite(value):
             return
         self._sum += value
         self._count += 1

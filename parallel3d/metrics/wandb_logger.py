@@ -121,7 +121,7 @@ class WandbLogger:
         self._step(record.row())
 
     def evaluation(
-        self, step: int, eval_loss: float, tokens: int, of_parts: Mapping[str, float]
+        self, step: int, eval_loss: float | None, tokens: int, of_parts: Mapping[str, float | None]
     ) -> None:
         """Log held-out losses, unless W&B has them from an earlier session."""
         row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
@@ -216,7 +216,8 @@ class WandbLogger:
             row |= {f"{section}/{part}": figure for part, figure in figures.get(key, {}).items()}
         self._log(Row(figures["step"], evaluation=False), row)
 
-    def _log(self, place: Row, row: dict[str, float]) -> None:
+    def _log(self, place: Row, row: dict[str, float | None]) -> None:
+        row = {name: figure for name, figure in row.items() if figure is not None}
         run = self._run
         if run is not None and (self._last is None or place > self._last):
             self._last = place

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -269,6 +270,49 @@ def test_what_is_no_chat_is_one_sentence(
         open_corpus(given, 200)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LONG = row([("user", "x" * 300), ("assistant", "a")])  # its first piece of 201 has no answer
+FIRST = row([("assistant", "a"), ("user", "x" * 300)])  # its last piece has none
+
+
+@pytest.mark.parametrize("packing", ["padded", "best_fit"])
+def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
+    tmp_path: Path, packing: str
+) -> None:
+    kwargs = {"packing": packing, "document_mask": packing == "best_fit", "cut_documents": True}
+    said: list[str] = []
+    given = data(tmp_path, [LONG, FIRST, *ROWS[:4], LONG], **kwargs)
+    corpus = open_corpus(given, 200, report=said.append)
+    train, valid, _ = sources_of(corpus, Config(data=given, model=ModelConfig(
+        seq_length=200, vocab_size=corpus.vocab_size)))  # fmt: skip
+    for source in (train, valid):
+        for number in range(source.windows):
+            assert source.sample(number).loss_mask.any()
+    assert valid.windows == 1
+    words = [sentence for sentence in said if "left out" in sentence]
+    assert words == [
+        f"left out of the {part} samples: {some} pieces of conversations, in which the assistant "
+        "says nothing"
+        for part, some in (("training", "2 of 8"), ("held-out", "1 of 2"))
+    ]
+
+
+def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path: Path) -> None:
+    """In windows alone: its answer stands in the rest that fills none."""
+    given = data(tmp_path, [*ROWS, LONG], packing="concat")
+    with pytest.raises(UserError, match="says nothing in the samples that are held out"):
+        open_corpus(given, 200)
+    given = data(tmp_path, ROWS, packing="concat")
+    with pytest.raises(UserError, match=r"held-out conversations have .* give data.packing=padded"):
+        open_corpus(given, 1000)
+    # Of packs: a first token is told by nothing, and this answer has no other in its piece.
+    given = data(tmp_path, ROWS, cut_documents=True)
+    with (
+        patch("parallel3d.data.packing.planned.learned", lambda _, starts, __: starts < 0),
+        pytest.raises(UserError, match="says nothing in the samples that are trained on"),
+    ):
+        open_corpus(given, 100)
 
 
 def test_rows_may_be_packed_files(tmp_path: Path) -> None:

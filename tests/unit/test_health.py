@@ -23,7 +23,7 @@ def health(said: list[str], name: str = "fp32") -> Health:
     return Health(trainer, checkpoints=None, say=said.append)
 
 
-def result(step: int, loss: float, skipped: bool = False) -> StepResult:
+def result(step: int, loss: float | None, skipped: bool = False) -> StepResult:
     return StepResult(step, loss, 1.0, 1e-3, 64, skipped)
 
 
@@ -48,6 +48,14 @@ def test_fp16_may_skip_while_it_finds_its_scale_but_not_for_a_loss_that_is_not_f
     assert watched.skipped == 0
     watched.after_step(result(40, float("nan"), skipped=True))
     assert watched.skipped == 1
+
+
+def test_a_step_that_had_nothing_to_learn_is_no_lost_one_and_ends_no_row_of_them() -> None:
+    watched = health([])
+    watched.after_step(result(1, float("nan"), skipped=True))
+    for step in range(2, 60):
+        watched.after_step(result(step, None, skipped=True))
+    assert watched.skipped == 1 and not watched.losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

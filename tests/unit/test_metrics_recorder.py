@@ -359,6 +359,40 @@ def test_the_noise_scale_is_in_the_lines_the_summary_and_on_the_screen(tmp_path:
     assert "noise" not in first and second.endswith("noise 12.3")
 
 
+def test_steps_without_a_token_to_learn_have_no_loss_and_are_said_once(tmp_path: Path) -> None:
+    recorder, screen = make_recorder(tmp_path, make_config(40))
+    with recorder:
+        recorder.start({})
+        recorder.step(1, 2.0, 1.0, 1e-3, 4096, 0.5)
+        for step in (2, 3):
+            recorder.step(step, None, 0.0, 1e-3, 4096, 0.5, skipped=True)
+        recorder.evaluation(3, None, {"a": None, "b": 1.0})
+        summary = recorder.finish("stopped")
+    assert (summary["skipped_steps"], summary["unlearned_steps"], summary["loss"]) == (2, 2, None)
+    assert summary["eval_loss"] is summary["best_eval_loss"] is None
+    assert "nonfinite" not in summary
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["loss"] for row in rows[:3]] == [2.0, None, None]
+    assert [row.get("skipped") for row in rows[:3]] == [None, True, True]
+    assert rows[3]["eval_loss"] is None and rows[3]["eval_losses"] == {"a": None, "b": 1.0}
+    assert not any("nonfinite" in row for row in rows)
+    text = " ".join(screen.getvalue().split())
+    assert text.count("no token of its samples is to be learned") == 1
+    assert "1 such step so far" in text and "SKIPPED: gradients" not in text
+    assert "held-out loss none · a none · b 1.0000" in text
+    assert "2 steps, whose samples had no token to learn" in text
+    assert "none, as the last step had no token to learn" in text
+    again, screen = make_recorder(tmp_path, make_config(5), terminal=True, first_step=4)
+    with again:
+        again.start({})
+        again.step(4, None, 0.0, 1e-3, 4096, 0.5, skipped=True)
+        time.sleep(0.4)  # the bar is drawn four times a second
+        summary = again.finish()
+    assert (summary["skipped_steps"], summary["unlearned_steps"]) == (3, 3)
+    plain = " ".join(Text.from_ansi(screen.getvalue()).plain.split())
+    assert "3 such steps so far" in plain and "loss none" in plain
+
+
 def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(40))
     with recorder:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.config.fields import show
 from parallel3d.data import cache
@@ -27,6 +28,7 @@ from parallel3d.data.sources import Document, find_documents
 from parallel3d.data.text.file_tokenizer import FileTokenizer
 from parallel3d.data.text.packed import kept_pair
 from parallel3d.data.tokenizer import open_tokenizer
+from parallel3d.data.tokens import Tokens
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -37,6 +39,7 @@ VERSION = 2
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
+LOOKED_AT = 1 << 22  # tokens at a time
 
 
 class Chat(NamedTuple):
@@ -88,6 +91,42 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
         *(tokenizer.vocab_size, tokenizer.eot, tokenizer.digest, data.tokenizer, pair),
         marked=True,
         files=files,
+    )
+
+
+def learned(
+    tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Tells which pieces of marked tokens have one behind their first that the assistant says."""
+    begins, ends = starts + 1, starts + lengths
+    spoken = np.zeros(starts.size, np.int64)  # in each piece
+    for first in range(0, len(tokens), LOOKED_AT):
+        places = np.flatnonzero(tokens[first : first + LOOKED_AT] & SPOKEN) + first
+        spoken += np.searchsorted(places, ends) - np.searchsorted(places, begins)
+    return spoken > 0
+
+
+def check_windows(corpus: Corpus, seq_length: int) -> None:
+    """Raises UserError if conversations laid end to end make no sample to train on and none held
+    out, or held-out ones in which nothing is learned."""
+    for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
+        windows = (len(tokens) - 1) // seq_length
+        if windows < 1:
+            raise UserError(
+                f"data.path: its {'held-out' if held_out else 'training'} conversations have "
+                f"{len(tokens):,} tokens, and a sample of data.packing=concat has "
+                f"{seq_length + 1:,}: give data.packing=padded"
+            )
+        if not learned(tokens, np.zeros(1, np.int64), np.full(1, windows * seq_length + 1)).any():
+            raise nothing_said(held_out)
+
+
+def nothing_said(held_out: bool) -> UserError:
+    """The error of a part of a corpus in which nothing is learned."""
+    part, share = ("held out", "a larger") if held_out else ("trained on", "a smaller")
+    return UserError(
+        f"data.path: the assistant says nothing in the samples that are {part}: give {share} "
+        "data.valid_fraction, or a longer model.seq_length"
     )
 
 

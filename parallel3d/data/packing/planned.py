@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from parallel3d.data import cache
 from parallel3d.data.build_lock import Report
+from parallel3d.data.chat.corpus import learned, nothing_said
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.packing.best_fit import best_fit, one_each
 from parallel3d.data.packing.plan import Pieces, Plan, kept_plan, pieces_of, plan_file
@@ -28,7 +29,11 @@ def with_plans(
 
     def plan(held_out: bool) -> Plan:
         path = _path(corpus, held_out, folder, room, data.packing)
-        make = lambda: _pieces(corpus, held_out, data, named, room)  # noqa: E731
+
+        def make() -> Pieces:
+            pieces = _pieces(corpus, held_out, data, named, room)
+            return _learned(pieces, corpus, held_out, report) if corpus.marked else pieces
+
         found = kept_plan(path, make, room, report, fit)
         if found.cut and not data.cut_documents:
             raise _too_long(named, found.cut, room, data.packing)
@@ -61,6 +66,7 @@ def _path(corpus: Corpus, held_out: bool, folder: Path, room: int, packing: str)
     first = len(corpus.train) if held_out else 0
     tokens = len(corpus.valid if held_out else corpus.train)
     how = "" if packing == "best_fit" else f":{packing}"
+    how += ":learned" * corpus.marked
     # The marks: a fingerprint looks at some places of a pair, a plan comes of all of it.
     stream = f"{corpus.fingerprint}:{first}:{tokens}{how}:{marks_of(corpus.watched)}"
     return plan_file(folder, stream, room)
@@ -78,6 +84,19 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, room: 
             f"data.packing={data.packing} needs one: give data.packing=concat"
         )
     return pieces
+
+
+def _learned(pieces: Pieces, corpus: Corpus, held_out: bool, report: Report) -> Pieces:
+    """Leaves out what holds nothing that is learned. Raises UserError if that is all."""
+    kept = learned(corpus.valid if held_out else corpus.train, pieces.starts, pieces.lengths)
+    if not kept.any():
+        raise nothing_said(held_out)
+    if left_out := int((~kept).sum()):
+        report(
+            f"left out of the {'held-out' if held_out else 'training'} samples: {left_out:,} of "
+            f"{kept.size:,} pieces of conversations, in which the assistant says nothing"
+        )
+    return pieces._replace(starts=pieces.starts[kept], lengths=pieces.lengths[kept])
 
 
 def _too_long(named: str, documents: int, room: int, packing: str) -> UserError:

@@ -1,0 +1,75 @@
+"""A global batch without a token to learn changes nothing, on every layout alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.data.sampler import Sample
+from parallel3d.topology.layout import Layout
+from tests.distributed.cases import Case, Problem, UnequalMasks
+from tests.distributed.harness import make_trainer
+from tests.distributed.pool import Pool
+
+STEPS = 4
+EMPTY = 2  # the step, from 0, whose samples are all masked
+SIZES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1)]
+
+
+class Masked:
+    """Samples of which those from `first` to `last` have nothing to learn."""
+
+    def __init__(self, source: UnequalMasks, first: int, last: int) -> None:
+        self.source, self.first, self.last = source, first, last
+
+    def sample(self, i: int) -> Sample:
+        sample = self.source.sample(i)
+        if self.first <= i < self.last:
+            return sample._replace(loss_mask=np.zeros_like(sample.loss_mask))
+        return sample
+
+
+def masked_run(sizes: tuple[int, int, int], zero: int = 0) -> tuple[list[Any], float | None]:
+    """Of each step its loss, norm, whether it was skipped, whether parameters and optimizer state
+    stayed as they were, and the updates so far; and the loss of masked held-out samples."""
+    groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
+    problem = Problem("llama_tiny", "adamw", tied=False)
+    trainer = make_trainer(Case(problem, keys=(("train.steps", STEPS), ("zero", zero))), groups)
+    size = trainer.config.global_batch_size
+    source = trainer.train_source
+    trainer.train_source = Masked(source, EMPTY * size, (EMPTY + 1) * size)
+    trainer.valid_source = Masked(source, 0, 1 << 60)
+    trainer._open_data()
+    seen = []
+    for _ in range(STEPS):
+        before = [s.values[name].clone() for s in trainer.parameter_slices() for name in s.values]
+        result = trainer.train_step()
+        after = [s.values[name] for s in trainer.parameter_slices() for name in s.values]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        figures = result.loss, result.grad_norm, result.skipped, same
+        seen.append((*figures, trainer.optimizer.updates))
+    loss = trainer.evaluate()
+    groups.close()
+    return seen, loss
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_step_without_a_token_is_no_update_on_any_layout(pool: Pool, zero: int) -> None:
+    expected, _ = pool.run(1, masked_run, (1, 1, 1))[0]
+    assert [step[2:] for step in expected] == [
+        (False, False, 1), (False, False, 2), (True, True, 2), (False, False, 3)
+    ]  # fmt: skip
+    for sizes in SIZES if not zero else [(1, 1, 2), (1, 2, 2)]:
+        ranks = pool.run(sizes[0] * sizes[1] * sizes[2], masked_run, sizes, zero)
+        for rank, (seen, evaluation) in enumerate(ranks):
+            assert evaluation is None, f"{sizes} rank {rank}"
+            for step, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
+                assert found[2:] == wanted[2:], f"{sizes} rank {rank} step {step}"
+                if step == EMPTY:
+                    assert found[0] is None and found[1] == 0.0
+                else:
+                    assert found[:2] == pytest.approx(wanted[:2], rel=1e-9)
