@@ -29,6 +29,17 @@ def trained(vocab_size: int = 320, special: tuple[str, ...] = (END,)) -> str:
     return inner.to_str()
 
 
+def panicking() -> str:
+    """The content of a tokenizer.json whose pattern gives up on 40 times "a" and a "b"."""
+    facts = json.loads(trained())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    steps = [pattern | {"invert": False}, facts["pre_tokenizer"]]
+    return json.dumps(facts | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}})
+
+
+PANIC = "a" * 40 + "b"
+
+
 def folder(path: Path, content: str | None = None, **config: object) -> Path:
     """A folder with a tokenizer.json and, of what is given, a tokenizer_config.json."""
     path.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,10 @@ where gradients were not finite, or, with a null `loss`, where no token of the g
 be learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with
 `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
 (`data_parallel.noise_scale`). An evaluation's line: `step eval_loss tokens`, the loss null where no
-token was to be told, and of a blend's parts `eval_losses` by name. Beside it, of a blend, `step tokens parts`: by name the
-`tokens` read of a part so far and how many `epochs` of it. JSON has no NaN: a value that is not
-finite is null, and the line then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
+token was to be told, and of a blend's parts `eval_losses` by name. Beside it, of a blend, `step
+tokens parts`: by name the `tokens` read of a part so far and how many `epochs` of it. JSON has no
+NaN: a value that is not finite is null, and the line then has `"nonfinite": {"loss": "nan"}` (or
+"inf", "-inf").
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from parallel3d.data.corpora.reading import sources_of
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
-from tests.tokenizers import END, folder, trained
+from tests.tokenizers import END, PANIC, folder, panicking, trained
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin|>")
 CONTENT = trained(330, (END, *TURNS))
@@ -313,6 +313,19 @@ def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path
         pytest.raises(UserError, match="says nothing in the samples that are trained on"),
     ):
         open_corpus(given, 100)
+
+
+def test_a_row_that_is_no_row_or_that_cannot_be_encoded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = data(tmp_path, [*ROWS, row([("user", PANIC), ("assistant", "a")])])
+    (tmp_path / "tok" / "tokenizer.json").write_text(panicking())
+    with pytest.raises(UserError, match=r"chat.jsonl:21 cannot be encoded by its tokenizer \(Onig"):
+        open_corpus(given, 200)
+    given = data(tmp_path, ROWS)
+    monkeypatch.setattr("parallel3d.data.chat.corpus.LONGEST", 100)
+    with pytest.raises(UserError, match=r"chat.jsonl:1 has more than 100 bytes"):
+        open_corpus(given, 200)
 
 
 def test_rows_may_be_packed_files(tmp_path: Path) -> None:

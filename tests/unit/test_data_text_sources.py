@@ -15,8 +15,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from parallel3d.data.making import pieces
 from parallel3d.data.making.documents import Count, documents
 from parallel3d.data.making.inputs import digest_of, find_inputs
+from parallel3d.data.making.opening import opened
 from parallel3d.data.making.pieces import FIRST, PIECE, Place, cut
 from parallel3d.errors import UserError
 from tests.tokenizers import lines
@@ -38,7 +40,7 @@ def read(
     inputs, count, found = find_inputs(given), Count(), []
     for each in cut(inputs, start, size):
         here = Count()
-        found += documents(inputs, each.piece, text_key, here)
+        found += [one.text for one in documents(inputs, each.piece, text_key, here)]
         count.add(here)
     return found, count
 
@@ -76,6 +78,49 @@ def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
         done += sum(1 for _ in documents(inputs, each.piece, "text", Count()))
         assert read(str(tmp_path), start=Place(*each.after), size=size)[0] == whole[done:]
     assert done == len(whole)
+
+
+class Endless(io.RawIOBase):
+    """A line without an end."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def read(self, size: int = -1) -> bytes:
+        self.given += size
+        return b"x" * size
+
+
+@pytest.mark.parametrize("size", [10, 2000])
+def test_a_line_is_read_no_further_than_the_largest_document(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a few bytes unpack to may be any number of them."""
+    monkeypatch.setattr(pieces, "LARGEST_DOCUMENT", 100_000)
+    monkeypatch.setattr(pieces, "READ", 1000)
+    (tmp_path / "a.jsonl").write_bytes(b"x")
+    (source,), stream = find_inputs(str(tmp_path / "a.jsonl")), Endless()
+    with pytest.raises(UserError, match="has a line of more than 100,000 bytes"):
+        pieces._whole_lines(source, stream, b"", size)
+    assert stream.given <= 100_000 + max(size, 1000)
+
+
+def test_a_packed_file_is_unpacked_a_little_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(PACK[".zst"](bytes(1 << 30)))  # 33 kB
+    (source,) = find_inputs(str(path))
+    with opened(source) as (content, _):
+        assert content.read(10) == bytes(10)
+        assert len(content.raw._ready) <= 1 << 27
+
+
+def test_empty_lines_count_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" * 5000 + b" \r\n" + lines(["a"]) + b"\n\n{\n" + b"\n" * 5000 + b"[")
+    for size in (1, 100, PIECE):
+        found, count = read(str(path), size=size)
+        assert found == ["a"] and (count.rows, count.bad) == (3, 2)
+        assert [said.split()[0] for said in count.shown] == ["a.jsonl:5005", "a.jsonl:10006"]
 
 
 @pytest.mark.parametrize("packed", PACK)

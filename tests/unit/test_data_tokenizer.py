@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.text.run_tokenizer import keep_tokenizer, tokenizer_of, with_own_tokenizer
 from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
 from parallel3d.errors import UserError
-from tests.tokenizers import END, TEXT, folder, trained
+from tests.tokenizers import END, PANIC, TEXT, folder, panicking, trained
 
 SPECIALS = (END, "</s>", "<|user|>")
 
@@ -38,6 +39,21 @@ def test_text_comes_back_from_tokens(tmp_path: Path, spelled: str) -> None:
         assert tokenizer.decode(tokens) == original
         assert tokenizer.decode([*tokens, tokenizer.eot, 10**6]) == original
     assert tokenizer.vocab_size == 1 + max(json.loads(trained())["model"]["vocab"].values())
+
+
+def test_a_document_that_the_tokenizer_breaks_off_on_is_named(tmp_path: Path) -> None:
+    tokenizer = str(folder(tmp_path / "tok", panicking()))
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name, content in (("a.txt", "x" * 90), ("b.txt", PANIC), ("c.txt", "y" * 90)):
+        (texts / name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        open_corpus(text(tmp_path, texts, tokenizer=tokenizer), 4)
+    assert f"data file {texts / 'b.txt'} cannot be encoded by data.tokenizer=" in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        open_tokenizer(tokenizer).encode_prompt(PANIC.encode())
+    same = pickle.loads(pickle.dumps(caught.value))
+    assert str(same) == str(caught.value) and "cannot encode a text (Onig: Regex" in str(same)
 
 
 def test_a_document_that_spells_special_tokens_cannot_end_itself(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from parallel3d.data.making.tokenizing import Job, tokenize
 from parallel3d.data.text.facts import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
-from tests.tokenizers import TEXT, folder, lines, trained
+from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
 
 TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 
@@ -276,6 +276,24 @@ def test_more_bad_rows_than_the_stated_share_are_refused(
         assert word in str(caught.value)
     assert not (tmp_path / "web.idx").exists()
     made(job(tmp_path, bad=0.5))  # goes on: the share is no part of the corpus
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_document_that_the_tokenizer_breaks_off_on_is_a_bad_row(
+    tmp_path: Path, workers: int
+) -> None:
+    """The library panics, which is no Exception."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n\n" + lines(["x", PANIC, "y"]))
+    tokenizer = str(folder(tmp_path / "odd", panicking()))
+    asked = job(tmp_path, tokenizer=tokenizer, workers=workers, bad=0.5)
+    count = made(asked)[-1].count
+    assert (count.rows, count.bad, count.size) == (3, 1, 2)
+    assert IndexedCorpus.open(asked.to).documents == 2
+    (said,) = count.shown
+    assert said.startswith(f"a.jsonl:4 cannot be encoded by tokenizer={tokenizer} (Onig: Regex")
+    with pytest.raises(UserError, match="1 of the first 3 rows hold no document, more than bad=0"):
+        made(job(tmp_path, "b", tokenizer=tokenizer, workers=workers, bad=0.1))
 
 
 def test_rows_without_any_text_make_no_corpus(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
 LOOKED_AT = 1 << 22  # tokens at a time
+LONGEST = 64 << 20  # bytes of a row
 
 
 class Chat(NamedTuple):
@@ -184,7 +185,13 @@ def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
         packed = next((end for end in PACKED if document.path.endswith(end)), "")
         source = Input(f"file://{Path(document.path).absolute()}", LINES, packed, document.size, "")
         with of_input(document.path, "data.path"), opened(source) as (content, _):
-            for number, line in enumerate(content, 1):
+            lines = iter(lambda: content.readline(LONGEST + 1), b"")
+            for number, line in enumerate(lines, 1):
+                if len(line) > LONGEST:
+                    raise UserError(
+                        f"data.path: {document.name}:{number} has more than {LONGEST:,} bytes, "
+                        "which is no conversation; mend or remove it"
+                    )
                 if not line.strip():
                     continue
                 try:

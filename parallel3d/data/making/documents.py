@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.fields import show
 from parallel3d.data.making.inputs import Input, of_input
@@ -18,6 +19,14 @@ from parallel3d.files.reading import plain
 SHOWN = 5  # bad rows that are shown
 EXCERPT = 60  # characters
 ROWS = 256  # of a parquet file, held at a time
+LINES_AND_ENDS = re.compile(rb"[^\n]+|\n+")
+
+
+class Found(NamedTuple):
+    """A document, and where it stands."""
+
+    where: str
+    text: str
 
 
 @dataclass
@@ -47,8 +56,10 @@ class Count:
             self.shown.append(f"{where} {why}{f': {text}' if text else ''}")
 
 
-def documents(inputs: Sequence[Input], piece: Piece, text_key: str, count: Count) -> Iterator[str]:
-    """The texts of a piece, none of them empty, in order. What is left out is counted.
+def documents(
+    inputs: Sequence[Input], piece: Piece, text_key: str, count: Count
+) -> Iterator[Found]:
+    """The documents of a piece, none of them empty, in order. What is left out is counted.
 
     Raises UserError for a file that cannot be read, or a document that is too large.
     """
@@ -59,7 +70,7 @@ def documents(inputs: Sequence[Input], piece: Piece, text_key: str, count: Count
         found = _of_rows(source, piece.group, text_key, count)
     else:
         found = _of_files(inputs[piece.number : piece.number + piece.count], count)
-    for text in found:
+    for where, text in found:
         if not text:
             count.empty += 1
             continue
@@ -69,13 +80,16 @@ def documents(inputs: Sequence[Input], piece: Piece, text_key: str, count: Count
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             count.broken += 1
             count.size += len(text.encode())
-        yield text
+        yield Found(where, text)
 
 
-def _of_lines(source: Input, piece: Piece, text_key: str, count: Count) -> Iterator[str]:
-    name = source.address.rpartition("/")[2]
-    for number, line in enumerate((piece.content or b"").split(b"\n"), piece.line):
-        if not line or line.isspace():
+def _of_lines(source: Input, piece: Piece, text_key: str, count: Count) -> Iterator[Found]:
+    name, number = source.address.rpartition("/")[2], piece.line
+    for found in LINES_AND_ENDS.finditer(piece.content or b""):  # empty lines in one go
+        line = found[0]
+        if line.startswith(b"\n"):
+            number += len(line)
+        if line.isspace():
             continue
         count.rows += 1
         try:
@@ -89,7 +103,7 @@ def _of_lines(source: Input, piece: Piece, text_key: str, count: Count) -> Itera
             if why:
                 count.leave_out(f"{name}:{number}", why, line)
             else:
-                yield text
+                yield Found(f"{name}:{number}", text)
 
 
 def _text_of(row: Any, text_key: str) -> tuple[str, str]:
@@ -102,7 +116,7 @@ def _text_of(row: Any, text_key: str) -> tuple[str, str]:
     return (text, "") if isinstance(text, str) else ("", f"has no text at {show(text_key)}")
 
 
-def _of_rows(source: Input, group: int, text_key: str, count: Count) -> Iterator[str]:
+def _of_rows(source: Input, group: int, text_key: str, count: Count) -> Iterator[Found]:
     parquet, name = pyarrow_parquet(source), source.address.rpartition("/")[2]
     with of_input(source.address), opened(source) as (content, _):
         file = parquet.ParquetFile(content)
@@ -124,12 +138,12 @@ def _of_rows(source: Input, group: int, text_key: str, count: Count) -> Iterator
                     count.leave_out(where, "is no UTF-8")
                     continue
                 if isinstance(text, str):
-                    yield text
+                    yield Found(where, text)
                 else:
                     count.leave_out(where, f"has no text at {show(text_key)}")
 
 
-def _of_files(sources: Sequence[Input], count: Count) -> Iterator[str]:
+def _of_files(sources: Sequence[Input], count: Count) -> Iterator[Found]:
     for source in sources:
         count.rows += 1
         with of_input(source.address), opened(source) as (content, _):
@@ -144,4 +158,4 @@ def _of_files(sources: Sequence[Input], count: Count) -> Iterator[str]:
         except UnicodeDecodeError:
             text = whole.decode("utf-8", "replace")
             count.broken += 1
-        yield text
+        yield Found(source.address.rpartition("/")[2], text)

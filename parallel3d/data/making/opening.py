@@ -12,7 +12,7 @@ import fsspec
 
 from parallel3d.data.making.inputs import Input
 
-TAKEN = 1 << 14  # packed bytes at a time: what they unpack to is held at once
+TAKEN = 1 << 12  # packed bytes at a time: what they unpack to, 128 MB at most, is held at once
 
 
 @contextlib.contextmanager

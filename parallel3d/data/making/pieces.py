@@ -103,7 +103,8 @@ def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tu
                 f"input={show(source.address)} has a line of more than {LARGEST_DOCUMENT:,} bytes: "
                 "cut it into documents"
             )
-        block = content.read(max(size, held))  # by doubling: a long line is no worse
+        # By doubling, where pieces are small; not beyond, or twice the largest would be held.
+        block = content.read(max(size, min(held, READ)))
         if not block:
             return b"".join(parts), b""
         if (there := block.rfind(b"\n")) >= 0:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel3d.data.indexed import token_type
-from parallel3d.data.making.documents import Count, documents
+from parallel3d.data.making.documents import Count, Found, documents
 from parallel3d.data.making.inputs import Input, digest_of
 from parallel3d.data.making.journal import FLUSHED, Done, Journal
 from parallel3d.data.making.pieces import PIECE, Cut, Piece, cut
 from parallel3d.data.making.pool import Pool
 from parallel3d.data.text.facts import Facts
-from parallel3d.data.text.file_tokenizer import FileTokenizer
+from parallel3d.data.text.file_tokenizer import FileTokenizer, Unencodable
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 
@@ -70,16 +70,26 @@ class Cutter:
         """The tokens of its documents, each with its end of text."""
         count, parts, lengths = Count(), [], []
         end = np.array([self.tokenizer.eot], dtype=self.dtype).tobytes()
-        for texts in _batches(documents(self.job.inputs, piece, self.job.text_key, count)):
-            for tokens in self._encoded(texts):
+        for some in _batches(documents(self.job.inputs, piece, self.job.text_key, count)):
+            for tokens in self._encoded(some, count):
                 parts += [tokens.astype(self.dtype, copy=False).tobytes(), end]
                 lengths.append(tokens.size + 1)
         return Made(b"".join(parts), np.array(lengths, dtype="<i4").tobytes(), count)
 
-    def _encoded(self, texts: list[str]) -> list[np.ndarray]:
-        if isinstance(self.tokenizer, FileTokenizer):
-            return self.tokenizer.encode_all(texts)
-        return [self.tokenizer.encode(text.encode()) for text in texts]
+    def _encoded(self, some: list[Found], count: Count) -> list[np.ndarray]:
+        """The tokens of documents; one that the tokenizer breaks off on is a bad row."""
+        if not isinstance(self.tokenizer, FileTokenizer):
+            return [self.tokenizer.encode(each.text.encode()) for each in some]
+        try:
+            return self.tokenizer.encode_all([each.text for each in some])
+        except Unencodable as error:
+            if len(some) > 1:
+                return [tokens for each in some for tokens in self._encoded([each], count)]
+            (bad,) = some
+            count.size -= len(bad.text.encode())
+            why = f"cannot be encoded by tokenizer={self.job.tokenizer} ({error.why})"
+            count.leave_out(bad.where, why, bad.text)
+            return []
 
 
 def tokenize(job: Job, progress: Callable[[Done], None]) -> tuple[Facts, Done]:
@@ -117,12 +127,12 @@ def _judge(done: Done, most: float, least: int) -> None:
         )
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(found: Iterator[Found]) -> Iterator[list[Found]]:
+    batch: list[Found] = []
     held = 0
-    for text in texts:
-        batch.append(text)
-        held += len(text)
+    for each in found:
+        batch.append(each)
+        held += len(each.text)
         if held >= AT_ONCE:
             yield batch
             batch, held = [], 0

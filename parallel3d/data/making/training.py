@@ -64,6 +64,7 @@ def _texts(
 ) -> Iterator[str]:
     for each in cut(inputs):
         here = Count()
-        yield from documents(inputs, each.piece, text_key, here)
+        for found in documents(inputs, each.piece, text_key, here):
+            yield found.text
         count.add(here)
         progress(each.read, count)

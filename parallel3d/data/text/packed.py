@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from parallel3d.data import cache
 from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
-from parallel3d.data.text.file_tokenizer import FileTokenizer
+from parallel3d.data.text.file_tokenizer import FileTokenizer, Unencodable
 from parallel3d.data.tokens import File, whole_digest
 from parallel3d.data.watched import MAKE_ANEW, Proof, Watched, prove
 from parallel3d.errors import UserError
@@ -114,14 +115,31 @@ def _build(
     report(f"building the token cache: {size} of text through {tokenizer.name}")
     dtype = token_type(tokenizer.vocab_size)
     with IndexedWriter(path.with_suffix(""), dtype, replace=True) as writer:
-        for texts in _batches(documents):
-            for tokens in tokenizer.encode_all(texts):
+        for some, texts in _batches(documents):
+            for tokens in _encoded(tokenizer, some, texts):
                 writer.add(np.append(tokens, tokens.dtype.type(tokenizer.eot)))
     return writer
 
 
-def _batches(documents: Sequence[Document]) -> Iterator[list[str]]:
-    """The documents' texts in order, a few at a time. Raises UserError."""
+def _encoded(
+    tokenizer: FileTokenizer, documents: list[Document], texts: list[str]
+) -> list[npt.NDArray[np.integer]]:
+    """Makes tokens of documents' texts. Raises UserError, which names the document."""
+    try:
+        return tokenizer.encode_all(texts)
+    except Unencodable as error:
+        if len(texts) > 1:
+            pairs = zip(documents, texts, strict=True)
+            return [_encoded(tokenizer, [each], [text])[0] for each, text in pairs]
+        raise UserError(
+            f"data file {documents[0].path} cannot be encoded by data.tokenizer={tokenizer.name} "
+            f"({error.why}): remove or mend it, or give another tokenizer"
+        ) from None
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[str]]]:
+    """Some documents at a time, in order, and their texts. Raises UserError."""
+    some: list[Document] = []
     texts: list[str] = []
     held = 0
     for document in documents:
@@ -131,10 +149,11 @@ def _batches(documents: Sequence[Document]) -> Iterator[list[str]]:
                 f"most {LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
             )
         if held and held + document.size > BATCH:
-            yield texts
-            texts, held = [], 0
+            yield some, texts
+            some, texts, held = [], [], 0
         content = b"".join(piece for piece in cache.pieces(document) if piece)
         texts.append(content.decode("utf-8", "replace"))
+        some.append(document)
         held += document.size
     if texts:
-        yield texts
+        yield some, texts
