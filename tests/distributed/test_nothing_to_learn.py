@@ -33,11 +33,13 @@ class Masked:
         return sample
 
 
-def masked_run(sizes: tuple[int, int, int], zero: int = 0) -> tuple[list[Any], float | None]:
+def masked_run(
+    sizes: tuple[int, int, int], zero: int = 0, precision: str = "fp64"
+) -> tuple[list[Any], float | None]:
     """Of each step its loss, norm, whether it was skipped, whether parameters and optimizer state
     stayed as they were, and the updates so far; and the loss of masked held-out samples."""
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
-    problem = Problem("llama_tiny", "adamw", tied=False)
+    problem = Problem("llama_tiny", "adamw", tied=False, precision=precision)
     trainer = make_trainer(Case(problem, keys=(("train.steps", STEPS), ("zero", zero))), groups)
     size = trainer.config.global_batch_size
     source = trainer.train_source
@@ -46,10 +48,13 @@ def masked_run(sizes: tuple[int, int, int], zero: int = 0) -> tuple[list[Any], f
     trainer._open_data()
     seen = []
     for _ in range(STEPS):
+        scale = trainer.loss_scale.progress()
         before = [s.values[name].clone() for s in trainer.parameter_slices() for name in s.values]
         result = trainer.train_step()
         after = [s.values[name] for s in trainer.parameter_slices() for name in s.values]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        if result.loss is None:
+            assert trainer.loss_scale.progress() == scale
         figures = result.loss, result.grad_norm, result.skipped, same
         seen.append((*figures, trainer.optimizer.updates))
     loss = trainer.evaluate()
@@ -73,3 +78,9 @@ def test_a_step_without_a_token_is_no_update_on_any_layout(pool: Pool, zero: int
                     assert found[0] is None and found[1] == 0.0
                 else:
                     assert found[:2] == pytest.approx(wanted[:2], rel=1e-9)
+
+
+def test_a_step_without_a_token_does_not_move_the_loss_scale(pool: Pool) -> None:
+    for seen, evaluation in pool.run(2, masked_run, (1, 2, 1), 0, "fp16"):
+        assert evaluation is None
+        assert [step[0] is None for step in seen] == [step == EMPTY for step in range(STEPS)]

@@ -352,6 +352,23 @@ def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
         reader(home(tmp_path / "b", made("byte_level", False), cut)).read(rows)
 
 
+def test_a_template_is_given_what_transformers_gives_it(tmp_path: Path) -> None:
+    template = (
+        "{{ documents is defined }}{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}"
+    )
+    template += "{% for m in messages %}{{ m.role }}:{{ m.name is defined }}:{{ m.thinking }}:"
+    template += "{{ m.reasoning_content }}:{{ m.content }}{{ sep_token }}{% endfor %}"
+    config = {"eos_token": END, "sep_token": TURN, "chat_template": template}
+    path = folder(tmp_path, made("byte_level", True), **config)
+    tools = [{"type": "function", "function": {"name": "é", "description": "<b>"}}]
+    ours, peer = reader(path), transformers.AutoTokenizer.from_pretrained(path)
+    for more in ({}, {"thinking": "t"}, {"reasoning": "r", "thinking": None}, {"name": None}):
+        answer = {"role": "assistant", "content": "a", **more}
+        row = {"messages": [{"role": "user", "content": "q"}, answer], "tools": tools}
+        expected = peer.apply_chat_template(row["messages"], tools=tools, return_dict=True)
+        assert ours.read(row).tokens.tolist() == expected["input_ids"], more
+
+
 def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     ours = reader(home(tmp_path, made("byte_level", True), TEMPLATES["chatml"]))
     for content in ("a\ud800", f"{STOP}\udc00"):

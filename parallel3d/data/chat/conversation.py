@@ -23,6 +23,7 @@ from parallel3d.errors import nearest
 
 ASSISTANT = "assistant"
 MESSAGES = "messages"
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 PRIVATE = range(0xE000, 0xF900)  # characters to which Unicode gives no meaning
 Turn = tuple[int, int]  # characters [begin, end) of the conversation that the assistant says
 # Around a special token that a message spells out, and around what `{% generation %}` encloses.
@@ -234,4 +235,14 @@ def _checked(row: Any) -> list[Message]:
                 raise Refused(f"has no text as {key} of message {number}")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise Refused(f"has no message of role {ASSISTANT}, of which to learn")
-    return [{key: value for key, value in m.items() if value is not None} for m in messages]
+    return [_as_written(message) for message in messages]
+
+
+def _as_written(message: Message) -> Message:
+    """Returns a message as transformers gives it to a template: without what is null, and with
+    what was thought under each of the names that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    thought = next((message[name] for name in THOUGHTS if name in message), None)
+    if thought is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}

@@ -65,7 +65,11 @@ class ChatTemplate:
         self._around = around
         try:
             return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=prompt, **self._names
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._names,
             )
         except Exception as error:  # whatever an expression of the template runs into
             if isinstance(error, MemoryError):
