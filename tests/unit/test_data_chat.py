@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -19,6 +20,7 @@ from parallel3d.data.chat.conversation import Reader
 from parallel3d.data.chat.template import ChatTemplate, Refused
 from parallel3d.data.corpora.reading import sources_of
 from parallel3d.data.corpus import check_data, open_corpus
+from parallel3d.data.packing import planned
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import END, PANIC, folder, panicking, trained
@@ -290,6 +292,9 @@ def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
         for number in range(source.windows):
             assert source.sample(number).loss_mask.any()
     assert valid.windows == 1
+    plain = dataclasses.replace(corpus, marked=False)  # an earlier version's plan is not taken
+    names = [planned._path(one, False, tmp_path, 201, packing) for one in (corpus, plain)]
+    assert names[0] != names[1]
     words = [sentence for sentence in said if "left out" in sentence]
     assert words == [
         f"left out of the {part} samples: {some} pieces of conversations, in which the assistant "

@@ -300,7 +300,7 @@ def test_special_tokens_in_roles_names_and_tools_are_text_too(tmp_path: Path) ->
 def test_a_row_with_the_private_characters_of_a_mark_keeps_them(tmp_path: Path) -> None:
     private = "".join(map(chr, range(0xE000, 0xE100)))
     ours = reader(home(tmp_path, made("byte_level", True), TEMPLATES["chatml"]))
-    for content in (f"{private}{STOP}{private}", f"a{STOP}", f"{STOP}\ue004\ue005"):
+    for content in (f"a{STOP}", f"{private}{STOP}{private}", f"{STOP}\ue004\ue005"):
         row = {"messages": [{"role": "assistant", "content": content}]}
         found = ours.read(row)
         words = open_tokenizer(str(tmp_path)).decode(found.tokens)
@@ -329,6 +329,21 @@ def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path, ta
     assert said(found, path) == ["ĊĊ", "Ċ", "b", END]
     if tags:
         assert found.spoken.astype(int).tolist() == Peer(path).spoken(row, template)
+
+
+@pytest.mark.parametrize(
+    ("before", "content", "learned"), [("A: ", " b", ["Ġ", "b"]), ("A:", "b ", ["b", "Ġ"])]
+)
+def test_blanks_belong_where_they_stand(
+    tmp_path: Path, before: str, content: str, learned: list[str]
+) -> None:
+    """A byte-level tokenizer may leave them out of what its tokens stand for (`trim_offsets`)."""
+    template = f"{{% for m in messages %}}{before}{{% generation %}}{{{{ m.content }}}}"
+    path = home(
+        tmp_path, made("byte_level", False), f"{template}{{% endgeneration %}};{{% endfor %}}"
+    )
+    row = {"messages": [{"role": "assistant", "content": content}]}
+    assert said(reader(path).read(row), path) == learned
 
 
 def test_bytes_of_one_character_are_all_learned(tmp_path: Path) -> None:
