@@ -66,6 +66,19 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return wandb_records(path)
 
 
+def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "bare"
+    run_dir.mkdir()
+    with Recorder(make_config(), run_dir, 1, 1e6, Peak(1e9, "test")) as recorder:
+        recorder.start({})
+        recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)
+        recorder.evaluation(1, None, {"a": None})
+    rows = [history["item"] for history in inspect(run_dir)["history"]]
+    assert [row["step"] for row in rows] == [1, 1]
+    assert not any("loss" in name for row in rows for name in row)
+    assert rows[0]["train/skipped"]
+
+
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
