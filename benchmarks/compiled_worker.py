@@ -312,8 +312,9 @@ def tensors(values: Any) -> list[Tensor]:
 def difference(ours: Tensor, exact: Tensor, plain: Tensor) -> dict[str, Any]:
     """Of a result from its exact value; `is_right` if it is no larger than a rounding.
 
-    What is no floating-point number is to be equal, and zeros are to be where the plain form has
-    them: those of dropout are told by a hash.
+    What is no floating-point number is to be equal to the plain form's, and zeros are to be where
+    the exact value has them: those of dropout are told by a hash. (A sum that the plain form rounds
+    twice may be zero by that alone.)
     """
     import torch
 
@@ -323,7 +324,7 @@ def difference(ours: Tensor, exact: Tensor, plain: Tensor) -> dict[str, Any]:
     scale = float(exact.abs().max()) or 1.0
     error = float((ours.double() - exact).abs().max()) / scale
     of_plain = float((plain.double() - exact).abs().max()) / scale
-    right = error <= TOLERANCES[str(ours.dtype)] and torch.equal(ours == 0, plain == 0)
+    right = error <= TOLERANCES[str(ours.dtype)] and torch.equal(ours == 0, exact == 0)
     return row | {"error": error, "of_plain": of_plain, "is_right": right}
 
 
