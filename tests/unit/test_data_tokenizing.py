@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -294,6 +295,18 @@ def test_a_document_that_the_tokenizer_breaks_off_on_is_a_bad_row(
     assert said.startswith(f"a.jsonl:4 cannot be encoded by tokenizer={tokenizer} (Onig: Regex")
     with pytest.raises(UserError, match="1 of the first 3 rows hold no document, more than bad=0"):
         made(job(tmp_path, "b", tokenizer=tokenizer, workers=workers, bad=0.1))
+
+
+def test_a_full_disk_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space left") as full:
+            made(job(text))
+    assert full.value.filename == str(text / "web.partial")
+    made(job(text))  # nothing is lost
 
 
 def test_rows_without_any_text_make_no_corpus(tmp_path: Path) -> None:

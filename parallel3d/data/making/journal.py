@@ -96,13 +96,28 @@ class Journal:
             return
         self._tokens = self._opened("tokens", self.done.tokens * self.dtype.itemsize)
         self._lengths = self._opened("lengths", self.done.documents * 4)
-        with self._tokens, self._lengths:
+        try:
             yield
+        finally:
+            with self._named():
+                self._tokens.close()
+                self._lengths.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Adds the folder to what the system refuses: a write's own error names no file."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self.folder)
+            raise
 
     def add(self, tokens: bytes, lengths: bytes, count: Count, place: Place, read: int) -> None:
         """The documents of a piece, which ends at `place`; flushes now and then. OSError."""
-        self._tokens.write(tokens)
-        self._lengths.write(lengths)
+        with self._named():
+            self._tokens.write(tokens)
+            self._lengths.write(lengths)
         self.digest.update(tokens)
         self.done.count.add(count)
         self.done = dataclasses.replace(
@@ -118,19 +133,21 @@ class Journal:
 
     def flush(self) -> None:
         """What was added is done, whatever comes."""
-        for file in (self._tokens, self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
-        self._write()
+        with self._named():
+            for file in (self._tokens, self._lengths):
+                file.flush()
+                os.fsync(file.fileno())
+            self._write()
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
     def finish(self, tokenizer: Tokenizer) -> Facts:
         """The corpus in its place, its index last. Raises OSError; then the next try goes on."""
         if not self.done.complete:
             self.flush()
-            self._make_beside(tokenizer)
-            self.done.complete = True
-            self._write()
+            with self._named():
+                self._make_beside(tokenizer)
+                self.done.complete = True
+                self._write()
         facts = Facts(**parse_json(read_bounded(self._part(".json"), 1 << 20)))
         for end in ENDS:
             if self._part(end).exists():
