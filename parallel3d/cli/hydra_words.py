@@ -78,7 +78,7 @@ def order_words(words: list[str]) -> list[str]:
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would take the place of all presets; "
-            f"--config-dir={known.config_path} adds a folder of your own to them."
+            f"--config-dir={known.config_path} adds a folder of your own to them instead."
         )
     overrides = [*known.overrides, *rest]
     flags = list(words)
@@ -93,9 +93,9 @@ def _check_has_effect(word: str) -> None:
     """Raises UserError for what Hydra would take and parallel3d would not act upon."""
     name, _, value = word.partition("=")
     if name.lstrip("+") == "hydra.run.dir":
-        raise UserError(f"{word} has no effect: runs are kept in runs_dir={value}.")
+        raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
     if name.lstrip("+") == "hydra.job.chdir" and value.lower() == "true":
-        raise UserError(f"{word} has no effect: a run stays in the folder it was started in.")
+        raise UserError(f"{word} must be false: a run stays in the folder it was started in.")
     if name.startswith("~") and name[1:] in groups():
         raise UserError(
             f"{word} has no effect: {name[1:]} must be one of {', '.join(presets(name[1:]))}."

@@ -118,8 +118,8 @@ def _wrong_preset(group: str, option: str) -> str:
     if option.endswith((".yaml", ".yml")) or "/" in option:
         name = option.rpartition("/")[2].partition(".")[0]
         return (
-            f"{group}={option} must be the name of a preset, not a file: {group}={name} is "
-            f"{group}/{name}.yaml in a folder that --config-dir=FOLDER adds."
+            f"{group}={option} must be one of {', '.join(presets(group))}, or {group}={name} for "
+            f"{group}/{name}.yaml in a folder of yours that --config-dir=FOLDER names."
         )
     key = all_keys().get(f"{group}.name")
     later = refusal(key.name, option) if key else None
@@ -142,9 +142,9 @@ def _ambiguous(text: str) -> str | None:
     if not found:
         return None
     name, value = found[1], found[2]
-    also = "" if "(" in value else f", or give a list as {name}=[{value}]"
+    also = "" if "(" in value else f", or a list as {name}=[{value}]"
     several = f"{name}={value} is several values for one key"
-    return f"{several}; add --multirun to run each of them{also}."
+    return f"{several}; give --multirun to run each of them{also}."
 
 
 def _twice(text: str) -> str | None:

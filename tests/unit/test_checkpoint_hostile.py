@@ -279,10 +279,10 @@ def test_d2_hf_index_that_is_none(tmp_path: Path, index: str) -> None:
 
 
 def test_d3_hf_layers_are_bounded_by_what_the_files_hold(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"n_layer": 10**9}))
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"n_layer": 4096}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     found = read_hf_config(tmp_path)
-    with pytest.raises(UserError, match="1000000000 layers, and there are 1 tensors"):
+    with pytest.raises(UserError, match="4096 layers, and there are 1 tensors"):
         next(tensors_of(tmp_path, dataclasses.replace(ModelConfig(), **found.keys), found.kind))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallel3d.comm import process_groups
@@ -188,6 +189,7 @@ class Recorded:
         monkeypatch.setattr(dist, "new_subgroups_by_enumeration", self.enumerate)
         monkeypatch.setattr(dist, "destroy_process_group", self.destroyed.append)
         monkeypatch.setattr(process_groups, "_mesh", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: rank)
 
     def split_group(self, **said: Any) -> object:
         self.splits.append(said)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from parallel3d.comm.clock import Clock
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import stacks
@@ -329,6 +330,8 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         train_step=lambda: look("step"),
         evaluate=lambda: look("evaluation"),
         held_out_batches={},
+        corpus=SimpleNamespace(watched={}),
+        clock=Clock(torch.device("cpu")),
     )
     monkeypatch.setattr(train, "fuses", lambda device: on_gpu)
     monkeypatch.setattr(train, "Health", Mock())
