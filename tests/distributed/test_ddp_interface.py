@@ -231,9 +231,9 @@ def wrong_shape(state: int, bucket: GradBucket) -> Future:
 def bad_inputs() -> dict[str, str]:
     rank = dist.get_rank()
 
-    def wrapped(*modules: nn.Module, **options: object) -> str:
+    def wrapped(*modules: nn.Module, kind: type = ValueError, **options: object) -> str:
         module = modules[min(rank, len(modules) - 1)]
-        return refused(lambda: DistributedDataParallel(module, **options), ValueError)
+        return refused(lambda: DistributedDataParallel(module, **options), kind)
 
     def backward(net: nn.Module) -> str:
         return refused(lambda: net(torch.ones(2, 4)).sum().backward(), RuntimeError)
@@ -244,8 +244,8 @@ def bad_inputs() -> dict[str, str]:
     named.add_module("0", nn.Linear(4, 5))
     named.add_module("top", nn.Linear(5, 3))
     found = {
-        "none": wrapped(nn.ReLU()),
-        "frozen": wrapped(frozen),
+        "none": wrapped(nn.ReLU(), kind=RuntimeError),
+        "frozen": wrapped(frozen, kind=RuntimeError),
         "none on one": wrapped(net_of(4, 3), nn.ReLU()),
         "shape": wrapped(net_of(4, 5, 3), net_of(4, 6, 3)),
         "name": wrapped(other, named),

@@ -75,6 +75,17 @@ def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | N
     return seen, gradients(net)
 
 
+def encoder_of_two_wrappers() -> list[list[float] | None]:
+    """The gradients that two backwards leave in two nets with one first layer."""
+    nets = [Net().to(here()) for _ in range(2)]
+    nets[1].layers[0] = nets[0].layers[0]
+    wrapped = [DistributedDataParallel(net, bucket_cap_mb=0.0) for net in nets]
+    x = torch.full((2, 4), 1.0 + dist.get_rank()).to(here())
+    wrapped[0](x, True).backward()
+    wrapped[0](x, True).backward()
+    return gradients(nets[0])
+
+
 def bench_and_check_parts(folder: Path) -> None:
     """Every part of a step of `bench ddp` begins and ends when the device has done all before."""
     unfinished = []
@@ -109,6 +120,12 @@ def test_a_backward_of_replicas_copies_nothing_that_waits(
         flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
         assert (len(verdicts), len(flags)) == (2, 0 if used else 2), seen
         assert len(seen) == len(verdicts) + len(flags), seen
+
+
+def test_a_layer_under_two_wrappers_gets_the_mean_once(pretended: PretendedPool) -> None:
+    twice = [[2 * value for value in grad] for grad in alone([True, True])]
+    for grads in pretended.run(2, encoder_of_two_wrappers):
+        same(grads, twice)
 
 
 @pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)

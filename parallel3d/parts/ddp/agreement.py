@@ -61,10 +61,22 @@ def _difference(ours: list[Entry], theirs: list[Entry], rank: int, other: int) -
     return f"rank {who} has {kind} {name}, which rank {lacks} has not"
 
 
+def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError for a parameter that is stepped before its gradient is reduced."""
+    for name, parameter in trained:
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"parameter {name} has an optimizer that steps in the backward "
+                "(_apply_optimizer_in_backward), with this rank's gradient alone; step it after "
+                "the backward instead"
+            )
+
+
 def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
-    """After `check_agreement`, so that all ranks raise alike: ValueError for what cannot train."""
+    """After `check_agreement`, so that all ranks raise alike, for what cannot train: ValueError, or
+    as PyTorch's class RuntimeError where nothing is to be trained."""
     if not trained:
-        raise ValueError(
+        raise RuntimeError(
             "the module has no parameter that requires a gradient: nothing is there to reduce"
         )
     for name, parameter in trained:
@@ -72,6 +84,7 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
             raise ValueError(
                 f"parameter {name} has no shape yet; run a forward pass before wrapping the module"
             )
+    check_optimizers(trained)
     devices = sorted({str(parameter.device) for _, parameter in trained})
     if len(devices) > 1:
         raise ValueError(

@@ -13,12 +13,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.group import Group
-from parallel3d.parts.ddp.agreement import check_agreement, check_trainable
+from parallel3d.parts.ddp.agreement import check_agreement, check_optimizers, check_trainable
 from parallel3d.parts.ddp.buffer_sync import BufferSync
 from parallel3d.parts.ddp.group import group_of, own_device
 from parallel3d.parts.ddp.hooks import Hook
 from parallel3d.parts.ddp.packing import broadcast_all
-from parallel3d.parts.ddp.reducer import Reducer
+from parallel3d.parts.ddp.reducer import Reducer, check_shared
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached
@@ -53,9 +53,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         overlap: start buckets during the backward; else all at its end.
 
     Raises:
-        ValueError: on every rank alike, modules that differ, with the first difference; no
-            parameter to train; parameters on several devices.
-        RuntimeError: from a backward, on every rank alike: a parameter got a second gradient in
+        ValueError: on every rank alike, modules that differ, with the first difference; parameters
+            on several devices; one whose optimizer steps in the backward; one that another wrapper
+            has too, if either keeps gradients in buckets.
+        RuntimeError: no parameter to train; from a backward, on every rank alike: a parameter got a second gradient in
             it, or with static_graph another number of them than in the first one.
     """
 
@@ -83,6 +84,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         named = list(module.named_parameters())
         trained = [(name, p) for name, p in named if p.requires_grad]
         check_trainable(trained, module)
+        check_shared(trained, gradient_as_bucket_view)
         self.device = trained[0][1].device
         self.inputs_to = own_device(device_ids, self.device)
         if init_sync:
@@ -127,6 +129,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _before_forward(self, reducer: Reducer) -> None:
         if reducer.running and torch._C._current_graph_task_id() < 0:
             reducer.running = False  # the last backward raised
+        if not reducer.began:
+            check_optimizers(list(zip(reducer.names, reducer.parameters, strict=True)))
         for name, parameter in self.frozen:
             if parameter.requires_grad:
                 raise RuntimeError(

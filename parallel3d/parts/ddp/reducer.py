@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,36 @@ from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
 from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
 from parallel3d.parts.ddp.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """The hook of a parameter that tells its reducer of a gradient."""
+
+    reducer: weakref.ref[Reducer]
+    number: int
+
+    def __call__(self, _: Tensor) -> None:
+        reducer = self.reducer()
+        if reducer is not None and reducer.enabled:
+            reducer._arrived(self.number)
+
+
+def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
+    """Raises ValueError for a parameter of two reducers one of which keeps gradients in buckets.
+
+    There the first to send a bucket would scale and sum the gradient that the other has yet to
+    read. Without, each takes the mean of the same gradients.
+    """
+    for name, parameter in named:
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            other = hook.reducer() if isinstance(hook, _Watch) else None
+            if other is not None and (as_views or other.as_views):
+                raise ValueError(
+                    f"parameter {name} is in another DistributedDataParallel already, which "
+                    "gradient_as_bucket_view=True of either does not allow; the nearest is False "
+                    "for both, or delete the other first"
+                )
 
 
 class Reducer:
@@ -117,16 +148,11 @@ class Reducer:
             self.transport.close()
 
     def _watch(self) -> None:
-        # Weakly: see `data_parallel.reducer.Reducer`.
-        mine = weakref.ref(self)
-        for number, parameter in enumerate(self.parameters):
-
-            def arrived(_: Tensor, number: int = number) -> None:
-                reducer = mine()
-                if reducer is not None and reducer.enabled:
-                    reducer._arrived(number)
-
-            parameter.register_post_accumulate_grad_hook(arrived)
+        mine = weakref.ref(self)  # weakly: see `data_parallel.reducer.Reducer`
+        self.watches = [
+            parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
+            for number, parameter in enumerate(self.parameters)
+        ]
 
     def output_hook(self, _: Tensor) -> None:
         """Of a tensor from which a backward may start."""
@@ -197,9 +223,7 @@ class Reducer:
                 parameter.grad = view
         elif self.hook is not None:
             view.copy_(grad)
-        elif self.transport.adds:
-            view.copy_(grad.mul_(self.scale))
-        else:
+        else:  # never in place: another reducer may have yet to read the gradient
             torch.mul(grad, self.scale, out=view)
         bucket.missing -= 1
         if bucket.missing == 0 and self.overlap and not self.counting:
@@ -261,16 +285,17 @@ class Reducer:
             if self.as_views and total is not bucket.flat:
                 bucket.flat.copy_(total)
             grads, means = [], []
-            for number, mean in zip(bucket.members, bucket.total_views, strict=True):
+            parts = zip(bucket.members, bucket.views, bucket.total_views, strict=True)
+            for number, own, mean in parts:
                 grad = self.parameters[number].grad
                 if grad is None:
                     lacking.append((number, mean))
+                elif self.transport.adds:
+                    torch.add(own, mean, out=grad)
                 elif not self.as_views:
                     grads.append(grad)
                     means.append(mean)
-            if grads and self.transport.adds:
-                torch._foreach_add_(grads, means)
-            elif grads:
+            if grads:
                 torch._foreach_copy_(grads, means)
         if lacking:
             somewhere = self.transport.summed_flags.tolist()

@@ -243,7 +243,7 @@ def open_transport(
 ) -> Transport:
     """Shared memory for CPU ranks of one host, unless the group was made without; collective.
 
-    `elsewhere`: what the buffers hold, this rank has once more, and takes the sums there.
+    `elsewhere`: the sums are written to other tensors than the buffers.
     """
     if is_shared(group, device):
         shared = SharedTransport.open(sizes, flags, group, elsewhere)
