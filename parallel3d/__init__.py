@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
     )
     from parallel3d.parts.pipeline import Pipeline
+    from parallel3d.parts.replicated import check_replicated, sum_gradients_over
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
@@ -47,9 +48,11 @@ __all__ = [
     "Worker",
     "__version__",
     "check_config",
+    "check_replicated",
     "compose",
     "init",
     "open_corpus",
+    "sum_gradients_over",
     "verify",
 ]
 
@@ -67,9 +70,11 @@ _HOME = {
     "VocabParallelEmbedding": "parallel3d.parts.linear",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
+    "check_replicated": "parallel3d.parts.replicated",
     "compose": "parallel3d.config.composing",
     "init": "parallel3d.parts.groups",
     "open_corpus": "parallel3d.data.corpus",
+    "sum_gradients_over": "parallel3d.parts.replicated",
     "verify": "parallel3d.commands.verify",
 }
 

@@ -30,7 +30,7 @@ from parallel3d.tensor_parallel.mappings import (
 GroupLike = Group | dist.ProcessGroup | None
 
 
-class _Split(nn.Module):
+class Split(nn.Module):
     """Parameters that are boxes of logical ones; state dicts of the logical ones.
 
     Args:
@@ -131,7 +131,7 @@ def _cast(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.to(dtype) for t in (x, *parameters)]
 
 
-class ColumnParallelLinear(_Split):
+class ColumnParallelLinear(Split):
     """`nn.Linear` whose output features are split over `group`.
 
     Args:
@@ -181,7 +181,7 @@ class ColumnParallelLinear(_Split):
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
 
 
-class RowParallelLinear(_Split):
+class RowParallelLinear(Split):
     """`nn.Linear` whose input features are split over `group`; the results are added up.
 
     The bias is added once, after the sum, and every rank holds it. Arguments as of
@@ -233,7 +233,7 @@ class RowParallelLinear(_Split):
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
 
 
-class VocabParallelEmbedding(_Split):
+class VocabParallelEmbedding(Split):
     """`nn.Embedding` whose rows are split over `group`; the ranks' results are added up.
 
     Arguments as of `ColumnParallelLinear`. Shapes: (…) int64, alike on all ranks → (…, dim).

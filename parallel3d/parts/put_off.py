@@ -65,6 +65,8 @@ def _can_wait(given: dict[str, Any], dims: int = 0) -> bool:
     x, weight = given["input"], given["weight"]
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
+    if weight._backward_hooks:  # autograd calls them, and a gradient put off does not pass there
+        return False
     # A checkpointed forward is repeated in the backward, outside of this mode, and has to save the
     # same tensors then.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -56,8 +56,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         ValueError: on every rank alike, modules that differ, with the first difference; parameters
             on several devices; one whose optimizer steps in the backward; one that another wrapper
             has too, if either keeps gradients in buckets.
-        RuntimeError: no parameter to train; from a backward, on every rank alike: a parameter got a second gradient in
-            it, or with static_graph another number of them than in the first one.
+        RuntimeError: no parameter to train; from a backward, on every rank alike: a parameter got
+            a second gradient in it, or with static_graph another number of them than in the first.
     """
 
     def __init__(
