@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -332,7 +331,6 @@ def ends() -> dict[str, object]:
                 grads_of(first, step)
 
     found: dict[str, object] = {"early": refused(early, RuntimeError)}
-    found["pickled"] = refused(lambda: pickle.dumps(first), TypeError)
     net = DistributedDataParallel(net_of(4, 3))
     handles = [p.register_hook(lambda g: 1 / 0) for p in net.parameters()]
     loss = net(torch.ones(2, 4)).sum()
@@ -351,7 +349,6 @@ def test_the_end_of_a_script(pool: Pool) -> None:
     for found in pool.run(2, ends, timeout_s=30):
         assert found["after"] < 1e-6
         assert found["dropped"]
-        assert ".module" in found["pickled"]
         assert "exhausted" in found["early"], found
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d as p3d
+from parallel3d.parameters.gradients import WeightGradients
 from parallel3d.parts.put_off import SplitBackward
 from tests.distributed.pool import Pool
 
@@ -99,11 +100,14 @@ def put_off() -> float:
     group = p3d.init(tp=2).tp
     torch.manual_seed(3)
     layer = nn.Linear(4, 4, bias=False)
-    layer.weight.weight_gradients = None  # as of a stage of a pipeline
+    layer.weight.weight_gradients = queue = WeightGradients()  # as of a stage of a pipeline
     p3d.sum_gradients_over(layer, group)
     with SplitBackward():
         y = layer(torch.ones(3, 4) * (1 + group.index))
-    y.sum().backward()
+    with queue.put_off() as jobs:
+        y.sum().backward()
+    for job in jobs:
+        job()
     return float((layer.weight.grad - 9).abs().max())
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,21 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 
 Entry = list[object]  # kind, name, shape, type, strides, whether it is trained
+T = TypeVar("T", bound=Tensor)
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name of what is left to each rank
 FACTS = ("name", "shape", "type", "strides", "requires_grad")
 
 
-def described(module: nn.Module) -> list[Entry]:
+def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T]]:
+    """Those that are not ignored."""
+    return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
+def described(module: nn.Module, ignored: Set[str]) -> list[Entry]:
     """What must be the same on all ranks: parameters and buffers in their order."""
     return [
-        *(_entry("parameter", name, p) for name, p in module.named_parameters()),
-        *(_entry("buffer", name, b) for name, b in module.named_buffers()),
+        *(_entry("parameter", name, p) for name, p in left(module.named_parameters(), ignored)),
+        *(_entry("buffer", name, b) for name, b in left(module.named_buffers(), ignored)),
     ]
 
 
@@ -32,9 +40,11 @@ def _entry(kind: str, name: str, tensor: Tensor) -> Entry:
     return [kind, name, shape, str(tensor.dtype), strides, tensor.requires_grad]
 
 
-def check_agreement(module: nn.Module, group: Group, device: torch.device) -> None:
+def check_agreement(
+    module: nn.Module, group: Group, device: torch.device, ignored: Set[str] = frozenset()
+) -> None:
     """Collective. Raises ValueError on every rank, the same sentence, where two ranks differ."""
-    mine = described(module)
+    mine = described(module, ignored)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(all_gather_json(digest, group.handle, device))) == 1:
         return

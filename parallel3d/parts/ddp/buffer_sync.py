@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor, nn
 
@@ -17,14 +19,17 @@ class BufferSync:
     There the first rank writes them when all have read the ones before, and tells each.
     """
 
-    def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
+    ) -> None:
         self.group = group
         # Buffers may be replaced, as BatchNorm's are not but a user's may be: looked up each time.
         seen: set[int] = set()
         self.places = []
-        for part in module.modules():
+        for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
+                whole = f"{prefix}.{name}" if prefix else name
+                if buffer is not None and id(buffer) not in seen and whole not in ignored:
                     seen.add(id(buffer))
                     self.places.append((part._buffers, name))
         self.memory: SharedMemory | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,12 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.group import Group
-from parallel3d.parts.ddp.agreement import check_agreement, check_optimizers, check_trainable
+from parallel3d.parts import groups
+from parallel3d.parts.ddp.agreement import (
+    IGNORED,
+    check_agreement,
+    check_optimizers,
+    check_trainable,
+    left,
+)
 from parallel3d.parts.ddp.buffer_sync import BufferSync
-from parallel3d.parts.ddp.group import group_of, own_device
+from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook
 from parallel3d.parts.ddp.packing import broadcast_all
 from parallel3d.parts.ddp.reducer import Reducer, check_shared
@@ -24,6 +33,7 @@ from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached
 
 PREFIX = "module."
+OF_THIS_PROCESS = ("group", "reducer", "buffer_sync", "frozen", "numbers")  # not copied
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -32,17 +42,26 @@ class DistributedDataParallel(nn.Module, Joinable):
     Every rank starts with the weights of the first one. After each backward the `.grad` of every
     parameter is the mean over the ranks; the rest of a script (loss, optimizer, clipping) stays as
     it was. Names of parameters, attributes and state dicts are those of the module itself. The
-    arguments are those of `torch.nn.parallel.DistributedDataParallel` and mean the same.
+    arguments are those of `torch.nn.parallel.DistributedDataParallel`, in its order, and mean the
+    same; those not named below are taken at their defaults alone. What is named in the module's
+    `_ddp_params_and_buffers_to_ignore` is left to each rank.
 
     Constructor, forward (which makes the buffers those of the first rank) and backward are
-    collective. Parameters are neither added nor replaced afterwards.
+    collective. Parameters are neither added nor replaced afterwards. Copying (`copy.deepcopy`), and
+    pickling with the group of all ranks, are not: a copy meets the others in its first forward with
+    gradients, and has no communication hook.
 
     Args:
         module: with all parameters on one device.
+        device_ids: None, or the one device to which inputs are moved, the module's own; or, in the
+            second place, the group.
+        output_device: None or the same device.
+        broadcast_buffers: buffers are made those of the first rank, now and in every forward.
+        forward_sync_buffers: the same for every forward alone; goes before `broadcast_buffers`.
         process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, or
             None for its default one.
-        device_ids: None, or the one device to which inputs are moved, the module's own.
-        broadcast_buffers: buffers are made those of the first rank, now and in every forward.
+        device_mesh: in place of a group, a mesh of one dimension.
+        check_reduction: without a meaning, as in PyTorch's.
         init_sync: check that the ranks' modules agree, and send the first rank's values.
         bucket_cap_mb: a bucket closes with the parameter that makes it so large, in MiB. None: the
             first one at 1 MiB, the others at 25 (on an accelerator 128, in shared memory 1).
@@ -63,55 +82,93 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | Group | None = None,
-        *,
-        device_ids: Sequence[int | torch.device] | None = None,
-        broadcast_buffers: bool = True,
+        device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
+        process_group: dist.ProcessGroup | Group | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
         overlap: bool = True,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        self.group = group_of(process_group)
+        _check_defaults(
+            dim=(dim, 0),
+            delay_all_reduce_named_params=(delay_all_reduce_named_params, None),
+            param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
+            mixed_precision=(mixed_precision, None),
+            skip_all_reduce_unused_params=(skip_all_reduce_unused_params, False),
+            bucket_cap_mb_list=(bucket_cap_mb_list, None),
+            batched_grad_copy=(batched_grad_copy, False),
+        )
+        given, device_ids = sorted_out(device_ids, process_group, device_mesh)
+        self.group = group_of(given)
+        self._ignored = frozenset(getattr(module, IGNORED, ()))
         some = next(module.parameters(), None)
         meeting = torch.device("cpu") if some is None else some.device
         if init_sync:
-            check_agreement(module, self.group, meeting)
-        named = list(module.named_parameters())
+            check_agreement(module, self.group, meeting, self._ignored)
+        named = left(module.named_parameters(), self._ignored)
         trained = [(name, p) for name, p in named if p.requires_grad]
         check_trainable(trained, module)
         check_shared(trained, gradient_as_bucket_view)
         self.device = trained[0][1].device
         self.inputs_to = own_device(device_ids, self.device)
+        if output_device is not None:
+            own_device([output_device], self.device, "output_device")
+        wanted = broadcast_buffers is None or broadcast_buffers
         if init_sync:
             sent = [p.detach() for _, p in named]
-            if broadcast_buffers:
-                sent += list(module.buffers())
+            if wanted or forward_sync_buffers is not None:
+                sent += [b for _, b in left(module.named_buffers(), self._ignored)]
             broadcast_all(sent, 0, self.group)
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
+        self._bucket_cap_mb, self._overlap = bucket_cap_mb, overlap
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_sync = True
         self.by_initial_size = True  # see `join`
+        self._look()
+        if self.group.size > 1:
+            self._open()
+
+    def _look(self) -> None:
+        """Notes which parameters are trained; not collective."""
+        named = left(self.module.named_parameters(), self._ignored)
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self.numbers = {p: i for i, (_, p) in enumerate(trained)}
-        self.buffer_sync = BufferSync(module, self.group, self.device)
-        self._reducer_options = {
-            "names": [name for name, _ in trained],
-            "parameters": [p for _, p in trained],
-            "group": self.group,
-            "bucket_cap_mb": bucket_cap_mb,
-            "as_views": gradient_as_bucket_view,
-            "static": static_graph,
-            "measure": static_graph or not find_unused_parameters,
-            "overlap": overlap,
-        }
-        self.reducer = Reducer(**self._reducer_options) if self.group.size > 1 else None
+        self._trained = [name for name, p in named if p.requires_grad]
+        self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
+        self.buffer_sync: BufferSync | None = None
+        self.reducer: Reducer | None = None
+
+    def _open(self) -> None:
+        """Makes buckets, and the memory that ranks share; collective."""
+        self.buffer_sync = BufferSync(self.module, self.group, self.device, self._ignored)
+        self.reducer = Reducer(
+            self._trained,
+            list(self.numbers),
+            self.group,
+            bucket_cap_mb=self._bucket_cap_mb,
+            as_views=self.gradient_as_bucket_view,
+            static=self.static_graph,
+            measure=self.static_graph or not self.find_unused_parameters,
+            overlap=self._overlap,
+        )
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own forward on this rank's inputs."""
@@ -119,6 +176,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, named = tree_map_only(
                 Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
             )
+        if self.reducer is None and self.group.size > 1 and torch.is_grad_enabled():
+            self._open()  # a copy
         if self.reducer is None:
             return self.module(*inputs, **named)
         self._before_forward(self.reducer)
@@ -190,13 +249,13 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"the communication hook must be callable; it is a {type(hook).__name__}"
             )
         if self.reducer is None:
-            self.reducer = Reducer(**self._reducer_options)
+            self._open()
         self.reducer.use(state, hook)
 
     def will_sync_buffers(self) -> bool:
         """Whether the next forward takes the first rank's buffers."""
         wanted = self.require_forward_sync and self.broadcast_buffers
-        return wanted and self.group.size > 1 and bool(self.buffer_sync.places)
+        return wanted and self.group.size > 1 and bool(self.buffer_sync and self.buffer_sync.places)
 
     def join(
         self,
@@ -213,6 +272,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self.group.size == 1:
             return nullcontext()
+        if self.reducer is None:
+            self._open()  # a copy
         return Join(
             [self],
             enable,
@@ -290,7 +351,59 @@ class DistributedDataParallel(nn.Module, Joinable):
                 raise
             return getattr(self.module, name)
 
-    def __getstate__(self) -> None:
-        raise TypeError(
-            "a DistributedDataParallel holds groups of processes; copy or pickle its .module"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper of a copy of the module, with the same group."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._state(), memo) | {"group": self.group})
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises RuntimeError for a group that is not that of all ranks, as PyTorch's class."""
+        if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise RuntimeError(
+                f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
+                "ranks cannot be pickled, as it holds their group; pickle its .module, or wrap "
+                "with the group of all ranks"
+            )
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {key: v for key, v in self.__dict__.items() if key not in OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Not collective: the first forward with gradients is."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("group", groups.group_of(None))
+        self._look()
+        self.device = next(iter(self.numbers)).device  # where it was loaded to
+        self.inputs_to = None if self.inputs_to is None else self.device
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, names: Iterable[str]
+    ) -> None:
+        """Before wrapping: leaves these parameters and buffers to each rank."""
+        setattr(module, IGNORED, list(names))
+
+    def _set_static_graph(self) -> None:
+        """As `static_graph=True`. Raises RuntimeError after the first backward."""
+        if self.reducer is not None:
+            self.reducer.set_static()
+        self.static_graph = True
+
+    def _set_ddp_sink_clone(self, _: bool) -> None:
+        """Nothing: outputs are never cloned here."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Nothing is reduced any more."""
+        self.require_backward_grad_sync = False
+        if self.reducer is not None:
+            self.reducer.enabled = False
+
+
+def _check_defaults(**given: tuple[object, object]) -> None:
+    """Raises ValueError for an argument of PyTorch's that is not at its default."""
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")

@@ -142,6 +142,12 @@ class Reducer:
         self.hook = (state, hook)
         self._fill(self.order)
 
+    def set_static(self) -> None:
+        """From here on as if made with `static`. Raises RuntimeError if it comes too late."""
+        if self.began:
+            raise RuntimeError("a static graph must be announced before the first backward")
+        self.static = self.counting = self.measure = True
+
     def close(self) -> None:
         """Lets go of shared memory; nothing is reduced any more."""
         if self.transport is not None:
@@ -149,10 +155,8 @@ class Reducer:
 
     def _watch(self) -> None:
         mine = weakref.ref(self)  # weakly: see `data_parallel.reducer.Reducer`
-        self.watches = [
+        for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
-            for number, parameter in enumerate(self.parameters)
-        ]
 
     def output_hook(self, _: Tensor) -> None:
         """Of a tensor from which a backward may start."""

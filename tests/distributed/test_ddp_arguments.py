@@ -1,0 +1,195 @@
+"""DistributedDataParallel called as PyTorch's class is: its arguments, copies and files."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel3d import DistributedDataParallel
+from tests.distributed.pool import Pool
+
+THEIRS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+NOT_BUILT = {
+    "dim": 1,
+    "delay_all_reduce_named_params": [("weight", None)],
+    "param_to_hook_all_reduce": "weight",
+    "mixed_precision": "fp16",
+    "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb_list": [1, 2],
+    "batched_grad_copy": True,
+    "output_device": 1,
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def grads_of(net: nn.Module) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    net.zero_grad()
+    net(torch.randn(5, 4, generator=generator)).pow(3).sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_the_arguments_stand_in_pytorchs_order_with_its_defaults() -> None:
+    ours = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert [*ours][: len(THEIRS)] == [*THEIRS]
+    assert all(ours[name].default == theirs.default for name, theirs in THEIRS.items())
+
+
+def called(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def calls() -> dict[str, str]:
+    """Each alike on both ranks."""
+    wrap = DistributedDataParallel
+    wanted = grads_of(nn.parallel.DistributedDataParallel(Net()))
+    usual = {name: p.default for name, p in THEIRS.items() if p.default is not p.empty}
+    world = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2,))
+    for net in (
+        wrap(Net(), **usual),
+        wrap(Net(), None, None, 0, True, True, world, 1.0, True),
+        wrap(Net(), world),
+        wrap(Net(), [torch.device("cpu")], "cpu"),
+        wrap(Net(), device_mesh=mesh, check_reduction=True),
+    ):
+        assert same(grads_of(net), wanted)
+    for init, forward, first in ((False, True, 0), (True, False, 0), (False, None, 1)):
+        module = Net()
+        module.norm.running_mean += dist.get_rank()
+        wrap(module, broadcast_buffers=init, forward_sync_buffers=forward)
+        assert module.norm.running_mean[0] == first * dist.get_rank()
+    square = init_device_mesh("cpu", (2, 1))
+    said = {
+        name: called(lambda n=name, v=v: wrap(Net(), **{n: v})) for name, v in NOT_BUILT.items()
+    }
+    return said | {
+        "two groups": called(lambda: wrap(Net(), world, process_group=world)),
+        "group and mesh": called(lambda: wrap(Net(), world, device_mesh=mesh)),
+        "square": called(lambda: wrap(Net(), device_mesh=square)),
+    }
+
+
+def test_arguments_are_taken_or_refused_in_a_sentence(pool: Pool) -> None:
+    for said in pool.run(2, calls):
+        for name in NOT_BUILT:
+            assert said[name].startswith(f"ValueError: {name}="), said[name]
+            assert "\n" not in said[name]
+        for name in ("two groups", "group and mesh", "square"):
+            assert said[name].startswith("RuntimeError: "), said[name]
+
+
+def copied(net: nn.Module) -> nn.Module:
+    return copy.deepcopy(net)
+
+
+def loaded(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    half = dist.new_group([0]), dist.new_group([1])
+    for make in (copied, loaded):
+        net = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=1e-5)
+        wanted = grads_of(net)
+        if dist.get_rank() == 0:  # alone: copies are for averages and files, on one rank
+            twin = make(net)
+            with torch.no_grad():
+                twin.eval()(torch.ones(2, 4))
+        twin = make(net)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(1)
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in net.parameters()}
+        assert same(grads_of(twin), wanted)
+        assert twin.find_unused_parameters
+        assert len(twin.reducer.buckets) > 1
+        assert same(grads_of(net), wanted)
+        hooked, joined = make(net), make(net)
+        hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+        assert same(grads_of(hooked), wanted)
+        with joined.join():
+            assert same(grads_of(joined), wanted)
+    whole = copy.deepcopy(DistributedDataParallel(Net(), half[dist.get_rank()]))
+    found["own"] = called(lambda: loaded(whole))
+    return found
+
+
+def test_copies_and_files_train_as_the_first_one(pool: Pool) -> None:
+    for found in pool.run(2, copies):
+        assert found["own"].startswith("RuntimeError: a DistributedDataParallel over 1 of 2 ranks")
+
+
+class Ignoring(nn.Module):
+    """A layer and a buffer that each rank has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = Net(), nn.Linear(3, 2 + dist.get_rank())
+        self.register_buffer("mark", torch.tensor(float(dist.get_rank())))
+        self.names = ["own.weight", "own.bias", "mark"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x))
+
+
+def half_public() -> dict[str, str]:
+    rank = dist.get_rank()
+    module = Ignoring()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, module.names)
+    net = DistributedDataParallel(module)
+    grads_of(net)
+    own = [module.own.weight.grad.clone(), module.own.bias.grad.clone()]
+    assert module.mark == rank
+    assert [n for n, _ in module.named_parameters() if n not in module.names] == net.reducer.names
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, module.shared.layer.weight.grad)
+    assert torch.equal(*everyone)
+    net._remove_autograd_hooks()
+    net._set_ddp_sink_clone(False)
+    grads_of(net)
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.own.parameters(), own, strict=True))
+    dist.all_gather_object(everyone, module.shared.layer.weight.grad)
+    assert not torch.equal(*everyone)
+    static = DistributedDataParallel(Net())
+    static._set_static_graph()
+    wanted = grads_of(DistributedDataParallel(Net(), static_graph=True))
+    for _ in range(2):
+        assert same(grads_of(static), wanted)
+    assert static.reducer.static
+    return {"late": called(static._set_static_graph)}
+
+
+def test_half_public_methods_that_scripts_call(pool: Pool) -> None:
+    for said in pool.run(2, half_public):
+        assert said["late"].startswith("RuntimeError: a static graph must be announced before")
