@@ -8,7 +8,7 @@ any number of ranks. Whoever reads a state dict calls every rank of the group: i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,14 @@ class Split(nn.Module):
             self.register_parameter(key, nn.Parameter(local))
             self.pieces[key] = piece
 
+    def _take_from(self, whole: nn.Module) -> Self:
+        """With this rank's part of the values of `whole`, on its device; not collective."""
+        for key, full in whole.named_parameters():
+            local = self.pieces[key].of_full(full.detach())
+            local = local.clone(memory_format=torch.contiguous_format)
+            self.register_parameter(key, nn.Parameter(local, full.requires_grad))
+        return self.train(whole.training)
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -122,6 +130,15 @@ def _named(layer: str, seed: int | None, name: str) -> None:
         )
 
 
+def _shape_of(linear: nn.Linear, group: GroupLike) -> tuple[int, int, GroupLike, bool]:
+    return linear.in_features, linear.out_features, group, linear.bias is not None
+
+
+def _kind_of(weight: Tensor) -> dict[str, Any]:
+    """For a layer whose values come later: without memory, and no generator moves."""
+    return {"device": "meta", "dtype": weight.dtype}
+
+
 def _cast(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     """All in the type that autocast asks for, where it is on: the nodes do not look for it."""
     kind = x.device.type
@@ -171,6 +188,16 @@ class ColumnParallelLinear(Split):
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
 
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: GroupLike = None, *, gather_output: bool = False
+    ) -> Self:
+        """This rank's part of a layer that is there, whose values are alike on all ranks."""
+        layer = cls(
+            *_shape_of(linear, group), gather_output=gather_output, **_kind_of(linear.weight)
+        )
+        return layer._take_from(linear)
+
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
@@ -215,6 +242,11 @@ class RowParallelLinear(Split):
         if not bias:
             self.register_parameter("bias", None)
         self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: GroupLike = None) -> Self:
+        """This rank's part of a layer that is there, whose values are alike on all ranks."""
+        return cls(*_shape_of(linear, group), **_kind_of(linear.weight))._take_from(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
@@ -262,6 +294,23 @@ class VocabParallelEmbedding(Split):
         whole = nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype)
         super().__init__(whole, {"weight": 0}, ranks, seed, name, std)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, group: GroupLike = None) -> Self:
+        """This rank's rows of a table that is there, whose values are alike on all ranks.
+
+        Raises UserError for what this class has not: padding_idx, max_norm, scale_grad_by_freq,
+        sparse.
+        """
+        for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            value = getattr(embedding, key)
+            if value is not None and value is not False:
+                raise UserError(
+                    f"VocabParallelEmbedding.from_embedding: {key}={value} is not built here; give "
+                    f"an embedding without {key}"
+                )
+        rows, width = embedding.weight.shape
+        return cls(rows, width, group, **_kind_of(embedding.weight))._take_from(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.numel() and not is_on_accelerator(ids):

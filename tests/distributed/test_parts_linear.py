@@ -101,6 +101,41 @@ def beside_pytorch() -> None:
         assert torch.equal(drawn["weight"], drawn_before)
 
 
+def of_layers_that_are_there() -> None:
+    """Every layer of a net of PyTorch's replaced by its part: the same training."""
+    losses, last = trained(make())
+    for tp in (2, 4):
+        group, net = p3d.init(tp=tp).tp, make()
+        net.down.weight.requires_grad_(False)
+        net.eval()
+        before = torch.get_rng_state()
+        net.words = p3d.VocabParallelEmbedding.from_embedding(net.words, group)
+        net.up = p3d.ColumnParallelLinear.from_linear(net.up, group)
+        net.down = p3d.RowParallelLinear.from_linear(net.down, group)
+        net.head = p3d.ColumnParallelLinear.from_linear(net.head, group, gather_output=True)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert net.up.weight.shape == (8 / tp, 6)
+        assert not net.down.weight.requires_grad
+        assert not net.down.training
+        net.down.weight.requires_grad_(True)
+        got, whole = trained(net)
+        assert got == pytest.approx(losses, abs=TOLERANCE)
+        for name, value in last.items():
+            torch.testing.assert_close(whole[name], value, rtol=0, atol=TOLERANCE)
+
+
+def test_layers_that_are_there_are_split(pool) -> None:
+    pool.run(4, of_layers_that_are_there)
+
+
+@pytest.mark.parametrize(
+    "given", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(p3d.UserError, match=next(iter(given))):
+        p3d.VocabParallelEmbedding.from_embedding(nn.Embedding(8, 2, **given))
+
+
 def refused() -> list[str]:
     said = []
     for call, _ in BAD:
