@@ -8,11 +8,13 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from parallel3d import DistributedDataParallel
 from tests.distributed.pool import Pool
@@ -83,7 +85,8 @@ def calls() -> dict[str, str]:
     for init, forward, first in ((False, True, 0), (True, False, 0), (False, None, 1)):
         module = Net()
         module.norm.running_mean += dist.get_rank()
-        wrap(module, broadcast_buffers=init, forward_sync_buffers=forward)
+        net = wrap(module, broadcast_buffers=init, forward_sync_buffers=forward)
+        assert net.forward_sync_buffers == bool(forward)
         assert module.norm.running_mean[0] == first * dist.get_rank()
     square = init_device_mesh("cpu", (2, 1))
     said = {
@@ -188,6 +191,33 @@ def half_public() -> dict[str, str]:
         assert same(grads_of(static), wanted)
     assert static.reducer.static
     return {"late": called(static._set_static_graph)}
+
+
+def summed(_: None, buffers: dict[str, Tensor]) -> list[torch.futures.Future]:
+    """A hook that sums the means of batch norm."""
+    assert list(buffers) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    return [dist.all_reduce(buffers["norm.running_mean"], async_op=True).get_future()]
+
+
+def buffer_hooks() -> dict[str, list[float]]:
+    """The means after two steps, by where the hook is called."""
+    found = {}
+    for place in _BufferCommHookLocation:
+        net = DistributedDataParallel(Net())
+        net.norm.momentum = 1.0  # the mean is that of the last batch
+        net._register_buffer_comm_hook(None, summed, place)
+        for _ in range(2):
+            grads_of(net)
+        found[place.name] = net.norm.running_mean.tolist()
+    return found
+
+
+def test_a_hook_of_buffers_is_called_where_it_says(pool: Pool) -> None:
+    first, second = pool.run(2, buffer_hooks)
+    assert first["POST_FORWARD"] == second["POST_FORWARD"]
+    assert first["PRE_FORWARD"] != second["PRE_FORWARD"]
+    total = [a + b for a, b in zip(first["PRE_FORWARD"], second["PRE_FORWARD"], strict=True)]
+    assert first["POST_FORWARD"] == pytest.approx(total, abs=1e-6)
 
 
 def test_half_public_methods_that_scripts_call(pool: Pool) -> None:

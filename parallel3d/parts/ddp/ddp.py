@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.comm.group import Group
@@ -33,7 +34,15 @@ from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached
 
 PREFIX = "module."
-OF_THIS_PROCESS = ("group", "reducer", "buffer_sync", "frozen", "numbers")  # not copied
+BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future] | None]
+OF_THIS_PROCESS = (
+    "group",
+    "reducer",
+    "buffer_sync",
+    "frozen",
+    "numbers",
+    "device_mesh",
+)  # not copied
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -143,6 +152,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_sync = True
         self.by_initial_size = True  # see `join`
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._look()
         if self.group.size > 1:
             self._open()
@@ -155,6 +166,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
         self.buffer_sync: BufferSync | None = None
         self.reducer: Reducer | None = None
+        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
 
     def _open(self) -> None:
         """Makes buckets, and the memory that ranks share; collective."""
@@ -181,7 +193,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.reducer is None:
             return self.module(*inputs, **named)
         self._before_forward(self.reducer)
+        hooked = self.buffer_hook is not None and self.buffer_hook[2] and self.will_sync_buffers()
         output = self.module(*inputs, **named)
+        if hooked:
+            self._call_buffer_hook()
         self._after_forward(self.reducer, output)
         return output
 
@@ -200,7 +215,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if joining:
             self._say_that_inputs_are_left(reducer)
         if self.will_sync_buffers():
-            if joining:
+            if self.buffer_hook is not None:
+                if not self.buffer_hook[2]:
+                    self._call_buffer_hook()
+            elif joining:
                 self.sync_buffers_joined(joined=False)
             else:
                 self.buffer_sync.from_first()
@@ -251,6 +269,29 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.reducer is None:
             self._open()
         self.reducer.use(state, hook)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: BufferHook,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """As PyTorch's: `hook(state, buffers by name)` in the place of the first rank's buffers,
+        before or after each forward. Futures that it returns are waited for at once."""
+        after = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        self.buffer_hook = (hook, state, after)
+
+    def _call_buffer_hook(self) -> None:
+        hook, state, _ = self.buffer_hook
+        named = left(self.module.named_buffers(), self._ignored)
+        futures = hook(state, dict(named))
+        if futures is not None:
+            torch.futures.wait_all(list(futures))
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """PyTorch's name of `broadcast_buffers`."""
+        return self.broadcast_buffers
 
     def will_sync_buffers(self) -> bool:
         """Whether the next forward takes the first rank's buffers."""

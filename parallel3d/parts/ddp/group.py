@@ -74,7 +74,7 @@ def sorted_out(
     if device_mesh is not None:
         if process_group is not None:
             raise RuntimeError(
-                "Cannot specify both process_group and device_mesh; give one of them"
+                "Cannot specify both process_group and device_mesh arguments. Give one of them"
             )
         if device_mesh.ndim != 1:
             raise RuntimeError(
