@@ -33,13 +33,14 @@ PASSED, FAILED, SKIPPED = 0, 1, 77
 # What stands in the file → what a CPU has instead.
 WORDS = (
     (r"\.cuda\([^()]*\)", ".cpu()"),
-    (r"\.to\((self\.)?rank\)", ".cpu()"),
+    (r"\.to\((self\.)?(rank|device_id)\)", ".cpu()"),
     (r"torch\.cuda\.(set_device|synchronize|Stream)\(", "_nothing("),
     (r"torch\.cuda\.stream\(", "nullcontext("),
     (r"torch\.cuda\.manual_seed\(", "torch.manual_seed("),
     (r"torch\.cuda\.device_count\(\)", str(RANKS)),
     (r"torch\.cuda\.current_device\(\)", 'torch.device("cpu")'),
     (r"torch\.cuda\.is_available\(\)", "False"),
+    (r"output_device=(self\.)?rank\b", "output_device=None"),
     (r"device_ids=\[[^\]]*\]", "device_ids=None"),
     (r"\b(device|device_id|map_location)=(self\.)?(rank|device_id)\b", r'\1="cpu"'),
     (r'(?<!backend_feature\[)(?:f"cuda:\{[^}]*\}"|"cuda:0"|"cuda")', '"cpu"'),

@@ -178,6 +178,7 @@ def half_public() -> dict[str, str]:
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, module.shared.layer.weight.grad)
     assert torch.equal(*everyone)
+    assert len(list(net._get_data_parallel_params(module))) == len(net.reducer.parameters)
     net._remove_autograd_hooks()
     net._set_ddp_sink_clone(False)
     grads_of(net)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -420,12 +420,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device = next(iter(self.numbers)).device  # where it was loaded to
         self.inputs_to = None if self.inputs_to is None else self.device
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, names: Iterable[str]
-    ) -> None:
-        """Before wrapping: leaves these parameters and buffers to each rank."""
-        setattr(module, IGNORED, list(names))
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(
+        nn.parallel.DistributedDataParallel._get_data_parallel_params
+    )
 
     def _set_static_graph(self) -> None:
         """As `static_graph=True`. Raises RuntimeError after the first backward."""
