@@ -32,7 +32,7 @@ RANKS = 2
 PASSED, FAILED, SKIPPED = 0, 1, 77
 # What stands in the file → what a CPU has instead.
 WORDS = (
-    (r"\.cuda\([^()]*\)", ".cpu()"),
+    (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ".cpu()"),
     (r"\.to\((self\.)?(rank|device_id)\)", ".cpu()"),
     (r"torch\.cuda\.(set_device|synchronize|Stream)\(", "_nothing("),
     (r"torch\.cuda\.stream\(", "nullcontext("),
@@ -65,7 +65,7 @@ def read() -> str:
     return before + WITHOUT_SKIPS + place + after
 
 
-def tests_in(text: str) -> list[str]:
+def names_in(text: str) -> list[str]:
     """Names of the tests that reach DistributedDataParallel, themselves or by what they call."""
     functions = {
         node.name: {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
@@ -156,6 +156,7 @@ class Run:
                 out = os.open(f"{self.folder.name}/out{rank}", os.O_CREAT | os.O_WRONLY)
                 os.dup2(out, 1)
                 os.dup2(out, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
                 code = one_rank(module, cases, self.name, rank, self.folder.name, self.ours)
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -202,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     text = read()
     module, cases = load(text)
-    names = [n for n in tests_in(text) if options.only in n and hasattr(cases, n)]
+    names = [n for n in names_in(text) if options.only in n and hasattr(cases, n)]
     waiting = [(name, False) for name in names]
     running: list[Run] = []
     found: dict[tuple[str, bool], tuple[str, str]] = {}
