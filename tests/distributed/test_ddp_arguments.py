@@ -191,6 +191,10 @@ def half_public() -> dict[str, str]:
     for _ in range(2):
         assert same(grads_of(static), wanted)
     assert static.reducer.static
+    for rank, given in ((0, None), (1, list(static.module.buffers()))):
+        static.norm.running_mean.fill_(dist.get_rank())
+        static._default_broadcast_coalesced(given, static.broadcast_bucket_size, rank)
+        assert static.norm.running_mean.eq(rank).all()
     return {"late": called(static._set_static_graph)}
 
 
@@ -223,4 +227,4 @@ def test_a_hook_of_buffers_is_called_where_it_says(pool: Pool) -> None:
 
 def test_half_public_methods_that_scripts_call(pool: Pool) -> None:
     for said in pool.run(2, half_public):
-        assert said["late"].startswith("RuntimeError: a static graph must be announced before")
+        assert said["late"].startswith("RuntimeError: _set_static_graph should be called before")

@@ -27,7 +27,7 @@ from parallel3d.parts.ddp.agreement import (
 from parallel3d.parts.ddp.buffer_sync import BufferSync
 from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook
-from parallel3d.parts.ddp.packing import broadcast_all
+from parallel3d.parts.ddp.packing import MESSAGE_BYTES, broadcast_all
 from parallel3d.parts.ddp.reducer import Reducer, check_shared
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
@@ -88,6 +88,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             a second gradient in it, or with static_graph another number of them than in the first.
     """
 
+    broadcast_bucket_size = MESSAGE_BYTES
+
     def __init__(
         self,
         module: nn.Module,
@@ -126,12 +128,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         given, device_ids = sorted_out(device_ids, process_group, device_mesh)
         self.group = group_of(given)
-        self._ignored = frozenset(getattr(module, IGNORED, ()))
+        self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
         some = next(module.parameters(), None)
         meeting = torch.device("cpu") if some is None else some.device
         if init_sync:
-            check_agreement(module, self.group, meeting, self._ignored)
-        named = left(module.named_parameters(), self._ignored)
+            check_agreement(module, self.group, meeting, self.parameters_to_ignore)
+        named = left(module.named_parameters(), self.parameters_to_ignore)
         trained = [(name, p) for name, p in named if p.requires_grad]
         check_trainable(trained, module)
         check_shared(trained, gradient_as_bucket_view)
@@ -143,7 +145,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             sent = [p.detach() for _, p in named]
             if wanted or forward_sync_buffers is not None:
-                sent += [b for _, b in left(module.named_buffers(), self._ignored)]
+                sent += [b for _, b in left(module.named_buffers(), self.parameters_to_ignore)]
             broadcast_all(sent, 0, self.group)
         self.module = module
         self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
@@ -160,7 +162,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _look(self) -> None:
         """Notes which parameters are trained; not collective."""
-        named = left(self.module.named_parameters(), self._ignored)
+        named = left(self.module.named_parameters(), self.parameters_to_ignore)
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._trained = [name for name, p in named if p.requires_grad]
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
@@ -170,7 +172,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _open(self) -> None:
         """Makes buckets, and the memory that ranks share; collective."""
-        self.buffer_sync = BufferSync(self.module, self.group, self.device, self._ignored)
+        self.buffer_sync = BufferSync(
+            self.module, self.group, self.device, self.parameters_to_ignore
+        )
         self.reducer = Reducer(
             self._trained,
             list(self.numbers),
@@ -283,10 +287,22 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _call_buffer_hook(self) -> None:
         hook, state, _ = self.buffer_hook
-        named = left(self.module.named_buffers(), self._ignored)
+        named = left(self.module.named_buffers(), self.parameters_to_ignore)
         futures = hook(state, dict(named))
         if futures is not None:
             torch.futures.wait_all(list(futures))
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int = 0,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """As PyTorch's, for hooks of buffers: all ranks take those of one; collective. Messages
+        are of `broadcast_bucket_size` bytes whatever the second argument says."""
+        named = left(self.module.named_buffers(), self.parameters_to_ignore)
+        taken = [buffer for _, buffer in named] if bufs is None else bufs
+        broadcast_all(taken, authoritative_rank, self.group)
 
     @property
     def forward_sync_buffers(self) -> bool:

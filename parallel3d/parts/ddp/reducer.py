@@ -145,7 +145,7 @@ class Reducer:
     def set_static(self) -> None:
         """From here on as if made with `static`. Raises RuntimeError if it comes too late."""
         if self.began:
-            raise RuntimeError("a static graph must be announced before the first backward")
+            raise RuntimeError("_set_static_graph should be called before training loop starts")
         self.static = self.counting = self.measure = True
 
     def close(self) -> None:
