@@ -15,6 +15,7 @@ import argparse
 import ast
 import contextlib
 import os
+import random
 import re
 import signal
 import sys
@@ -27,8 +28,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 SOURCE = "torch.testing._internal.distributed.distributed_test"
 RANKS = 2
+SEED = 1234  # that of torch.testing
 PASSED, FAILED, SKIPPED = 0, 1, 77
 # What stands in the file → what a CPU has instead.
 WORDS = (
@@ -101,7 +105,6 @@ def one_rank(
     """Runs a test as a rank; the exit code."""
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.common_utils import set_rng_seed
 
     if ours:
         from parallel3d import DistributedDataParallel
@@ -109,7 +112,9 @@ def one_rank(
         for place in (torch.nn.parallel, torch.nn.parallel.distributed, module):
             place.DistributedDataParallel = DistributedDataParallel
     torch.set_num_threads(1)
-    set_rng_seed()
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
     os.environ["TEMP_DIR"] = folder
     module.Barrier.barrier_id = 0
     case = cases(name)
