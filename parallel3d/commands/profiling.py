@@ -119,7 +119,7 @@ class StepProfiler:
         else:
             self._profile.stop()
         folder = self.worker.run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         name = f"rank{self.worker.rank}-steps{self.steps[0]}-{self.steps[-1]}"
         if self._profile is not None:
             _write(folder / f"{name}.json.gz", self._profile.export_chrome_trace)

@@ -57,6 +57,7 @@ class Communicator(dist.ProcessGroup):
         # Groups destroyed, in order, and what tells when all members have; of the world.
         self.closed: list[str] = []
         self.destroyed: list[tuple[str, Future[Sequence[Tensor]]]] = []
+        self.closing: list[Wire] = []  # of the world: those of its groups, destroyed so far
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = Stream(self.index)
@@ -167,6 +168,10 @@ class Communicator(dist.ProcessGroup):
             self._compare_ends()
             self._await_destroyed()
         self.wire.close()
+        self.world.closing.append(self.wire)
+        if self.world is self:
+            for wire in self.closing:
+                wire.join()
 
     def _await_destroyed(self, only: str | None = None) -> None:
         for name, destroyed in self.destroyed:

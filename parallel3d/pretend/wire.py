@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+JOIN_S = 10.0
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # copies of the inputs → values of the outputs
 
 NAMES = ("split", "allreduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather",
@@ -62,7 +63,8 @@ class Worker:
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self.cancels = False
-        Thread(target=self._run, name="communicator", daemon=True).start()
+        self.thread = Thread(target=self._run, name="communicator", daemon=True)
+        self.thread.start()
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -102,6 +104,11 @@ class Wire:
     def close(self, cancels: bool = False) -> None:
         """Takes no more operations; those that were started go on, unless it `cancels` them."""
         self.queue.close(cancels)
+
+    def join(self) -> None:
+        """Waits for the thread of a closed one: a thread that is left when the interpreter ends is
+        unwound through torch's C++, which may abort the process."""
+        self.queue.thread.join(JOIN_S)
 
     # --- collectives ---------------------------------------------------------------------------
 
