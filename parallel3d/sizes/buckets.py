@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
@@ -18,9 +18,21 @@ def padded_numel(numel: int, shards: int) -> int:
     return -(-numel // unit) * unit
 
 
+def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
+    """MiB at which each bucket closes, the last number for all that follow."""
+    if bucket_cap_mb is None:
+        return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
+    return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
+
+
+def cap_bytes(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> int:
+    """The largest of them, in bytes."""
+    return int(max(caps_of(bucket_cap_mb, accelerated)) * MIB)
+
+
 def assign(
     sizes: Iterable[int],
-    bucket_cap_mb: float | None,
+    bucket_cap_mb: float | Sequence[float] | None,
     alone: Collection[int] = (),
     accelerated: bool = False,
 ) -> list[list[int]]:
@@ -31,11 +43,11 @@ def assign(
     communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB
     where the parameters are on an accelerator (`accelerated`). There the first bucket ends, since
     parameters are not split, with the first matrix of the backward: one call more for a start that
-    is a layer earlier. The parameters numbered in `alone` get buckets of their own: a tied table's
-    two copies must be cut alike.
+    is a layer earlier. Several numbers are for one bucket each, the last for all that follow. The
+    parameters numbered in `alone` get buckets of their own: a tied table's two copies must be cut
+    alike.
     """
-    usual = ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB
-    caps = [FIRST_BUCKET_MIB, usual] if bucket_cap_mb is None else [bucket_cap_mb]
+    caps = caps_of(bucket_cap_mb, accelerated)
     buckets: list[list[int]] = []
     current: list[int] = []
     filled = 0

@@ -26,7 +26,7 @@ NOT_BUILT = {
     "param_to_hook_all_reduce": "weight",
     "mixed_precision": "fp16",
     "skip_all_reduce_unused_params": True,
-    "bucket_cap_mb_list": [1, 2],
+    "bucket_cap_mb_list": [1, -2],
     "batched_grad_copy": True,
     "output_device": 1,
 }

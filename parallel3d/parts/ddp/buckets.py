@@ -34,7 +34,9 @@ class Bucket:
 
 
 def arrange(
-    parameters: Sequence[nn.Parameter], ready: Sequence[int], bucket_cap_mb: float | None
+    parameters: Sequence[nn.Parameter],
+    ready: Sequence[int],
+    bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
     """Which parameters share a bucket, by their numbers; `ready` is the order of readiness.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -27,13 +28,19 @@ from parallel3d.parts.ddp.agreement import (
 from parallel3d.parts.ddp.buffer_sync import BufferSync
 from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook
+from parallel3d.parts.ddp.logging_data import LoggingData, Record, logging_data, recorded
 from parallel3d.parts.ddp.packing import MESSAGE_BYTES, broadcast_all
 from parallel3d.parts.ddp.reducer import Reducer, check_shared
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached
+from parallel3d.sizes.buckets import MIB
 
 PREFIX = "module."
+BUILTIN_HOOKS = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future] | None]
 OF_THIS_PROCESS = (
     "group",
@@ -42,6 +49,7 @@ OF_THIS_PROCESS = (
     "frozen",
     "numbers",
     "device_mesh",
+    "step_record",
 )  # not copied
 
 
@@ -78,6 +86,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             buckets need not wait for the end of it. Without, an unused parameter is no error.
         gradient_as_bucket_view: gradients stay in the buckets and are not copied out.
         static_graph: every backward reaches the same parameters, each as often as in the first.
+        bucket_cap_mb_list: in the place of `bucket_cap_mb` one number for each bucket, the last one
+            for all that follow.
         overlap: start buckets during the backward; else all at its end.
 
     Raises:
@@ -109,7 +119,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: None = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
@@ -123,9 +133,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
             mixed_precision=(mixed_precision, None),
             skip_all_reduce_unused_params=(skip_all_reduce_unused_params, False),
-            bucket_cap_mb_list=(bucket_cap_mb_list, None),
             batched_grad_copy=(batched_grad_copy, False),
         )
+        _check_caps(bucket_cap_mb_list)
         given, device_ids = sorted_out(device_ids, process_group, device_mesh)
         self.group = group_of(given)
         self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
@@ -149,7 +159,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             broadcast_all(sent, 0, self.group)
         self.module = module
         self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
-        self._bucket_cap_mb, self._overlap = bucket_cap_mb, overlap
+        self._bucket_cap_mb = list(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        self._overlap = overlap
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_sync = True
@@ -169,6 +180,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.buffer_sync: BufferSync | None = None
         self.reducer: Reducer | None = None
         self.buffer_hook: tuple[BufferHook, object, bool] | None = None
+        self.step_record = Record()
 
     def _open(self) -> None:
         """Makes buckets, and the memory that ranks share; collective."""
@@ -179,6 +191,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._trained,
             list(self.numbers),
             self.group,
+            self.step_record,
             bucket_cap_mb=self._bucket_cap_mb,
             as_views=self.gradient_as_bucket_view,
             static=self.static_graph,
@@ -204,6 +217,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after_forward(self.reducer, output)
         return output
 
+    @recorded
     def _before_forward(self, reducer: Reducer) -> None:
         if reducer.running and torch._C._current_graph_task_id() < 0:
             reducer.running = False  # the last backward raised
@@ -215,6 +229,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                     f"{name} was frozen when the module was wrapped and requires a gradient now; "
                     "wrap the module again"
                 )
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.step_record.forward()
         joining = self._join_config.enable
         if joining:
             self._say_that_inputs_are_left(reducer)
@@ -255,6 +271,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @recorded
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Lets `hook(state, bucket)` decide what becomes of each bucket's gradients.
 
@@ -270,9 +287,26 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise TypeError(
                 f"the communication hook must be callable; it is a {type(hook).__name__}"
             )
+        self._use(state, hook, getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    @recorded
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """As PyTorch's: all-reduces the buckets as they are, or in fp16.
+
+        Raises ValueError for another type, and as `register_comm_hook`.
+        """
+        if comm_hook_type not in BUILTIN_HOOKS:
+            raise ValueError(
+                f"comm_hook_type={comm_hook_type!r} must be one of "
+                f"{', '.join(map(str, BUILTIN_HOOKS))}"
+            )
+        self._use(self.group.handle, BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
+
+    def _use(self, state: object, hook: Hook, name: str) -> None:
         if self.reducer is None:
             self._open()
         self.reducer.use(state, hook)
+        self.step_record.comm_hook = name
 
     def _register_buffer_comm_hook(
         self,
@@ -443,6 +477,46 @@ class DistributedDataParallel(nn.Module, Joinable):
         nn.parallel.DistributedDataParallel._get_data_parallel_params
     )
 
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """PyTorch's name of `bucket_cap_mb_list`, in bytes."""
+        caps = self._bucket_cap_mb
+        return [int(cap * MIB) for cap in caps] if isinstance(caps, list) else []
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        """Arguments, buckets, and what the steps were, under PyTorch's names.
+
+        Of the last step, and on the mean of all: PyTorch's class tells of those it samples. Times
+        are there on CPUs alone. `has_rebuilt_buckets` is 1 when the buckets are in the order of the
+        first backward, also where that was their order before.
+        """
+        return logging_data(self)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The parameters that are reduced, in the module's order, and of each that its gradient is
+        not sparse."""
+        return list(self.numbers), [False] * len(self.numbers)
+
+    @recorded
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """Names of these parameters by their places. Raises ValueError where they are not those
+        that are reduced."""
+        places = {p: i for i, p in enumerate(parameters)}
+        names = {}
+        for name, parameter in zip(self._trained, self.numbers, strict=True):
+            if parameter not in places:
+                raise ValueError(f"Param with name {name} is reduced, but is not among those given")
+            names[places[parameter]] = name
+        if len(places) != len(names):
+            raise ValueError(
+                f"Expected param to name mapping to cover all parameters: {len(places)} are given, "
+                f"{len(names)} are reduced"
+            )
+        return names
+
+    @recorded
     def _set_static_graph(self) -> None:
         """As `static_graph=True`. Raises RuntimeError after the first backward."""
         if self.reducer is not None:
@@ -464,3 +538,13 @@ def _check_defaults(**given: tuple[object, object]) -> None:
     for name, (value, default) in given.items():
         if value != default:
             raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
+
+
+def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
+    """Raises ValueError for what is no list of sizes."""
+    for cap in bucket_cap_mb_list or ():
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
+            raise ValueError(
+                f"bucket_cap_mb_list={bucket_cap_mb_list!r} must hold numbers of MiB, none below "
+                f"0; {cap!r} is not one"
+            )

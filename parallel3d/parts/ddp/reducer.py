@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import broadcast_json
 from parallel3d.comm.group import Group
-from parallel3d.device.accelerator import moved
+from parallel3d.device.accelerator import is_accelerator, moved
 from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
+from parallel3d.parts.ddp.logging_data import Record, recorded, sizes_of
 from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
 from parallel3d.parts.ddp.verdict import Verdict
+from parallel3d.sizes.buckets import cap_bytes
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Reducer:
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
+        step_record: where it notes its steps and what it raises.
+        bucket_cap_mb: for each bucket, the last one for those after it too; or for all.
         as_views: leave gradients where they travel (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
         measure: fill the buckets anew in the order of the first backward.
@@ -74,6 +78,11 @@ class Reducer:
         scale: what gradients are multiplied with before they are added.
         running: a backward goes on, or one has raised.
         unused: numbers of parameters that the next backward is known not to reach, if looked for.
+        arrivals: numbers of the parameters that the last backward reached, in their order.
+        reached: those of the first backward; None before it.
+        graph_static: every backward reached the same ones on this rank.
+        measured: the buckets are in the order of the first backward.
+        first_sizes: bytes of the buckets before that.
     """
 
     def __init__(
@@ -81,13 +90,15 @@ class Reducer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         group: Group,
-        bucket_cap_mb: float | None = None,
+        step_record: Record,
+        bucket_cap_mb: float | Sequence[float] | None = None,
         as_views: bool = False,
         static: bool = False,
         measure: bool = True,
         overlap: bool = True,
     ) -> None:
         self.names, self.parameters, self.group = list(names), list(parameters), group
+        self.step_record = step_record
         self.bucket_cap_mb, self.as_views, self.static = bucket_cap_mb, as_views, static
         self.measure, self.overlap = measure, overlap
         self.hook: tuple[object, Hook] | None = None
@@ -98,6 +109,9 @@ class Reducer:
         self.expected = [1] * len(self.parameters)
         self.counting = static  # until the first backward has ended
         self.arrivals: list[int] = []
+        self.reached: frozenset[int] | None = None
+        self.graph_static, self.measured = True, False
+        self.timed = self.device.type == "cpu"  # elsewhere the host's times are not the work's
         self.verdict = Verdict(group, self.device)
         self.transport: Transport | None = None
         self._fill(list(range(len(self.parameters)))[::-1])
@@ -108,6 +122,7 @@ class Reducer:
         cap = self.bucket_cap_mb
         if cap is None and self.hook is None and is_shared(self.group, self.device):
             cap = SHARED_CAP_MIB
+        self.cap_bytes = cap_bytes(cap, is_accelerator(self.device))
         members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
         sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
@@ -127,12 +142,15 @@ class Reducer:
             Bucket(numbers, flat, views_of(flat, part))
             for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
         ]
+        if not self.measured:
+            self.first_sizes = sizes_of(self.buckets)
         self.place_of = {
             n: (bucket, view)
             for bucket in self.buckets
             for n, view in zip(bucket.members, bucket.views, strict=True)
         }
 
+    @recorded
     def use(self, state: object, hook: Hook) -> None:
         """From here on `hook` reduces the buckets. Raises RuntimeError if it comes too late."""
         if self.hook is not None:
@@ -142,6 +160,7 @@ class Reducer:
         self.hook = (state, hook)
         self._fill(self.order)
 
+    @recorded
     def set_static(self) -> None:
         """From here on as if made with `static`. Raises RuntimeError if it comes too late."""
         if self.began:
@@ -163,12 +182,15 @@ class Reducer:
         if self.enabled:
             self.begin()
 
+    @recorded
     def begin(self) -> None:
         """A backward begins in this thread. Its end is noticed, that of the outermost one: inside
         it a checkpointed layer may run others."""
         if self.running:
             return
         self.verdict.check()
+        if self.timed:
+            self.step_record.backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
@@ -234,8 +256,11 @@ class Reducer:
             while self.started < len(self.buckets) - 1 and not self.buckets[self.started].missing:
                 self._start()
 
+    @recorded
     def _start(self) -> None:
         index = self.started
+        if index == 0 and self.timed:
+            self.step_record.comm()
         if self.as_views and self.hook is None:
             self.buckets[index].flat.mul_(self.scale)
         self.started += 1
@@ -253,9 +278,13 @@ class Reducer:
             given = torch.tensor(flags, dtype=self.transport.flags.dtype)
             self.transport.flags.copy_(moved(given, self.device))
 
+    @recorded
     def _end(self) -> None:
         """The backward has ended: nothing more arrives."""
+        if self.timed:
+            self.step_record.computed()
         self.running = False
+        self._compare()
         self._check_static()
         for number, left in enumerate(self.left):
             if left > 0 or self.counting:
@@ -265,7 +294,21 @@ class Reducer:
             while self.started < len(self.buckets):
                 self._start()
             self._hand_out()
+        if self.timed:
+            self.step_record.comm_ended()
         self._after()
+
+    def _compare(self) -> None:
+        """Notes whether this backward reached other parameters than the first one."""
+        reached = frozenset(self.arrivals)
+        if self.reached is None:
+            self.reached = reached
+        elif reached != self.reached:
+            self.graph_static = False
+
+    def _ddp_graph_static(self) -> bool:
+        """PyTorch's name of `graph_static`."""
+        return self.graph_static
 
     def _check_static(self) -> None:
         if self.counting:
@@ -318,6 +361,7 @@ class Reducer:
         self._write_flags([False] * (len(self.parameters) + 1))
         for index in range(len(self.buckets)):
             self.transport.start(index)
+        self.started = len(self.buckets)
         list(self.transport.finish())
         self.running = self.counting = False
         self._after()
@@ -326,7 +370,7 @@ class Reducer:
         self.transport.release()
         self.verdict.note(self.transport.summed_flags[-1:], self.transport.fault)
         if self.measure:
-            self.measure = False
+            self.measure, self.measured = False, True
             seen = set(self.arrivals)
             mine = [*self.arrivals, *(n for n in self.order if n not in seen)]
             ready = broadcast_json(mine, self.group.handle, self.device)

@@ -22,6 +22,7 @@ class DDPJoinHook(JoinHook):
         super().__init__()
         self.net = net
         net.by_initial_size = by_initial_size
+        net.step_record.joins = True
 
     def main_hook(self) -> None:
         """Mirrors one forward and backward."""
