@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from parallel3d import DistributedDataParallel
+from parallel3d.comm.process_groups import ProcessGroups
 from tests.distributed.pool import Pool
 
 TINY = 1e-6  # MiB: a bucket for each parameter
@@ -311,6 +312,9 @@ def builtin_hooks() -> None:
         for net in nets:
             net._register_builtin_comm_hook(kind)
             assert net._get_ddp_logging_data()["comm_hook"] == str(kind)
+        single = DistributedDataParallel(Net(), ProcessGroups.single().dp)
+        single._register_builtin_comm_hook(kind)
+        assert all(torch.equal(a, b) for a, b in zip(step(single), step(Net()), strict=True))
         plain = step(DistributedDataParallel(Net()))
         ours, theirs = (step(net) for net in nets)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

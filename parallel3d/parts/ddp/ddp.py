@@ -27,7 +27,7 @@ from parallel3d.parts.ddp.agreement import (
 )
 from parallel3d.parts.ddp.buffer_sync import BufferSync
 from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
-from parallel3d.parts.ddp.hooks import Hook
+from parallel3d.parts.ddp.hooks import Hook, alone_hook
 from parallel3d.parts.ddp.logging_data import LoggingData, Record, logging_data, recorded
 from parallel3d.parts.ddp.packing import MESSAGE_BYTES, broadcast_all
 from parallel3d.parts.ddp.reducer import Reducer, check_shared
@@ -291,7 +291,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @recorded
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """As PyTorch's: all-reduces the buckets as they are, or in fp16.
+        """As PyTorch's: all-reduces the buckets as they are, or in fp16; nothing in a group of one.
 
         Raises ValueError for another type, and as `register_comm_hook`.
         """
@@ -300,7 +300,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"comm_hook_type={comm_hook_type!r} must be one of "
                 f"{', '.join(map(str, BUILTIN_HOOKS))}"
             )
-        self._use(self.group.handle, BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
+        # A group of one has no handle, in whose place PyTorch's hooks take all ranks.
+        hook = alone_hook if self.group.size == 1 else BUILTIN_HOOKS[comm_hook_type]
+        self._use(self.group.handle, hook, str(comm_hook_type))
 
     def _use(self, state: object, hook: Hook, name: str) -> None:
         if self.reducer is None:

@@ -52,6 +52,13 @@ class GradBucket:
 Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
 
+def alone_hook(_: object, bucket: GradBucket) -> torch.futures.Future:
+    """In the place of a hook that reduces, for a group of one: the bucket as it is."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 class HookTransport:
     """Hands each full bucket to a hook, whose future holds what becomes of it.
 
