@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d import DistributedDataParallel
@@ -280,6 +281,20 @@ def bad_inputs() -> dict[str, str]:
     thawed = DistributedDataParallel(partly)
     partly.requires_grad_(True)
     found["thawed"] = refused(lambda: thawed(torch.ones(2, 4)), RuntimeError)
+    changed = net_of(4, 4, 3)
+    net = DistributedDataParallel(changed)
+    changed[0].adapter = nn.Linear(4, 4).requires_grad_(False)
+    net(torch.ones(2, 4))  # what is not trained needs no mean
+    given = {"module.0.weight": torch.zeros(4, 4, requires_grad=True)}
+    functional_call(net, given, torch.ones(2, 4))  # for this forward alone
+    changed[0].adapter.requires_grad_(True)
+    found["added"] = refused(lambda: net(torch.ones(2, 4)), RuntimeError)
+    with torch.no_grad():
+        net(torch.ones(2, 4))
+    del changed[0].adapter
+    net(torch.ones(2, 4))
+    changed[0].weight = nn.Parameter(torch.ones(4, 4))
+    found["replaced"] = refused(lambda: net(torch.ones(2, 4)), RuntimeError)
     # All of these groups and memories still work.
     assert off(grads_of(late, rank), mean_of_ranks(2, 4, 3)) < 1e-6
     return found
@@ -308,6 +323,8 @@ SENTENCES = {
     "late hook": "before the first backward",
     "assign": "load the weights before wrapping",
     "thawed": "0.weight was frozen when the module was wrapped",
+    "added": "0.adapter.weight was added or replaced after the module was wrapped",
+    "replaced": "0.weight was added or replaced after the module was wrapped",
 }
 
 
@@ -343,6 +360,32 @@ def ends() -> dict[str, object]:
     gc.collect()
     found["dropped"] = gone() is None
     return found
+
+
+STEPS_OF_RANKS = ((0, 1, 2), (10, 12))  # seeds: the second one leaves a backward out
+
+
+def one_backward_less() -> tuple[list[float], str]:
+    """How far gradients are from the mean of the steps that meet, and what ends the last one."""
+    net, found, said = DistributedDataParallel(net_of(4, 3)), [], ""
+    for number, seed in enumerate(STEPS_OF_RANKS[dist.get_rank()]):
+        try:
+            ours = grads_of(net, seed)
+        except ConnectionError as error:
+            said = str(error)
+        else:
+            met = [grads_of(net_of(4, 3), steps[number]) for steps in STEPS_OF_RANKS]
+            found.append(off(ours, [(a + b) / 2 for a, b in zip(*met, strict=True)]))
+    net.reducer.close()  # as the end of this process does
+    dist.barrier()
+    return found, said
+
+
+def test_a_rank_that_leaves_a_backward_out_is_noticed_at_its_end(pool: Pool) -> None:
+    (found, said), (others, silent) = pool.run(2, one_backward_less, timeout_s=30)
+    assert (len(found), said) == (2, "member 1 of the group has ended")
+    assert (len(others), silent) == (2, "")
+    assert max(found + others) < 1e-6
 
 
 def test_the_end_of_a_script(pool: Pool) -> None:

@@ -26,6 +26,7 @@ from parallel3d.parts.ddp.agreement import (
     left,
 )
 from parallel3d.parts.ddp.buffer_sync import BufferSync
+from parallel3d.parts.ddp.contents import Contents
 from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook, alone_hook
 from parallel3d.parts.ddp.logging_data import LoggingData, Record, logging_data, recorded
@@ -48,6 +49,7 @@ OF_THIS_PROCESS = (
     "buffer_sync",
     "frozen",
     "numbers",
+    "contents",
     "device_mesh",
     "step_record",
 )  # not copied
@@ -94,8 +96,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         ValueError: on every rank alike, modules that differ, with the first difference; parameters
             on several devices; one whose optimizer steps in the backward; one that another wrapper
             has too, if either keeps gradients in buckets.
-        RuntimeError: no parameter to train; from a backward, on every rank alike: a parameter got
-            a second gradient in it, or with static_graph another number of them than in the first.
+        RuntimeError: no parameter to train; from a forward, a parameter that was frozen when the
+            module was wrapped, or was added or replaced since; from a backward, on every rank
+            alike: a parameter got a second gradient in it, or with static_graph another number of
+            them than in the first.
     """
 
     broadcast_bucket_size = MESSAGE_BYTES
@@ -177,6 +181,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._trained = [name for name, p in named if p.requires_grad]
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
+        self.contents = Contents(self.module)
         self.buffer_sync: BufferSync | None = None
         self.reducer: Reducer | None = None
         self.buffer_hook: tuple[BufferHook, object, bool] | None = None
@@ -230,6 +235,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "wrap the module again"
                 )
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._check_contents()
             self.step_record.forward()
         joining = self._join_config.enable
         if joining:
@@ -244,6 +250,20 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self.buffer_sync.from_first()
         if joining:
             any_of(self.group, self.require_backward_grad_sync, self.device)
+
+    def _check_contents(self) -> None:
+        """Raises RuntimeError for a parameter of the module that the reducer does not know."""
+        # Dynamo would trace the comparison at each compilation and guard its result.
+        if torch.compiler.is_compiling() or not self.contents.changed():
+            return
+        for name, parameter in left(self.module.named_parameters(), self.parameters_to_ignore):
+            # No `nn.Parameter`: `functional_call` has put it there for this forward alone.
+            trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
+            if trained and parameter not in self.numbers:
+                raise RuntimeError(
+                    f"{name} was added or replaced after the module was wrapped, so its gradient "
+                    "would be this rank's alone; wrap the module again"
+                )
 
     def _after_forward(self, reducer: Reducer, output: Any) -> None:
         self.require_forward_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
