@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
+from parallel3d.config.fields import all_keys, unknown_key
 from parallel3d.config.overrides import (
     check_length,
     explain_override_error,
@@ -85,6 +87,8 @@ def order_words(words: list[str]) -> list[str]:
     for word in overrides:
         check_length(word)
         _check_has_effect(word)
+        if known.cfg:
+            _check_is_key(word)
         flags.remove(word)
     return [*flags, *overrides]
 
@@ -96,10 +100,23 @@ def _check_has_effect(word: str) -> None:
         raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
     if name.lstrip("+") == "hydra.job.chdir" and value.lower() == "true":
         raise UserError(f"{word} must be false: a run stays in the folder it was started in.")
+    if name.lstrip("+") == "hydra.verbose" or re.match(r"\+?hydra[./](job|hydra)_logging", name):
+        raise UserError(f"{word} has no effect: nothing is logged by Hydra; leave it out.")
     if name.startswith("~") and name[1:] in groups():
         raise UserError(
             f"{word} has no effect: {name[1:]} must be one of {', '.join(presets(name[1:]))}."
         )
+
+
+def _check_is_key(word: str) -> None:
+    """Raises UserError for a key that is added and that no run has; `--cfg` would show it."""
+    name, equals, value = word.partition("=")
+    added = name.lstrip("+")
+    # Without a dot it may be a group of the user's own; a key of many values has names of its own.
+    if not (equals and name.startswith("+") and "." in added) or re.search("hydra|[/@]", added):
+        return
+    if not any(added == key or added.startswith(f"{key}.") for key in all_keys()):
+        raise UserError(unknown_key(added, value))
 
 
 def _raise_argument_error(message: str) -> NoReturn:

@@ -82,13 +82,22 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param(
             "hydra/launcher=joblib", ["hydra-joblib-launcher", "launcher=basic"], id="plugin"
         ),
+        pytest.param(
+            "hydra/sweeper=optuna", ["hydra-optuna-sweeper", "sweeper=basic"], id="sweeper"
+        ),
         pytest.param("hydra.launcher.n_jobs=2", ["--cfg hydra"], id="key of Hydra's"),
         pytest.param("model=./my.yaml", ["model=my ", "--config-dir"], id="file for a preset"),
+        pytest.param("model=my.yaml", ["model=my ", "--config-dir"], id="file beside it"),
         pytest.param("-cp mine", ["--config-dir=mine"], id="config path"),
-        pytest.param("seed=range(1,4)", ["seed=range(1,4)", "--multirun"], id="range"),
+        pytest.param(
+            "seed=range(1,4)", ["seed=range(1,4)", "--multirun to run each of them."], id="range"
+        ),
         pytest.param("~logger", ["~logger", "none, wandb"], id="group taken away"),
         pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
+        pytest.param("hydra.verbose=true", ["hydra.verbose=true has no"], id="Hydra's words"),
+        pytest.param("hydra/job_logging=default", ["job_logging=default has no"], id="Hydra's log"),
+        pytest.param("+new.key=1 --cfg job", ["new.key", "not a key"], id="unknown key shown"),
         pytest.param("data=text data.path=empty.txt", ["empty.txt"], id="empty data"),
         pytest.param("data=text data.path=short.txt", ["short.txt", "seq_length"], id="short data"),
     ],
