@@ -167,6 +167,18 @@ def test_a_run_outlives_the_reader_of_its_output(shell: Shell, layout: str) -> N
     assert '"lost_output"' in (run / "summary.json").read_text()
 
 
+@pytest.mark.parametrize("redirect", ["> /dev/full", ">&-"], ids=["full disk", "closed"])
+def test_a_run_outlives_output_that_cannot_be_written(shell: Shell, redirect: str) -> None:
+    train = words(shell, "pp=2", "checkpoint.every=2")
+    ended = shell.run("bash", "-c", f'"$@" {redirect}', "bash", *PARALLEL3D, *train)
+    assert ended.code == 0, ended
+    run = shell.cwd / "runs" / "mine"
+    assert (run / "checkpoints" / "step-00000003").is_dir()
+    assert not (run / "failures").exists()
+    if "full" in redirect:
+        assert "bytes of output were lost (No space left on device)" in ended.errors[-1]
+
+
 def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
     train = words(shell, "tp=2", LONG)
     agent = shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", *train)

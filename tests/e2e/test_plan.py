@@ -38,6 +38,10 @@ BAD = [
         ("model.seq_length=1000000000", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
         "cluster.nodes must be larger, none was found up to 4 nodes",
     ),
+    (
+        ("model.vocab_size=99999999999", "tp=8", "pp=1", "micro_batch_size=1", "recompute=full"),
+        "cluster.nodes must be larger, none was found up to 128 nodes",
+    ),
     (("model=llama3_405b",), "fits no layout .*misses by .* GiB .*cluster.nodes=16"),
 ]
 

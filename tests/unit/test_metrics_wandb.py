@@ -118,7 +118,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
 def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y", "RUN_ID": "agent01"}
+    variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y"}
     for name, text in variables.items():
         monkeypatch.setenv(f"WANDB_{name}", text)
     wandb.teardown()  # it reads its variables once a process
@@ -128,17 +128,30 @@ def test_wandbs_variables_win_over_what_nobody_typed(
     run_dir.mkdir()
     train(config, run_dir)
     run = inspect(run_dir)["run"][0]
-    assert (run["project"], run["display_name"], run["tags"]) == ("foo", "nice", ["x", "y"])
-    assert run["run_id"] == (run_dir / "wandb-id").read_text().strip() == "agent01"
+    found = run["project"], run["display_name"], run.get("tags")
+    assert found == ("foo", "nice", ["x", "y"])
 
     typed = tmp_path / "typed"
     typed.mkdir()
-    monkeypatch.delenv("WANDB_RUN_ID")
     wandb.teardown()
     config.logger = LoggerConfig(name="wandb", project="bar", tags=["z"])
     train(config, typed)
     run = inspect(typed)["run"][0]
     assert (run["project"], run["tags"]) == ("bar", ["z"])
+    wandb.teardown()
+
+
+def test_the_id_that_a_sweeps_agent_gives_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would go on as another one of W&B's outside of the agent."""
+    monkeypatch.setenv("WANDB_RUN_ID", "agent01")
+    wandb.teardown()  # it reads its variables once a process
+    run_dir = tmp_path / "e"
+    run_dir.mkdir()
+    train(make_config(), run_dir)
+    assert (run_dir / "wandb-id").read_text().strip() == "agent01"
+    assert inspect(run_dir)["run"][0]["run_id"] == "agent01"
     wandb.teardown()
 
 

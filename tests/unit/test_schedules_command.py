@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from parallel3d.schedules.render import render_svg, render_text
 from parallel3d.schedules.schedule import FORMS, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from parallel3d.schedules.table import read_table, write_table
+from tests.pace import PATIENCE
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -109,10 +111,13 @@ def test_bad_input_is_one_sentence(
     assert re.search(sentence, err), err
 
 
+def bounded() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
-def test_tables_are_read_in_bounds(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
-) -> None:
+def test_tables_are_read_in_bounds(tmp_path: Path, kind: str) -> None:
+    """In a process of its own, with a limit of memory and time: else they take all of both."""
     table = tmp_path / "table.csv"
     if kind == "pipe":
         os.mkfifo(table)
@@ -121,8 +126,16 @@ def test_tables_are_read_in_bounds(
     else:
         with table.open("wb") as file:
             file.truncate(10 << 30)
-    code, out, err = run(capsys, "schedule=file", f"schedule.file={table}")
-    assert (code, out) == (2, "") and "cannot be read" in err and err.count("\n") == 1
+    command = [sys.executable, "-m", "parallel3d", "schedule", "schedule=file"]
+    ended = subprocess.run(
+        [*command, f"schedule.file={table}"],
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        preexec_fn=bounded,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "cannot be read" in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def test_a_table_may_begin_with_a_byte_order_mark(
