@@ -1,5 +1,5 @@
-"""What every test process needs before torch is imported: one thread, gloo on the loopback, and
-signals that mean what they say.
+"""What every test process needs before torch is imported: one thread, gloo on the loopback, a
+folder for what libraries leave, and signals that mean what they say.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from typing import Any
 
 import pytest
@@ -23,6 +25,14 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # TorchInductor believes what the processor says of its vector instructions. Otherwise each process
 # that compiles tries them in others, seconds of it where nothing is in its cache.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+
+# What libraries leave in TMPDIR (TorchInductor's cache, sockets and logs of W&B) ends with the
+# session; tests' own folders stay where pytest keeps those of the last sessions. Processes of xdist
+# inherit both. TORCHINDUCTOR_CACHE_DIR, if set, keeps compiled kernels from session to session.
+OWNS_FOLDER = "PYTEST_XDIST_WORKER" not in os.environ
+if OWNS_FOLDER:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="parallel3d-tests-")
 
 # A shell without a terminal starts what it puts aside (`&`, nohup) with these ignored, and every
 # command of a test would inherit that.
@@ -54,6 +64,12 @@ def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    if OWNS_FOLDER:
+        # Processes that are about to end may still write there.
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
