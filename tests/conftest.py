@@ -4,6 +4,7 @@ folder for what libraries leave, and signals that mean what they say.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -26,13 +27,21 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # that compiles tries them in others, seconds of it where nothing is in its cache.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
+
 # What libraries leave in TMPDIR (TorchInductor's cache, sockets and logs of W&B) ends with the
 # session; tests' own folders stay where pytest keeps those of the last sessions. Processes of xdist
 # inherit both. TORCHINDUCTOR_CACHE_DIR, if set, keeps compiled kernels from session to session.
-OWNS_FOLDER = "PYTEST_XDIST_WORKER" not in os.environ
-if OWNS_FOLDER:
+def remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # no process that was forked of it
+        # Processes that are about to end may still write there.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="parallel3d-tests-")
+    # Before multiprocessing registers its own, which therefore runs first: it has a folder there.
+    atexit.register(remove, tempfile.tempdir, os.getpid())
 
 # A shell without a terminal starts what it puts aside (`&`, nohup) with these ignored, and every
 # command of a test would inherit that.
@@ -64,12 +73,6 @@ def pytest_collection_finish() -> None:
     """Modules and tests are there for good."""
     collect_seldom()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    if OWNS_FOLDER:
-        # Processes that are about to end may still write there.
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
