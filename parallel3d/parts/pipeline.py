@@ -51,7 +51,8 @@ class Pipeline(nn.Module):
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
         num_microbatches: parts of a batch.
         vpp: stages of each rank; None: 2 where the schedule has several, else 1.
-        split: how many modules each stage gets; None: as evenly as they divide.
+        split: how many modules each stage gets; None: as many on each rank, over all of its
+            stages, or one more.
         dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
             gradients are the mean over them.
         shared_memory: CPU ranks of one host exchange through it.

@@ -14,7 +14,6 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import UserError
 from parallel3d.schedules.placement import Placement
-from parallel3d.sizes.balance import balance_chunks
 
 
 def stages_of(
@@ -30,7 +29,7 @@ def stages_of(
             f"the pipeline's {count} modules must be at least as many as its {stages} stages "
             f"({placement.ranks} ranks × {placement.chunks}): cut them finer, or take fewer ranks"
         )
-    fair = balance_chunks(1.0, count, Placement(stages))
+    fair = even_split(count, placement)
     counts = fair if split is None else list(split)
     if len(counts) != stages or min(counts) < 1 or sum(counts) != count:
         raise UserError(
@@ -39,6 +38,26 @@ def stages_of(
         )
     ends = [sum(counts[: i + 1]) for i in range(stages)]
     return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
+
+
+def even_split(count: int, placement: Placement) -> list[int]:
+    """Says how many of `count` equal modules each stage gets: one at least, and no rank more than
+    one beyond another, over all of its stages. Of a rank's stages, and of ranks, those closest to
+    the middle of the model get what is left over, as in `sizes.balance`."""
+    stages, middle = range(placement.stages), placement.stages - 1
+    ranks = [rank for rank, _ in placement.places]
+    counts, left = [1] * placement.stages, count - placement.stages
+    held, least = [placement.chunks] * placement.ranks, count // placement.ranks
+    for given in range(left):
+        # Ranks are filled to the least that each gets first, then some by one more.
+        most = least + (given >= least * placement.ranks - placement.stages)
+        stage = min(
+            (s for s in stages if held[ranks[s]] < most),
+            key=lambda s: (counts[s], abs(2 * s - middle), s),
+        )
+        counts[stage] += 1
+        held[ranks[stage]] += 1
+    return counts
 
 
 def refuse_sharing(
