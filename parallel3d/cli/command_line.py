@@ -141,6 +141,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
             raise SystemExit(code)
 
     try:
+        hydra_run.check_shown(words, conf_dir())
         hydra_run.run(job, words, conf_dir())
     except Exception as error:
         # Hydra passes on what Python's own conversions raise of a value, such as OverflowError.

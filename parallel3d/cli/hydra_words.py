@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 
-from parallel3d.config.fields import all_keys, unknown_key
 from parallel3d.config.overrides import (
     check_length,
     explain_override_error,
@@ -29,6 +28,7 @@ ALIASES = {
     "num_microbatches": "schedule.num_microbatches",
     "algorithms": "bench.algorithms",
 }
+QUIET = ("none", "disabled", "false", "null", "[]")  # values that ask for no logging
 READ_FILES = ("plan", "train")  # of machines that were measured, as cluster=FILE.yaml
 
 
@@ -87,9 +87,8 @@ def order_words(words: list[str]) -> list[str]:
     for word in overrides:
         check_length(word)
         _check_has_effect(word)
-        if known.cfg:
-            _check_is_key(word)
         flags.remove(word)
+    _check_logs(overrides, known.multirun or "hydra.mode=multirun" in map(str.lower, overrides))
     return [*flags, *overrides]
 
 
@@ -100,23 +99,39 @@ def _check_has_effect(word: str) -> None:
         raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
     if name.lstrip("+") == "hydra.job.chdir" and value.lower() == "true":
         raise UserError(f"{word} must be false: a run stays in the folder it was started in.")
-    if name.lstrip("+") == "hydra.verbose" or re.match(r"\+?hydra[./](job|hydra)_logging", name):
-        raise UserError(f"{word} has no effect: nothing is logged by Hydra; leave it out.")
     if name.startswith("~") and name[1:] in groups():
         raise UserError(
             f"{word} has no effect: {name[1:]} must be one of {', '.join(presets(name[1:]))}."
         )
 
 
-def _check_is_key(word: str) -> None:
-    """Raises UserError for a key that is added and that no run has; `--cfg` would show it."""
-    name, equals, value = word.partition("=")
-    added = name.lstrip("+")
-    # Without a dot it may be a group of the user's own; a key of many values has names of its own.
-    if not (equals and name.startswith("+") and "." in added) or re.search("hydra|[/@]", added):
-        return
-    if not any(added == key or added.startswith(f"{key}.") for key in all_keys()):
-        raise UserError(unknown_key(added, value))
+def _check_logs(overrides: Sequence[str], sweeps: bool) -> None:
+    """Raises UserError for an override of Hydra's logging that would change nothing.
+
+    No line of parallel3d goes through Python's logging, and its ranks are processes of their own,
+    which Hydra does not configure: what is left to be logged are Hydra's own lines about a sweep.
+    """
+    loud = {}
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if value.lower() not in QUIET:
+            loud[key.lstrip("+~")] = word
+    for key, word in loud.items():
+        if key == "hydra/job_logging" or key.startswith("hydra.job_logging"):
+            raise UserError(
+                f"{word} has no effect, for parallel3d logs nothing through Python's logging: "
+                "hydra/job_logging must be none; a run's figures are in its metrics.jsonl."
+            )
+        if key == "hydra/hydra_logging" and not sweeps:
+            raise UserError(
+                f"{word} has no effect on a single run: it must be none, or go with --multirun, "
+                "of whose jobs Hydra then tells."
+            )
+        if key == "hydra.verbose" and not (sweeps and "hydra/hydra_logging" in loud):
+            raise UserError(
+                f"{word} has no effect: it must be false, or go with --multirun and "
+                "hydra/hydra_logging=default, for Hydra's own lines about a sweep."
+            )
 
 
 def _raise_argument_error(message: str) -> NoReturn:

@@ -80,7 +80,7 @@ def _no_key(overrides: Sequence[str]) -> str | None:
     """The first override of a key that does not exist, where the error says nothing of use."""
     for override in overrides:
         name, equals, value = override.lstrip("+~").partition("=")
-        if equals and name not in all_keys() and not re.match("hydra[./]", name):
+        if equals and name not in all_keys() and not re.match("-|hydra[./]", name):
             return unknown_key(name, value)
     return None
 
@@ -108,6 +108,8 @@ def _unknown_preset(text: str) -> str | None:
 def _wrong_preset(group: str, option: str) -> str:
     if group.startswith("hydra/"):
         kind = group.removeprefix("hydra/")
+        if kind not in ("launcher", "sweeper"):
+            return f"{group}={option} is not installed here; the nearest is {group}=default."
         return (
             f"{group}={option} is no plugin that is installed here; its package is most likely "
             f"hydra-{option.partition('_')[0]}-{kind}, and the nearest is {group}=basic."

@@ -95,9 +95,14 @@ def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> 
         pytest.param("~logger", ["~logger", "none, wandb"], id="group taken away"),
         pytest.param("hydra.run.dir=here", ["runs_dir=here"], id="Hydra's folder"),
         pytest.param("hydra.job.chdir=true", ["hydra.job.chdir=true"], id="Hydra's chdir"),
-        pytest.param("hydra.verbose=true", ["hydra.verbose=true has no"], id="Hydra's words"),
-        pytest.param("hydra/job_logging=default", ["job_logging=default has no"], id="Hydra's log"),
         pytest.param("+new.key=1 --cfg job", ["new.key", "not a key"], id="unknown key shown"),
+        pytest.param("--config-dir=nowhere tp=1", ["nowhere' not found"], id="config dir"),
+        pytest.param("hydra.verbose=true", ["hydra.verbose=true", "false"], id="Hydra's verbose"),
+        pytest.param("hydra.verbose=[hydra] -m tp=1,2", ["hydra/hydra_logging=default"], id="-m"),
+        pytest.param("hydra/job_logging=default", ["job_logging=default", "none"], id="job log"),
+        pytest.param("hydra/job_logging=colorlog", ["job_logging=colorlog", "none"], id="color"),
+        pytest.param("hydra/hydra_logging=default", ["none", "--multirun"], id="Hydra's own log"),
+        pytest.param("-m hydra/hydra_logging=colorlog", ["hydra_logging=default"], id="no log"),
         pytest.param("data=text data.path=empty.txt", ["empty.txt"], id="empty data"),
         pytest.param("data=text data.path=short.txt", ["short.txt", "seq_length"], id="short data"),
     ],
@@ -110,6 +115,23 @@ def test_further_bad_override_is_refused(
     before = shell.snapshot()
     assert_refused(answer(shell, capfd, "train", *words.split()), *parts)
     assert shell.snapshot() == before
+
+
+@pytest.mark.parametrize("added", ["+new.key=1", "+model.foo=1", "+new=${tp}"])
+def test_what_a_run_does_not_know_is_not_shown(
+    shell: Shell, capfd: pytest.CaptureFixture[str], added: str
+) -> None:
+    """`--cfg` and `--info config` refuse a key with the sentence of the run."""
+    ran = answer(shell, capfd, "train", added)
+    assert_refused(ran, "is not a key of the configuration")
+    for flags in ("--cfg job", "--cfg all", "--cfg hydra --resolve", "--info config"):
+        assert_refused(answer(shell, capfd, "train", added, *flags.split()), *ran.errors)
+
+
+def test_what_waits_for_a_sweep_is_shown(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+    shown = answer(shell, capfd, "train", "run=x-${hydra:job.num}", "--cfg", "job")
+    assert (shown.code, shown.errors) == (0, [])
+    assert "run: x-${hydra:job.num}" in shown.out
 
 
 def test_unknown_subcommand_names_the_nearest(shell: Shell) -> None:
