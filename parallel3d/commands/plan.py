@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from parallel3d.commands.plan_page import check_page, write_page
+from parallel3d.commands.plan_progress import Progress
 from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
@@ -23,9 +24,18 @@ from parallel3d.plan.constants import NETWORKS, SPEEDS, load
 from parallel3d.plan.devices import DEVICES, Device
 from parallel3d.plan.measured.machine import check_type, read
 from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
-from parallel3d.plan.memory import GIB
-from parallel3d.plan.own.table import memories
-from parallel3d.plan.search import Choice, Priced, best, divisors, layouts, price
+from parallel3d.plan.memory import GIB, PARALLEL3D
+from parallel3d.plan.own.table import least_memory, memories
+from parallel3d.plan.search import (
+    MOST_STAGES,
+    MOST_V_HALF,
+    Choice,
+    Priced,
+    best,
+    divisors,
+    layouts,
+    price,
+)
 from parallel3d.plan.work import sizes_of_model
 from parallel3d.topology.map.assumptions import assume_model, chosen_keys
 
@@ -60,6 +70,8 @@ def plan(config: Config, typed: Sequence[str]) -> int:
         rows = best(priced, ROWS)
         shown = [mfu(config, sizes, gpus, float(priced.seconds[i])) for i in rows]
         write_page(config, priced, rows, shown, gpus, sizes, command(priced, rows[0]), assumed)
+    if config.model.num_layers > MOST_STAGES and "pp" not in fixed:
+        print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
@@ -83,6 +95,11 @@ def searched(
     """Every layout of `ranks`, priced by the cluster's datasheet or its measured file, and what all
     of them share. Raises UserError for a cluster that cannot be priced."""
     file, batch = config.cluster.file, config.global_batch_size
+    if fixed.get("schedule") == "v_half" and int(fixed.get("pp", 1)) > MOST_V_HALF:
+        raise UserError(
+            f"pp={fixed['pp']} must be at most {MOST_V_HALF} with schedule=v_half, which is not "
+            f"priced for more ranks; the nearest is pp={MOST_V_HALF}"
+        )
     if file is not None:
         machine = read(file)
         check_type(machine, file, config.precision.name)
@@ -105,7 +122,8 @@ def searched(
 
 def priced_by_shapes(config: Config, choices: list[Choice], sizes: Mapping[str, float]) -> Priced:
     """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
-    held = memories(config, choices, 1e9 * config.dryrun.reserve_gb)
+    with Progress() as tell:
+        held = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
     return price(choices, sizes, config.global_batch_size, load(), held)
 
 
@@ -232,36 +250,46 @@ def fits_nowhere(
             f"zero={choice.zero}) misses by {over:.1f} GiB of {room / GIB:.1f} a rank; "
             f"{_fewer_layers(config, choice, sizes)}"
         )
-    node = config.cluster.gpus_per_node or 8
-    more, needed = nodes, float(priced.memory.total[least])
-    progress = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
-    while True:
-        more *= 2
-        if progress is not None:
-            print(f"\r\x1b[Kplan: trying cluster.nodes={more} …", end="", file=progress, flush=True)
-        batch = max(config.global_batch_size, more * node)
-        tried = list(layouts(sizes, more * node, int(sizes["gpus_per_node"]), batch, fixed))
-        grown = replace(config, global_batch_size=batch)
-        found = priced_by_shapes(grown, tried, sizes) if tried else None
-        if found is not None and found.order:
-            words = f"the nearest that would is cluster.nodes={more}"
-            words += f" global_batch_size={batch}" if batch != config.global_batch_size else ""
-            break
-        before = needed
-        if found is not None:
-            needed = min(needed, float(found.memory.total.min()))
-        # Where twice the GPUs save nothing, what is left is shared out as far as it can be.
-        if 2 * more > _MOST_NODES or (tried and needed > _STILL * before):
-            words = f"none was found up to {more} nodes"
-            break
-    if progress is not None:
-        print("\r\x1b[K", end="", file=progress, flush=True)
+    words = _nodes_that_fit(config, sizes, fixed, nodes, float(priced.memory.total[least]))
     return (
         f"model={config.model.name} fits no layout on cluster.nodes={nodes}: the one that needs "
         f"least (tp={choice.tp} pp={choice.pp} micro_batch_size={choice.micro_batch} "
         f"recompute={choice.recompute} zero={choice.zero}) misses by {over:.1f} GiB of "
         f"{room / GIB:.0f}; cluster.nodes must be larger, {words}"
     )
+
+
+def _nodes_that_fit(
+    config: Config,
+    sizes: Mapping[str, float],
+    fixed: Mapping[str, int | str],
+    nodes: int,
+    needed: float,
+) -> str:
+    """What fits_nowhere says of the cluster that would hold the model: nodes are doubled until one
+    does. `needed`: bytes of the layout of `nodes` that needs least."""
+    node, room = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
+    full = PARALLEL3D["memory.full"]
+    with Progress() as tell:
+        while True:
+            nodes *= 2
+            batch = max(config.global_batch_size, nodes * node)
+            tried = list(layouts(sizes, nodes * node, int(sizes["gpus_per_node"]), batch, fixed))
+            grown = replace(config, global_batch_size=batch)
+            before = needed
+            if tried:
+                # How long a step takes is not asked: bytes alone say whether one fits.
+                least = least_memory(
+                    grown, tried, 1e9 * config.dryrun.reserve_gb, full * room, tell.at(nodes)
+                )
+                if least / room <= full:
+                    words = f"the nearest that would is cluster.nodes={nodes}"
+                    more = batch != config.global_batch_size
+                    return words + (f" global_batch_size={batch}" if more else "")
+                needed = min(needed, least)
+            # Where twice the GPUs save nothing, what is left is shared out as far as it can be.
+            if 2 * nodes > _MOST_NODES or (tried and needed > _STILL * before):
+                return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) -> str:

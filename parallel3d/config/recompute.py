@@ -5,6 +5,7 @@ What each of them keeps and makes again is said in `models/recompute.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from parallel3d.errors import nearest
@@ -25,7 +26,11 @@ def listed(recompute: str | Sequence[str]) -> tuple[str, ...]:
 
 def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
     """Those that are named, without what others of them imply."""
-    parts = listed(recompute)
+    return _least(listed(recompute))
+
+
+@functools.lru_cache(maxsize=256)
+def _least(parts: tuple[str, ...]) -> frozenset[str]:
     return frozenset(parts).difference(*(_IMPLIED.get(part, ()) for part in parts))
 
 

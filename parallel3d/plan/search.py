@@ -22,6 +22,9 @@ RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # whose backwards are not split
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
+# Ranks of a pipeline that are looked at: models as deep as people train have no more. Walking one
+# takes a time that grows with their square; V-Half's choice of a pattern takes 2 s for 64 of them.
+MOST_STAGES, MOST_V_HALF = 512, 64
 SAME = 1.005  # layouts this close in time are equal: the simpler one stands first
 
 
@@ -64,7 +67,7 @@ def layouts(
         if sizes["heads"] % tp or sizes["ffn"] % tp or gpus % tp:
             continue
         for pp in _allowed(fixed.get("pp"), divisors(gpus // tp)):
-            if gpus % (tp * pp) or pp > sizes["layers"]:
+            if gpus % (tp * pp) or pp > sizes["layers"] or (pp > MOST_STAGES and "pp" not in fixed):
                 continue
             dp = gpus // (tp * pp)
             if fixed.get("dp", dp) != dp or batch % dp:
@@ -85,7 +88,8 @@ def _filled(
         if v > 1 and mine // b < pp:
             continue
         for schedule in schedules(pp, v, zero):
-            if fixed.get("schedule", schedule) == schedule:
+            too_deep = schedule == "v_half" and pp > MOST_V_HALF
+            if fixed.get("schedule", schedule) == schedule and not too_deep:
                 yield Choice(tp, pp, v, dp, b, schedule, str(kind), int(zero))
 
 

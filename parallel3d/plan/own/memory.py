@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -73,6 +73,7 @@ def layers_by_stage(config: Config) -> Sequence[int]:
 
 
 _balanced = functools.lru_cache(maxsize=1024)(balance_chunks)
+_layer = functools.lru_cache(maxsize=1024)(layer_bytes)
 
 
 def chunks_of(config: Config, index: int) -> list[Chunk]:
@@ -121,7 +122,7 @@ def held(config: Config, index: int) -> Held:
     """
     chunks, t = chunks_of(config, index), tensors(config)
     parameters = parameters_of(config, chunks)
-    layer, head = layer_bytes(t, parts_of(config.recompute)), head_bytes(config, t)
+    layer, head = _layer(t, parts_of(config.recompute)), head_bytes(config, t)
     if config.zero > 1 and (config.dp or 1) > 1:  # each forward has made its table's gradient
         cast = ACTIVATION_BYTES[config.precision.name] * parameters.table
         head = head._replace(kept=head.kept + cast)
@@ -140,6 +141,18 @@ def held(config: Config, index: int) -> Held:
                 best = made
     assert best is not None
     return best
+
+
+def held_at_least(config: Config) -> float:
+    """Bytes that the fullest rank cannot hold less of: no more than `held` of it, and quick.
+
+    The rank of most layers has their state, and before its first backward one micro-batch's
+    activations in all of them.
+    """
+    layers = -(-config.model.num_layers // config.pp)
+    one = _count(config.model, config.tp, range(1), False, False)
+    kept = layers * _layer(tensors(config), parts_of(config.recompute)).kept
+    return _state(config, Parameters(one, 0, 0, one * layers)).total + kept
 
 
 def _state(config: Config, parameters: Parameters) -> Held:
@@ -164,8 +177,8 @@ def _state(config: Config, parameters: Parameters) -> Held:
 
 def _kept(config: Config, chunk: Chunk, t: Tensors, head: HeadBytes) -> float:
     """Bytes of a chunk's activations between the forward and the backward of one micro-batch."""
-    how = layer_bytes(t, parts_of(config.recompute)).kept
-    plain = layer_bytes(t, ()).kept
+    how = _layer(t, parts_of(config.recompute)).kept
+    plain = _layer(t, ()).kept
     layers = chunk.recomputed * how + (chunk.layers - chunk.recomputed) * plain
     end = head.kept if chunk.last else t.stream
     return layers + end - (t.stream if chunk.turns else 0.0)
@@ -201,10 +214,11 @@ def _fullest(
             for name, activations, logits in _inside(chunk, kind, inner, t, layer, head):
                 more = added(extra, name, bool(begun))
                 made.append(
-                    replace(
-                        state,
+                    Held(
                         parameters=state.parameters + more.get("parameters", 0.0),
                         gradients=state.gradients + more.get("gradients", 0.0),
+                        masters=state.masters,
+                        optimizer=state.optimizer,
                         activations=most + activations + more.get("activations", 0.0),
                         logits=logits,
                         buffers=state.buffers + more.get("buffers", 0.0) + reads,

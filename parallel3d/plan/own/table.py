@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from parallel3d.config.schema import Config
 from parallel3d.plan.memory import Memory
-from parallel3d.plan.own.memory import Held, held, layers_by_stage
+from parallel3d.plan.own.memory import Held, held, held_at_least, layers_by_stage
 from parallel3d.plan.search import Choice
 from parallel3d.sizes.stages import placement_of
 
@@ -42,9 +43,19 @@ def fullest(config: Config) -> tuple[int, Held]:
     return max(found, key=lambda pair: pair[1].total)
 
 
-def memories(config: Config, choices: Sequence[Choice], reserve: float) -> Memory:
-    """Bytes of each choice's fullest GPU, with `reserve` bytes that no tensor gets."""
-    rows = [fullest(configured(config, choice)) for choice in choices]
+def memories(
+    config: Config,
+    choices: Sequence[Choice],
+    reserve: float,
+    tell: Callable[[str], None] | None = None,
+) -> Memory:
+    """Bytes of each choice's fullest GPU, with `reserve` bytes that no tensor gets; `tell` is
+    called with how far they are."""
+    rows = []
+    for done, choice in enumerate(choices):
+        if tell is not None:
+            tell(f"layout {done} of {len(choices)}")
+        rows.append(fullest(configured(config, choice)))
     index = np.array([i for i, _ in rows])
     total = np.array([h.total for _, h in rows]) + reserve
     state = np.array([sum(getattr(h, name) for name in STATE) for _, h in rows])
@@ -53,3 +64,26 @@ def memories(config: Config, choices: Sequence[Choice], reserve: float) -> Memor
     last = np.array([choice.pp - 1 for choice in choices])
     stage = np.where(index == 0, 0, np.where(index == last, 2, 1))
     return Memory(total, state, activations, logits, stage, total)
+
+
+def least_memory(
+    config: Config,
+    choices: Sequence[Choice],
+    reserve: float,
+    enough: float,
+    tell: Callable[[str], None] | None = None,
+) -> float:
+    """The least of `memories`' totals, or one that is `enough`, without looking at all choices.
+
+    Those that cannot hold little come last, and not at all where another holds less than they must.
+    """
+    configs = [configured(config, choice) for choice in choices]
+    bounds = [held_at_least(one) * (1 - 1e-9) + reserve for one in configs]  # sums are rounded
+    found = math.inf
+    for done, i in enumerate(sorted(range(len(configs)), key=bounds.__getitem__)):
+        if found <= enough or found <= bounds[i]:
+            break
+        if tell is not None:
+            tell(f"layout {done} of {len(configs)}")
+        found = min(found, fullest(configs[i])[1].total + reserve)
+    return found

@@ -1,0 +1,82 @@
+"""The planner's work on models of thousands of layers, counted, and what it tells meanwhile."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from parallel3d.commands import plan
+from parallel3d.commands.plan_progress import IN_LOG_S, Progress
+from parallel3d.config.composing import compose
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.plan.own import table
+from parallel3d.plan.own.memory import held_at_least
+from parallel3d.plan.own.table import configured, fullest, least_memory, memories
+from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, Choice, layouts
+
+
+def planned(*words: str) -> Config:
+    config = compose("cluster=dgx_h100", *words)
+    return replace(config, precision=replace(config.precision, name="bf16"))
+
+
+def choices_of(config: Config, gpus: int, batch: int) -> list[Choice]:
+    return list(layouts(plan.sizes_of(config), gpus, 8, batch, {}))
+
+
+def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
+    looked_at, held = [], table.held
+    monkeypatch.setattr(table, "held", lambda c, i: looked_at.append(i) or held(c, i))
+    words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
+    assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
+    # 3,296 ranks of pipelines; there are 23,208 layouts on 2, 4, … 64 nodes, of up to five each.
+    assert len(looked_at) < 4000
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "gpt2_124m", "qwen3_0_6b"])
+def test_nothing_holds_less_than_it_must_and_the_least_is_the_least(model: str) -> None:
+    config = planned(f"model={model}", "global_batch_size=32")
+    choices = choices_of(config, 16, 32)[::11]
+    for choice in choices:
+        one = configured(config, choice)
+        assert held_at_least(one) * (1 - 1e-9) <= fullest(one)[1].total, choice
+    all_of = memories(config, choices, 5e9).total
+    assert least_memory(config, choices, 5e9, 0.0) == all_of.min()
+    enough = sorted(all_of)[len(choices) // 2]
+    assert all_of.min() <= least_memory(config, choices, 5e9, enough) <= enough
+
+
+def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
+    config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
+    found = choices_of(config, 8192, 8192)
+    assert max(c.pp for c in found) == MOST_STAGES == 512
+    assert max(c.pp for c in found if c.schedule == "v_half") == MOST_V_HALF == 64
+    typed = layouts(plan.sizes_of(config), 8192, 8, 8192, {"pp": 1024})
+    assert {c.pp for c in typed} == {1024}
+    with pytest.raises(UserError, match="pp=128 must be at most 64 with schedule=v_half"):
+        plan.searched(config, {"pp": 128, "schedule": "v_half"}, 8192)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_gets_a_line_now_and_then_and_a_terminal_one_that_goes() -> None:
+    now = [0.0]
+    log, screen = io.StringIO(), Terminal()
+    with Progress(log, lambda: now[0]) as in_log, Progress(screen, lambda: now[0]) as shown:
+        for done in range(25):
+            now[0] = float(done)
+            in_log(f"layout {done}")
+            shown(f"layout {done}")
+    assert IN_LOG_S == 10
+    assert log.getvalue() == "plan: layout 10 …\nplan: layout 20 …\n"
+    assert screen.getvalue().count("\n") == 0
+    assert screen.getvalue().endswith("plan: layout 24 …\r\x1b[K")
