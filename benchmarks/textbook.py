@@ -29,8 +29,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel3d.textbook.forms import FORMS, own_block, price_of
-from parallel3d.textbook.run import run
+from examples.collectives.compare import is_right
+from examples.collectives.forms import FORMS, price_of
+from examples.collectives.run import run
 from parallel3d.topology.cluster.parts import Link
 from tests.e2e.rails import Rails, why_not
 
@@ -71,25 +72,6 @@ def cases(number: int, seed: int) -> list[Case]:
         )
         for i in range(number)
     ]
-
-
-def is_right(case: Case, buffer: torch.Tensor, rank: int) -> bool:
-    """Whether a rank that began with `rank + 1` everywhere holds what it should."""
-    name, n, count = case
-    every = torch.arange(1.0, n + 1)
-    owners = torch.cat(
-        [every[r].expand(own_block(r, n, count).stop - own_block(r, n, count).start)
-         for r in range(n)]
-    )  # fmt: skip
-    mine = own_block(rank, n, count)
-    if name in ("scatter", "broadcast"):
-        held = buffer[mine] if name == "scatter" else buffer
-        return bool((held == 1).all())
-    if name in ("gather", "all_gather"):
-        return (name == "gather" and rank > 0) or torch.equal(buffer, owners)
-    if name == "barrier" or (name == "reduce" and rank > 0):
-        return True
-    return bool(((buffer[mine] if name == "reduce_scatter" else buffer) == every.sum()).all())
 
 
 def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) -> None:
@@ -134,7 +116,7 @@ def one_call(rank: int, case: Case, form: str, group: dist.ProcessGroup, link: L
         run(case.collective, form, buffer, "sum", group, link)
     ended = time.monotonic() if rank < case.n else 0.0
     span = torch.tensor([-begun, ended], dtype=torch.float64)
-    if rank < case.n and not is_right(case, buffer, rank):
+    if rank < case.n and not is_right(case.collective, buffer, rank, case.n):
         raise AssertionError(f"{case} {form}: rank {rank} holds {buffer}")
     dist.all_reduce(span, dist.ReduceOp.MAX)
     return float(span.sum())

@@ -128,8 +128,7 @@ EXAMPLES = {
           micro_batch_size=1 global_batch_size=1024 cluster=dgx_h100""",
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
-        parallel3d bench comm dp=8 bench.sizes=[1048576]
-        parallel3d bench comm dp=4 algorithms=true""",
+        parallel3d bench comm dp=8 bench.sizes=[1048576]""",
     "bench ddp": """\
         parallel3d bench ddp dp=4
         torchrun --nproc-per-node 4 -m parallel3d bench ddp bench.budget_s=300""",

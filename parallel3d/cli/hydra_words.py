@@ -19,14 +19,12 @@ from parallel3d.config.overrides import (
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
-# Typed → key: `tokenizer` as `parallel3d data` has it, `algorithms` for `bench comm`; `async` is a
-# word of Python's own, which no dataclass can have as a field, and `Config.num_microbatches` is
-# worked out from the batch.
+# Typed → key: `tokenizer` as `parallel3d data` has it; `async` is a word of Python's own, which no
+# dataclass can have as a field, and `Config.num_microbatches` is worked out from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
-    "algorithms": "bench.algorithms",
 }
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that ask for no logging
 READ_FILES = ("plan", "train")  # of machines that were measured, as cluster=FILE.yaml

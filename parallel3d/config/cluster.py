@@ -103,11 +103,6 @@ class BenchConfig:
     outlier: float = key(
         1.5, "a pair or rank slower than this many times the median is named", above=1
     )
-    algorithms: bool = key(
-        False,
-        "instead, each collective in its textbook forms (ring, tree, chain, …) beside the "
-        "backend's; typed as algorithms=true",
-    )
     json: str | None = key(None, "file for all rows; null: bench.json in the run directory")
 
 

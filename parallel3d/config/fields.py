@@ -58,6 +58,13 @@ NOT_YET: dict[str, NotYet] = {
 # Keys of earlier versions, with the ones that took their place.
 RENAMED = {"trace": "schedule.timeline"}
 
+_TEXTBOOK_FORMS = (
+    "the textbook forms of collectives are an example of the repository now: "
+    "torchrun --nproc-per-node 4 -m examples.collectives.compare"
+)
+# Keys of earlier versions that are gone, with what to use instead.
+REMOVED = {"bench.algorithms": _TEXTBOOK_FORMS, "algorithms": _TEXTBOOK_FORMS}
+
 
 def refusal(name: str, value: Any) -> str | None:
     """The sentence that refuses `value` of key `name` for now, or None if it is there."""
@@ -177,6 +184,8 @@ def unknown_key(word: str, value: Any = None) -> str:
     typed = word if value is None else f"{word}={show(value)}"
     if word in RENAMED:
         return f"{typed}: {word} is now {RENAMED[word]}."
+    if word in REMOVED:
+        return f"{typed}: {word} is no longer a key; {REMOVED[word]}."
     name = nearest_key(word)
     if name is None:
         close = "docs/configuration.md lists all keys"

@@ -23,7 +23,7 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
-from parallel3d.config.fields import RENAMED
+from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
 from parallel3d.files.durable import replace_durably
 
@@ -118,12 +118,25 @@ def _typed(tree: Mapping[str, Any]) -> Config:
         raise ValueError("it holds ${, which is not followed")
     if not isinstance(tree, Mapping):
         raise TypeError(f"it holds a {type(tree).__name__}")
-    # An older run's; what was renamed so far does not change what a run computes.
-    known = {name: value for name, value in tree.items() if name not in RENAMED}
+    # An older run's: keys that were renamed or removed so far do not change what a run computes.
+    known = _without(tree, (*RENAMED, *REMOVED))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")
     return config
+
+
+def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The tree less the keys of these dotted names."""
+    inside = {
+        section: tuple(name.partition(".")[2] for name in names if name.startswith(f"{section}."))
+        for section in tree
+    }
+    return {
+        name: _without(value, inside[name]) if isinstance(value, Mapping) else value
+        for name, value in tree.items()
+        if name not in names
+    }
 
 
 @functools.cache

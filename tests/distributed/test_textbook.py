@@ -6,13 +6,10 @@ One run meets every form on every number of ranks, in a hundred sizes drawn at r
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import random
 import time
 from collections.abc import Iterator
 from itertools import cycle, product
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -20,23 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.group import Group
-from parallel3d.commands.bench.comm import bench_comm
-from parallel3d.commands.bench.operations import Operation, Site, WrongResult
-from parallel3d.commands.bench.textbook import prepare
-from parallel3d.config.schema import BenchConfig, Config
+from examples.collectives import run as textbook_run
+from examples.collectives.compare import Row, WrongResult, check, orders, table
+from examples.collectives.compare import compare as compare_forms
+from examples.collectives.forms import FORMS, own_block, segments_of
+from examples.collectives.run import run
 from parallel3d.device import accelerator
-from parallel3d.run.launch import Worker
-from parallel3d.textbook import run as textbook_run
-from parallel3d.textbook.forms import FORMS, own_block, segments_of
-from parallel3d.textbook.run import run
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.pretended import PretendedPool, here
 from tests.reference import textbook
 
 RANKS = 8
-SIZE = 6000  # bytes
+COUNT = 1500
 ALL = [(name, form) for name, forms in textbook.FORMS.items() for form in forms]
 LINK = Link(gb_per_s=0.001, latency_us=500.0)  # segments of half a kilobyte and more
 OPS = {
@@ -182,51 +175,46 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
     check_barriers(pool)
 
 
-def benched(run_dir: str) -> str:
-    """What `bench comm algorithms=true` says on this rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    keys = BenchConfig(algorithms=True, sizes=[SIZE], iterations=1, warmup=0, budget_s=5.0)
-    worker = Worker(rank, rank, world, world, Path(run_dir), "local")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert bench_comm(Config(dp=world, bench=keys), worker) == 0
-    return out.getvalue()
+def compared(count: int) -> tuple[list[Row], str]:
+    """What the example measures on this rank, and prints of it."""
+    rows = compare_forms(count, 1, LINK, torch.device("cpu"))
+    return rows, table(rows)
 
 
-def test_bench_comm_times_every_form_beside_the_backend_and_counts_what_it_sends(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_the_example_times_every_form_and_counts_what_it_sends(pool: Pool) -> None:
     ranks = 3
-    said, *others = pool.run(ranks, benched, str(tmp_path))
-    assert others == [""] * (ranks - 1)
-    report = json.loads((tmp_path / "bench.json").read_text())
-    rows = {(row["op"], row["form"]): row for row in report["rows"]}
-    assert set(rows) == {*ALL, *((name, None) for name in textbook.FORMS)}
-    for (op, form), row in rows.items():
-        assert row["seconds"] > 0 and row["priced_s"] > 0
-        assert row["path"] == (form.replace("_", " ") if form else "gloo")
-        if form:
-            (group,) = row["groups"]
-            count = SIZE // 4 if op != "barrier" else 0
-            sends = textbook.sends(op, form, ranks, count, group["segments"])
-            assert group["messages_sent"] == [each.messages for each in sends]
-            assert group["bytes_sent"] == [4 * each.elements for each in sends]
-    for words in ("messages", "double tree", "recursive halving", "the cheaper was the"):
-        assert words in said
-    assert "Measured here" not in said  # a wire's speed is for the other bench to tell
+    (rows, printed), *others = pool.run(ranks, compared, COUNT)
+    assert {(row.collective, row.form) for row in rows} == set(ALL)
+    assert all(found == rows for found, _ in others)  # of the slowest rank, on each
+    for row in rows:
+        assert row.seconds > 0 and row.priced > 0
+        count = COUNT if row.collective != "barrier" else 0
+        segments = segments_of(row.form, ranks, count, 4, LINK)
+        sends = textbook.sends(row.collective, row.form, ranks, count, segments)
+        assert row.messages == max(each.messages for each in sends)
+        assert row.nbytes == 4 * max(each.elements for each in sends)
+    for words in ("messages", "double_tree", "recursive_halving", "the cheaper was the faster in"):
+        assert words in printed
+
+
+def test_the_cheaper_form_is_counted_as_faster_only_where_it_is() -> None:
+    def row(form: str, seconds: float, priced: float, name: str = "reduce") -> Row:
+        return Row(name, form, 1, 1, seconds, priced)
+
+    rows = [row("chain", 1.0, 1.0), row("tree", 2.0, 1.1), row("naive", 1.5, 2.0)]
+    assert orders([*rows, row("ring", 9.0, 0.1, "barrier")]) == (2, 1)
 
 
 def leave_out_an_addition() -> str:
-    """What the bench says of a sum in which rank 1's last message is not added."""
+    """What the example says of a sum in which rank 1's message is not added."""
 
     def forgetful(held: Tensor, heard: Tensor) -> None:
-        if dist.get_rank() != 1 or held.numel() != SIZE // 8:
+        if dist.get_rank() != 1:
             held.add_(heard)
 
-    site = Site(Group("dp", (0, 1), dist.get_rank(), dist.group.WORLD), torch.device("cpu"))
-    call = prepare(Operation("reduce_scatter", "sum", form="ring"), site, SIZE)
     with patch.dict(textbook_run.REDUCTIONS, {"sum": forgetful}):
         try:
-            call.check("row")
+            check("reduce_scatter", "ring", 8, LINK, torch.device("cpu"))
         except WrongResult as error:
             return str(error)
     return ""
@@ -235,7 +223,7 @@ def leave_out_an_addition() -> str:
 def test_a_form_that_leaves_a_wrong_sum_is_found(pool: Pool) -> None:
     fine, wrong = pool.run(2, leave_out_an_addition)
     assert fine == ""
-    assert wrong.startswith(f"row: {SIZE // 8} of {SIZE // 8} numbers are wrong")
+    assert wrong.startswith("reduce_scatter as ring: rank 1 of 2 holds")
 
 
 def refused() -> list[str]:

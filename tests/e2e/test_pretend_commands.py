@@ -38,7 +38,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command((*LLAMA, "TEXT", *TRAIN, "run=mine"), "pretended accelerator", 2),
     "verify": Command((*LLAMA, "TEXT", "tp=2", "sp=true", "verify.steps=1"), "does not change the"),
-    "bench comm": Command((*BENCH, "bench.algorithms=true", DEVICE), "pretended_nccl", 2),
+    "bench comm": Command((*BENCH, DEVICE), "pretended_nccl", 2),
     "bench ddp": Command((*BENCH, DEVICE), "Figure 9", 2),
     "calibrate": Command(
         ("calibrate.file=here.yaml", "calibrate.passes=1", DEVICE), "here.yaml", 2

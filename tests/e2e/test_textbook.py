@@ -16,13 +16,24 @@ from tests.e2e.rails import why_not
 from tests.reference import textbook
 
 
-def test_a_word_that_is_no_answer_is_refused_in_one_line(
-    shell: Shell, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("key", ["algorithms", "bench.algorithms"])
+def test_the_key_of_earlier_versions_is_refused_with_the_examples_command(
+    shell: Shell, capfd: pytest.CaptureFixture[str], key: str
 ) -> None:
-    ended = answer(shell, capfd, "bench", "comm", "device=cpu", "dp=2", "algorithms=ring")
+    ended = answer(shell, capfd, "bench", "comm", "device=cpu", "dp=2", f"{key}=true")
     assert ended.code == 2
     (line,) = ended.errors
-    assert "algorithms=ring" in line and "true" in line
+    assert f"{key}=true: " in line
+    assert "torchrun --nproc-per-node 4 -m examples.collectives.compare" in line
+
+
+def test_the_example_runs_as_its_page_has_it() -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    words = ("-m", "examples.collectives.compare", "--bytes", "4096", "--calls", "1")
+    done = subprocess.run((*torchrun, *words), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {tuple(line.split()[:2]) for line in done.stdout.splitlines()[1:-1]}
+    assert rows == {(name, form) for name, forms in textbook.FORMS.items() for form in forms}
 
 
 TUN = "/dev/net/tun"

@@ -232,7 +232,6 @@ def test_on_gpus_a_dimension_far_off_its_price_is_told() -> None:
 def row(mode: str, **more: object) -> dict:
     made = {"dim": "tp", "op": "reduce_scatter", "reduction": "sum", "training_path": True}
     made |= {"size": 4 << 20, "mode": mode, "bytes": 4 << 20, "path": "shared memory"}
-    made |= {"form": None}
     made |= {"groups_measured": 4, "groups_of_the_dimension": 4, "ranks_of_a_group": 2}
     made |= {"seconds": 0.0123, "priced_s": 0.00534, "times_the_price": 2.3}
     return made | {"algorithm_gb_per_s": 0.00068, "bus_gb_per_s": 0.00034} | more
@@ -251,23 +250,8 @@ def test_the_table_is_never_cut_off(width: int) -> None:
     assert ("0.00068" in text) == (width >= 120)
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_table_of_textbook_forms_is_never_cut_off(width: int) -> None:
-    form = {"form": "recursive_doubling", "path": "recursive doubling", "training_path": False}
-    sent = {"messages_sent": [1, 6], "bytes_sent": [1, 3 << 20]}
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(table("tp", [row("alone", **form, groups=[sent])], width))
-    text = captured.get()
-    assert "…" not in text
-    for cell in ("reduce-scatter sum", "recursive doubling", "4 MiB", "12.3 ms", "2.3"):
-        assert cell in text
-    assert ("messages" in text and "3,145,728" in text) == (width >= 120)
-
-
 def test_a_row_that_is_not_offered_says_so_in_the_table() -> None:
     key = {"dim": "tp", "op": "all_reduce", "reduction": "avg", "training_path": False, "size": 4}
-    key |= {"form": None}
     refused = [key | {"mode": mode, "not_offered": "no AVG"} for mode in ("alone", "together")]
     console = Console(width=120)
     with console.capture() as captured:

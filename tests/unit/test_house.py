@@ -22,6 +22,7 @@ import parallel3d
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "parallel3d"
 HOUSE_PY = runpy.run_path(str(ROOT / "docs" / "house.py"))
+SCRIPTS = ("benchmarks", "benchmarks/peers", "docs", "examples", "examples/collectives")
 FILES = sorted(HOUSE.rglob("*.py"))
 
 # Imports inside a function, file → what, by why they do not stand at the top of their file.
@@ -169,7 +170,7 @@ def test_no_room_takes_a_name_from_the_front_door() -> None:
     assert not taken
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "benchmarks/peers", "docs", "examples"])
+@pytest.mark.parametrize("folder", SCRIPTS)
 def test_no_script_has_a_name_of_pythons_own(folder: str) -> None:
     """`python folder/script.py` imports its neighbours first: one named tokenize broke them all."""
     names = {path.stem for path in (ROOT / folder).glob("*.py")}

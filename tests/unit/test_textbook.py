@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from parallel3d.textbook.forms import FORMS, own_block, price_of, rounds_of, segments_of
-from parallel3d.textbook.messages import price, sent
-from parallel3d.textbook.parts import double_tree
+from examples.collectives.forms import FORMS, own_block, price_of, rounds_of, segments_of
+from examples.collectives.messages import price, sent
+from examples.collectives.parts import double_tree
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price import costs
 from tests.reference import textbook

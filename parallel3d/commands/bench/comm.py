@@ -25,7 +25,6 @@ from parallel3d.commands.bench.measure import Measurement, Progress
 from parallel3d.commands.bench.operations import is_trainings
 from parallel3d.commands.bench.probe import Exchange, exchange, probe
 from parallel3d.commands.bench.table import make_console, table
-from parallel3d.commands.bench.textbook import orders
 from parallel3d.commands.bench.timing import MEASURING_SHARE
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import Config
@@ -47,11 +46,8 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
     started = time.perf_counter()
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     where = Where.find(config, worker, groups.layout)
-    sites = bench_rows.sites(groups, device, config.launch, where)
-    if config.bench.algorithms:
-        rows = bench_rows.textbook_rows(sites, config.bench.sizes)
-    else:
-        rows = bench_rows.all_rows(sites, config.bench.sizes, groups.layout)
+    sites = bench_rows.sites(groups, device, config.launch)
+    rows = bench_rows.all_rows(sites, config.bench.sizes, groups.layout)
     results: list[dict] = []
     with _progress(console, worker) as progress:
         measurement = Measurement(
@@ -75,7 +71,7 @@ def bench_comm(config: Config, worker: Worker, send: Exchange = exchange) -> int
     groups.close()
     if console:
         path = Path(config.bench.json) if config.bench.json else worker.run_dir / "bench.json"
-        fitted = {} if config.bench.algorithms else fits(results)
+        fitted = fits(results)
         seconds = time.perf_counter() - started
         write_json(path, report(config, where, results, findings, pairs, fitted, seconds))
         cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
@@ -148,8 +144,6 @@ def conclusions(
         f"{dim} is not measured: {why}."
         for dim, why in bench_rows.dimensions(where.placement.layout)[1].items()
     ]
-    if config.bench.algorithms:
-        lines.append(orders(results))
     refused = {row["not_offered"] for row in results if "not_offered" in row}
     lines += [f"avg is not measured: {why}." for why in refused]
     for kind, fitted_link in fitted.items():

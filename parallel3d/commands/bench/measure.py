@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.exchange import gather_json
-from parallel3d.commands.bench.operations import REDUCTIONS, Site
+from parallel3d.commands.bench.operations import REDUCTIONS, Site, prepare
 from parallel3d.commands.bench.rows import Measured, Row, described, groups_of, result, turns
-from parallel3d.commands.bench.textbook import prepare
 from parallel3d.commands.bench.timing import Plan, finisher, timed_calls
 from parallel3d.commands.bench.where import Where
 

@@ -22,7 +22,6 @@ from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.pipeline.p2p import Route, post
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.placement import Placement
-from parallel3d.topology.cluster.parts import Link
 
 PERIOD = 251
 ITEM = 4  # bytes of an fp32
@@ -44,13 +43,11 @@ class Operation(NamedTuple):
 
     name: as in `topology.collective_costs`. reduction: sum, avg, max, or None where nothing is
     reduced. own: training's own way for CPU ranks (shared memory and its like), not the backend's.
-    form: one of `textbook.forms`, over point-to-point messages of the backend.
     """
 
     name: str
     reduction: str | None = None
     own: bool = False
-    form: str | None = None
 
     @property
     def label(self) -> str:
@@ -80,15 +77,13 @@ class Site:
     """Where an operation runs on this rank: the group, its device, and how messages travel.
 
     boxes: the shared memory of a pipeline, if it has any. chain: send/receive goes from each stage
-    to the next, as in a pipeline, not round a ring. link: what textbook forms choose their segments
-    for, the slowest of the group.
+    to the next, as in a pipeline, not round a ring.
     """
 
     group: Group
     device: torch.device
     boxes: Mailboxes | None = None
     chain: bool = False
-    link: Link | None = None
 
     @property
     def backend(self) -> str:
@@ -102,8 +97,6 @@ class Site:
 
     def path(self, operation: Operation, size: int) -> str:
         """Which way the bytes take: the backend's name, or that of our own where it has one."""
-        if operation.form:
-            return operation.form.replace("_", " ")
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         nbytes, shared = self.whole_bytes(size), self.group.shared

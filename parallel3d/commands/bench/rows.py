@@ -13,13 +13,13 @@ import torch.distributed as dist
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.operations import Operation, Site, operations
-from parallel3d.commands.bench.textbook import facts, priced, textbook_operations
 from parallel3d.commands.bench.timing import slowest_rank
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.mailbox import Mailboxes
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.price.costs import collective_time
 
 ALONE, TOGETHER = "alone", "together"
 MOST_ALONE = 16  # groups of a dimension that are measured alone; of more, evenly spread ones
@@ -42,8 +42,7 @@ class Row(NamedTuple):
         """`dp all-reduce sum, 4096 bytes, together`, for errors and progress."""
         size = f", {self.size} bytes" if self.size else ""
         own = ", training's way" if self.operation.own else ""
-        form = f", {self.operation.form}" if self.operation.form else ""
-        return f"{self.dim} {self.operation.label}{form}{size}{own}, {self.mode}"
+        return f"{self.dim} {self.operation.label}{size}{own}, {self.mode}"
 
 
 @dataclass(frozen=True)
@@ -70,32 +69,15 @@ def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
     return dims, left_out | {WORLD: f"the same ranks as {same}"}
 
 
-def sites(
-    groups: ProcessGroups, device: torch.device, launch: LaunchConfig, where: Where | None = None
-) -> dict[str, Site]:
-    """This rank's group of each dimension; collective, as the stages may share memory.
-
-    `where`: by what wires, for textbook forms.
-    """
+def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
+    """This rank's group of each dimension; collective, as the stages may share memory."""
     found = {}
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
         if dim == "pp" and device.type == "cpu" and launch.shared_memory:
             boxes = Mailboxes.open(group.handle, group.index, group.size, launch.timeout_s)
-        link = where.slowest_link(group.ranks, chain=False)[1] if where else None
-        found[dim] = Site(group, device, boxes, chain=dim == "pp", link=link)
+        found[dim] = Site(group, device, boxes, chain=dim == "pp")
     return found
-
-
-def textbook_rows(mine: dict[str, Site], sizes: Sequence[int]) -> list[Row]:
-    """Each collective as the backend has it and in every form, one group at a time: the prices
-    know of no others."""
-    return [
-        Row(dim, operation, size, ALONE)
-        for dim in mine
-        for operation in textbook_operations()
-        for size in ((0,) if operation.name == "barrier" else dict.fromkeys(sizes))
-    ]
 
 
 def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> list[Row]:
@@ -152,8 +134,7 @@ def result(row: Row, calls: int, seen: list[list[Measured]], site: Site, where: 
                 "path": members[0].path,
                 "link": kind.label,
                 "seconds": slowest_rank([m.seconds for m in members]),
-                "priced_s": link and priced(row.operation, n, nbytes, link),
-                **facts(row.operation, n, nbytes, link),
+                "priced_s": link and collective_time(name, n, nbytes, link),
                 "rank_seconds": [statistics.median(m.seconds) for m in members],
             }
         )
@@ -186,5 +167,4 @@ def described(row: Row) -> dict:
         "training_path": row.operation.own,
         "size": row.size,
         "mode": row.mode,
-        "form": row.operation.form,
     }

@@ -43,9 +43,6 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
     result.add_column("collective", no_wrap=True)
     result.add_column("path", no_wrap=True)
     shown = columns(any(row["mode"] == TOGETHER for row in rows), width)
-    if width >= FULL and any(row["form"] for row in rows):
-        shown[1:1] = [("messages\na rank", partial(_most, "messages_sent"))]
-        shown[2:2] = [("bytes\na rank", partial(_most, "bytes_sent"))]
     for heading, _ in shown:
         result.add_column(heading, justify="right", no_wrap=True)
     label = ""
@@ -82,12 +79,6 @@ def _duration(mode: str, key: str, modes: dict[str, dict]) -> str:
     return "no wire" if seconds is None else duration(seconds)
 
 
-def _most(key: str, modes: dict[str, dict]) -> str:
-    """What the busiest rank sends, of a textbook form."""
-    sent = modes[ALONE]["groups"][0].get(key)
-    return f"{max(sent):,}" if sent else ""
-
-
 def _rate(mode: str, key: str, modes: dict[str, dict]) -> str:
     return f"{modes[mode][key]:.2g}" if modes[mode]["bytes"] else ""
 
@@ -98,10 +89,10 @@ def _times_the_price(modes: dict[str, dict]) -> str:
 
 
 def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """(op, reduction, training's way, textbook form, size) → mode → row."""
+    """(op, reduction, training's way, size) → mode → row."""
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:
-        key = (row["op"], row["reduction"], row["training_path"], row["form"], row["size"])
+        key = (row["op"], row["reduction"], row["training_path"], row["size"])
         found.setdefault(key, {})[row["mode"]] = row
     return found
 

@@ -1,6 +1,8 @@
-"""Draws the pictures of collectives.md from the messages that the textbook forms send.
+"""Draws the pictures of docs/collectives.md from the messages that the textbook forms send.
 
-python docs/collectives_pictures.py    # writes collectives_shapes.svg, _rounds.svg and _barrier.svg
+    python -m examples.collectives.pictures
+
+writes docs/collectives_shapes.svg, collectives_rounds.svg and collectives_barrier.svg.
 
 The barrier is run, by three processes of which one comes at once, one after a second and one after
 two; its times are printed.
@@ -19,11 +21,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel3d.textbook.forms import rounds_of
-from parallel3d.textbook.messages import Message, Rounds
-from parallel3d.textbook.run import run
+from examples.collectives.forms import rounds_of
+from examples.collectives.messages import Message, Rounds
+from examples.collectives.run import run
 
-HERE = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 LATE_S = (0.0, 1.0, 2.0)  # when each rank comes to the barrier
 COUNT = 64  # elements of what is drawn
 STYLE = """
@@ -284,12 +286,12 @@ def barrier(times: list[tuple[int, float, float]]) -> str:
 
 
 def main() -> None:
-    (HERE / "collectives_shapes.svg").write_text(shapes(), encoding="utf-8")
-    (HERE / "collectives_rounds.svg").write_text(by_round(), encoding="utf-8")
+    (DOCS / "collectives_shapes.svg").write_text(shapes(), encoding="utf-8")
+    (DOCS / "collectives_rounds.svg").write_text(by_round(), encoding="utf-8")
     times = measured_barrier()
     for rank, came, left in times:
         print(f"rank {rank}: came after {came:.2f} s, left after {left:.2f} s")
-    (HERE / "collectives_barrier.svg").write_text(barrier(times), encoding="utf-8")
+    (DOCS / "collectives_barrier.svg").write_text(barrier(times), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from parallel3d.textbook.messages import Message, Rounds, backwards, edges
+from examples.collectives.messages import Message, Rounds, backwards, edges
 
 # --- one rank's whole buffer to all -----------------------------------------------------------
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.collectives.forms import check_form, check_name, rounds_of, segments_of
+from examples.collectives.messages import Rounds, Sent
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.textbook.forms import check_form, check_name, rounds_of, segments_of
-from parallel3d.textbook.messages import Rounds, Sent
 from parallel3d.topology.cluster.parts import Link
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {

@@ -1,0 +1,1 @@
+"""Scripts that use parallel3d as a library, and programs that teach."""

@@ -1,1 +1,0 @@
-"""Collectives as textbooks draw them: rounds of messages, from which all else follows."""
