@@ -1,4 +1,4 @@
-"""`bench ddp` on eight ranks over rails: eight hosts of one GPU slot as network namespaces.
+"""The DDP figures on eight ranks over rails: eight hosts of one GPU slot as network namespaces.
 
 Each replica's gradients cross a rail of `--rail-mbit`; no two hosts share memory. Needs root and
 iproute2 (tests/tools/railnet).
@@ -20,6 +20,8 @@ from tests.e2e.rails import Rails, why_not
 
 SLOTS = [f"h{host}g0" for host in range(1, 9)]
 SIZES = ("cluster.nodes=8", "cluster.gpus_per_node=1", "placement=default", "device=cpu")
+# For ranks that are forked of a process which has imported torch.
+FIGURES = "import runpy; runpy.run_module('benchmarks.ddp_figures', run_name='__main__')"
 WIRES = ("cluster.nvlink_interface=nvl0", "cluster.rail_interface=rail*")
 
 
@@ -49,14 +51,13 @@ def main() -> None:
             ran = network.run(
                 forked,
                 SLOTS,
-                "bench",
-                "ddp",
+                *("-c", FIGURES),
                 *words,
                 rails,
                 f"bench.budget_s={given.budget:g}",
                 timeout_s=1800,
             )
-            print((ran.folder / "bench_ddp.md").read_text())
+            print((ran.folder / "ddp_figures.md").read_text())
             print(f"{ran.on('rail') / 1e6:.0f} MB over the rail")
             if given.out:
                 shutil.copytree(ran.folder, given.out, dirs_exist_ok=True)

@@ -64,6 +64,8 @@ SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
 )
+# Subcommands of earlier versions, with the command of the repository that took their place.
+MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 # Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif words[0] in SUBCOMMANDS:
             _run_hydra(words[0], words[1:])
         else:
-            raise UserError(_unknown_subcommand(words[0]))
+            raise UserError(_unknown_subcommand(words))
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -278,7 +280,13 @@ def _refuse(error: UserError, place: Place | None = None) -> int:
     return USER_ERROR
 
 
-def _unknown_subcommand(word: str) -> str:
+def _unknown_subcommand(words: list[str]) -> str:
+    word, moved = words[0], MOVED.get(" ".join(words[:2]))
+    if moved:
+        return (
+            f"{' '.join(words[:2])} is a benchmark of the repository now; from a checkout, run: "
+            f"{' '.join([moved, *words[2:]])}."
+        )
     known = (s.split()[0] if s.split()[0] in FAMILIES else s for s in SUBCOMMANDS)
     names = list(dict.fromkeys(known))
     close = nearest(word.lstrip("-"), names)

@@ -21,7 +21,6 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d calibrate [key=value …] measure this machine into a file for plan and layout=auto
   parallel3d dryrun [key=value …]   memory, kernels and time of a step on GPUs, without one
   parallel3d bench comm [key=value …]  time every collective in every group
-  parallel3d bench ddp [key=value …]   where a step of data parallelism goes, in pictures
   parallel3d generate run=… prompt=…   write text with what a run has learned
   parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
                                     and exchange them with Hugging Face
@@ -48,8 +47,6 @@ ABOUT = {
     "allocates, launches, computes and sends, and whether it fits",
     "bench comm": "time every collective in every group, beside the model's price, "
     "and name what is slow (which is no failure: exit code 0)",
-    "bench ddp": "train two small nets under DistributedDataParallel, by bucket size, number of "
-    "ranks, overlap and groups: the figures of Li et al. 2020, in the run directory",
     "generate": "write text with the newest good checkpoint of a run, whose model it takes",
 }
 
@@ -129,9 +126,6 @@ EXAMPLES = {
     "bench comm": """\
         parallel3d bench comm tp=2 pp=2 dp=2
         parallel3d bench comm dp=8 bench.sizes=[1048576]""",
-    "bench ddp": """\
-        parallel3d bench ddp dp=4
-        torchrun --nproc-per-node 4 -m parallel3d bench ddp bench.budget_s=300""",
     "generate": """\
         parallel3d generate run=my_run prompt="def "
         parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
-from parallel3d.config.checks.bench import check_bench_ddp
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Place
@@ -25,6 +24,4 @@ def checked(app: str, config: Config, typed: Sequence[str], place: Place | None)
         from parallel3d.commands.best_layout import take_layout
 
         config = take_layout(config, typed, place)
-    config = check_config(config, world_size, communication_only=app not in NEED_DATA)
-    check_bench_ddp(app, config)
-    return config
+    return check_config(config, world_size, communication_only=app not in NEED_DATA)

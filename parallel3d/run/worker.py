@@ -50,7 +50,6 @@ APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
-    "bench ddp": ("parallel3d.commands.bench.ddp", "bench_ddp"),
     "calibrate": ("parallel3d.commands.calibrate.command", "calibrate"),
     "generate": ("parallel3d.commands.generate.sample", "generate"),
 }

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.ddp_figures.measures import Trial
 from parallel3d import DistributedDataParallel
-from parallel3d.commands.bench.ddp_figures.measures import Trial
 from parallel3d.parts import replicas
 from parallel3d.parts.groups import group_of
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.pretended_runs import waits
-from tests.distributed.test_ddp_bench import check_report, measured
+from tests.distributed.test_ddp_figures import check_report, measured
 
 
 class Net(nn.Module):
@@ -87,7 +87,7 @@ def encoder_of_two_wrappers() -> list[list[float] | None]:
 
 
 def bench_and_check_parts(folder: Path) -> None:
-    """Every part of a step of `bench ddp` begins and ends when the device has done all before."""
+    """Each part of a step of the figures begins and ends when the device has done all before."""
     unfinished = []
     plain = Trial._now
 
@@ -138,7 +138,7 @@ def test_the_mean_of_pipelines_waits_once_at_most(
         assert len(seen) == (0 if used else 1), seen
 
 
-def test_bench_ddp_computes_on_the_device_and_waits_for_it(
+def test_the_ddp_figures_compute_on_the_device_and_wait_for_it(
     pretended: PretendedPool, tmp_path: Path
 ) -> None:
     pretended.run(2, bench_and_check_parts, tmp_path)

@@ -1,20 +1,13 @@
-"""Commands that measure for minutes, with a few points of each figure: for `APPS` of run/worker."""
+"""A command that measures for minutes, with a few points: for `APPS` of run/worker."""
 
 from __future__ import annotations
 
 from unittest.mock import patch
 
-from parallel3d.commands.bench import ddp
 from parallel3d.commands.calibrate import command, launches, together
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Worker
 from tests.distributed.test_calibrate import FEW
-from tests.distributed.test_ddp_bench import shrunk
-
-
-def bench_ddp(config: Config, worker: Worker) -> int:
-    with shrunk():
-        return ddp.bench_ddp(config, worker)
 
 
 def calibrate(config: Config, worker: Worker) -> int:

@@ -84,7 +84,7 @@ def test_info_flag_works(shell: Shell) -> None:
         ("parallel3d generate generate.to", {"generate.top_k="}),
         ("parallel3d train checkpoint.asy", {"checkpoint.async_save="}),
         ("parallel3d ver", {"verify"}),
-        ("parallel3d bench ", {"comm", "ddp"}),
+        ("parallel3d bench ", {"comm"}),
         ("parallel3d bench co", {"comm"}),
         ("parallel3d bench comm bench.iter", {"bench.iterations="}),
         ("parallel3d topology cluster=dgx_h", {"cluster=dgx_h100", "cluster=dgx_h200"}),

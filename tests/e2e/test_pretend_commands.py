@@ -13,8 +13,7 @@ from tests.e2e.forked import run_forked
 
 SMALL = """
 from parallel3d.run.worker import APPS
-for app in ("bench_ddp", "calibrate"):
-    APPS[app.replace("_", " ")] = "tests.e2e.small_figures", app
+APPS["calibrate"] = "tests.e2e.small_figures", "calibrate"
 import sys
 from parallel3d.__main__ import main
 sys.exit(main())
@@ -39,7 +38,6 @@ COMMANDS = {
     "train": Command((*LLAMA, "TEXT", *TRAIN, "run=mine"), "pretended accelerator", 2),
     "verify": Command((*LLAMA, "TEXT", "tp=2", "sp=true", "verify.steps=1"), "does not change the"),
     "bench comm": Command((*BENCH, DEVICE), "pretended_nccl", 2),
-    "bench ddp": Command((*BENCH, DEVICE), "Figure 9", 2),
     "calibrate": Command(
         ("calibrate.file=here.yaml", "calibrate.passes=1", DEVICE), "here.yaml", 2
     ),

@@ -1,13 +1,13 @@
-"""What `bench ddp` leaves in the run directory: numbers, tables and pictures."""
+"""Writes numbers, tables and pictures into the run directory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.commands.bench.ddp_figures.measures import PARTS
-from parallel3d.commands.bench.ddp_figures.nets import NETS
-from parallel3d.commands.bench.ddp_figures.pictures import bars, curves
+from benchmarks.ddp_figures.measures import PARTS
+from benchmarks.ddp_figures.nets import NETS
+from benchmarks.ddp_figures.pictures import bars, curves
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.metrics.text import three_digits
 
@@ -16,8 +16,8 @@ Series = dict[str, list[float | None]]
 
 
 def write_report(figures: Mapping[str, object], folder: Path) -> None:
-    """bench_ddp.json, bench_ddp.md and figure_*.svg; the tables are printed."""
-    write_json(folder / "bench_ddp.json", dict(figures))
+    """ddp_figures.json, ddp_figures.md and figure_*.svg; the tables are printed."""
+    write_json(folder / "ddp_figures.json", dict(figures))
     lines = [f"{figures['ranks']} ranks, medians of {figures['steps']} steps; ms.", ""]
     for number, (title, below, key, series_of) in FIGURES.items():
         rows: Rows = figures[number.rstrip("*")]
@@ -40,8 +40,8 @@ def write_report(figures: Mapping[str, object], folder: Path) -> None:
             lines.append("")
     lines += _breakdown(figures["6"], folder)
     text = "\n".join(lines)
-    (folder / "bench_ddp.md").write_text(text + "\n")
-    print(f"{text}\n\n{folder / 'bench_ddp.md'}")
+    (folder / "ddp_figures.md").write_text(text + "\n")
+    print(f"{text}\n\n{folder / 'ddp_figures.md'}")
 
 
 # number → title, what the places are, the key of the places, the key of the series

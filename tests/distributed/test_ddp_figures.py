@@ -1,4 +1,4 @@
-"""`bench ddp`: every figure on real ranks, with tables and pictures, and what prices more ranks."""
+"""The DDP figures on real ranks, with tables and pictures, and what prices more ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.commands.bench import ddp
-from parallel3d.commands.bench.ddp_figures import nets as ddp_nets
-from parallel3d.commands.bench.ddp_figures.measures import PARTS, Trial, priced_step
-from parallel3d.config.checks.bench import check_bench_ddp
+from benchmarks.ddp_figures import figures as ddp
+from benchmarks.ddp_figures import nets as ddp_nets
+from benchmarks.ddp_figures.measures import PARTS, Trial, priced_step
 from parallel3d.config.schema import BenchConfig, Config
 from parallel3d.errors import UserError
+from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.pretended import here
@@ -52,7 +52,7 @@ def shrunk() -> Iterator[None]:
     """Smaller nets, and fewer points of each figure."""
     with (
         patch.dict(ddp_nets.NETS, tiny()),
-        patch("parallel3d.commands.bench.ddp_figures.measures.inputs", labels),
+        patch("benchmarks.ddp_figures.measures.inputs", labels),
         patch.object(ddp, "BUCKETS_MB", [0.0, 25.0]),
         patch.object(ddp, "EVERY", [1, 2]),
         patch.object(ddp, "GROUPS", [1, 2]),
@@ -73,13 +73,13 @@ def measured(folder: Path) -> None:
         return Trial(*args, **options)
 
     with shrunk(), patch.object(ddp, "Trial", tried):
-        assert ddp.bench_ddp(CONFIG, worker) == 0
-    assert all(phase.startswith("bench ddp: ") for phase in phases), phases
+        assert ddp.ddp_figures(CONFIG, worker) == 0
+    assert all(phase.startswith("DDP figures: ") for phase in phases), phases
 
 
 def check_report(folder: Path, ways: set[str]) -> None:
     """That every figure has its rows and its picture."""
-    figures = json.loads((folder / "bench_ddp.json").read_text())
+    figures = json.loads((folder / "ddp_figures.json").read_text())
     assert {(row["way"], row["parameters"]) for row in figures["2ab"]} == {
         (way, size) for way in ways for size in (4096, 65536)
     }
@@ -97,7 +97,7 @@ def check_report(folder: Path, ways: set[str]) -> None:
     ready = [row for row in figures["2cd"] if row["net"] == "matrices"]
     assert [row["ready"] for row in ready] == sorted(row["ready"] for row in ready)
     assert ready[-1]["ready"] == sum(p.numel() for p in tiny()["matrices"]().parameters())
-    table = (folder / "bench_ddp.md").read_text()
+    table = (folder / "ddp_figures.md").read_text()
     for figure in ("2ab", "2cd", "6", "7", "9", "10", "12"):
         assert f"Figure {figure}:" in table
         pictures = list(folder.glob(f"figure_{figure}*.svg"))
@@ -124,6 +124,4 @@ def test_a_step_on_ranks_that_are_not_there() -> None:
 
 def test_other_dimensions_are_refused() -> None:
     with pytest.raises(UserError, match=r"tp=2 must be 1: .* the nearest is tp=1"):
-        check_bench_ddp("bench ddp", Config(tp=2))
-    check_bench_ddp("bench comm", Config(tp=2))
-    check_bench_ddp("bench ddp", CONFIG)
+        ddp.ddp_figures(Config(tp=2), Worker(0, 0, 2, 2, Path(), "local"))

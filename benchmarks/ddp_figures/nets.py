@@ -1,4 +1,4 @@
-"""What `bench ddp` trains, as figures 2 to 12 of Li et al. 2020 a ResNet and a BERT, both small."""
+"""The two nets that are trained, small forms of the ResNet and the BERT of Li et al. 2020."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurements of `bench ddp`, one for each figure of Li et al. 2020 that it repeats."""
+"""The measurements, one for each figure of Li et al. 2020 that is repeated."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.ddp_figures.nets import inputs, made
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.commands.bench.ddp_figures.nets import inputs, made
 from parallel3d.commands.bench.timing import finisher, timed_calls
 from parallel3d.device.accelerator import is_accelerator, module
 from parallel3d.parts.ddp.ddp import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""Curves and stacked bars of `bench ddp`, as SVG."""
+"""Curves and stacked bars as SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallel3d bench ddp`: the figures of Li et al. 2020 (PyTorch Distributed) on this machine.
+"""Measures the figures of Li et al. 2020 (PyTorch Distributed) on this machine.
 
 DistributedDataParallel of `parallel3d.parts` on two small nets, over the backend and through shared
 memory: where the time of a step goes, and how it depends on bucket size, number of ranks, steps
@@ -16,10 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
-from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.ddp_figures.measures import (
+from benchmarks.ddp_figures.measures import (
     PARTS,
     Trial,
     all_reduce_times,
@@ -27,10 +24,14 @@ from parallel3d.commands.bench.ddp_figures.measures import (
     priced_step,
     readiness,
 )
-from parallel3d.commands.bench.ddp_figures.nets import NETS, made
-from parallel3d.commands.bench.ddp_figures.report import write_report
+from benchmarks.ddp_figures.nets import NETS, made
+from benchmarks.ddp_figures.report import write_report
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
+from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.fit import Sample, fit
 from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link
 
@@ -46,11 +47,20 @@ WARMUP_STEPS = 1
 Make = Callable[[], Trial]
 
 
-def bench_ddp(config: Config, worker: Worker) -> int:
-    """Measures and writes the report into the run directory; collective. Returns 0."""
+def ddp_figures(config: Config, worker: Worker) -> int:
+    """Measures and writes the report into the run directory; collective. Returns 0.
+
+    Raises UserError for another dimension than dp.
+    """
+    for key in ("tp", "pp", "cp"):
+        if getattr(config, key) != 1:
+            raise UserError(
+                f"{key}={getattr(config, key)} must be 1: the figures are of replicas alone; the "
+                f"nearest is {key}=1"
+            )
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
-    worker.phase = "bench ddp: first steps"
+    worker.phase = "DDP figures: first steps"
     bench = Bench(config, worker, groups.dp)
     report = bench.report()
     groups.close()
@@ -108,9 +118,9 @@ class Bench:
             "10": self.no_sync,
             "12": self.in_turn,
         }.items():
-            self.worker.phase = f"bench ddp: figure {name}"
+            self.worker.phase = f"DDP figures: figure {name}"
             figures[name] = measure()
-        self.worker.phase = "bench ddp: figure 9"
+        self.worker.phase = "DDP figures: figure 9"
         figures["9"], figures["link"] = self.worlds(figures["2ab"])
         return figures
 

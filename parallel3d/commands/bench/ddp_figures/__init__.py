@@ -1,1 +1,0 @@
-"""What `bench ddp` trains, measures and draws."""
