@@ -26,11 +26,6 @@ class TensorParallelConfig:
         megatron="--tp-comm-overlap",
         differs="there on or off, here the number of pieces",
     )
-    symmetric_memory: bool = key(
-        False,
-        "with sp, on GPUs of one host that reach each other's memory: gather and scatter through "
-        "PyTorch's symmetric memory, fused with the GEMM; elsewhere `chunks` counts",
-    )
 
 
 @dataclass

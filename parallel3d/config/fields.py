@@ -63,7 +63,11 @@ _TEXTBOOK_FORMS = (
     "torchrun --nproc-per-node 4 -m examples.collectives.compare"
 )
 # Keys of earlier versions that are gone, with what to use instead.
-REMOVED = {"bench.algorithms": _TEXTBOOK_FORMS, "algorithms": _TEXTBOOK_FORMS}
+REMOVED = {
+    "bench.algorithms": _TEXTBOOK_FORMS,
+    "algorithms": _TEXTBOOK_FORMS,
+    "tensor_parallel.symmetric_memory": "tensor_parallel.chunks overlaps the same communication",
+}
 
 
 def refusal(name: str, value: Any) -> str | None:

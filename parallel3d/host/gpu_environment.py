@@ -47,12 +47,9 @@ def _needs_order(config: Config) -> bool:
     other, which hides it, if the exchange gets its multiprocessors first. Over several hardware
     queues a GPU before Blackwell may start the larger kernel first and leave none. With zero ≥ 2
     whole layers are gathered and scattered beside the computation, on streams that one queue would
-    string together; the same holds for the pieces of a GEMM that symmetric memory runs on two
-    streams.
+    string together.
     """
     if config.tp == 1 or config.zero >= 2:
-        return False
-    if config.sp and config.tensor_parallel.symmetric_memory:
         return False
     capability = compute_capability()
     return capability is None or capability < BLACKWELL

@@ -12,7 +12,6 @@ from parallel3d.config.schema import Config, LossConfig, ModelConfig
 from parallel3d.models.attention_kernel import choose_kernel
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters.pieces import Initializer
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,13 @@ class BuildContext:
     recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `cross_entropy.Objective`
-    overlap: Overlap = IN_ONE  # of the layers' communication under sequence parallelism
+    chunks: int = 1  # pieces in which sequence parallelism communicates
     gather_qk: bool = False  # see `Attention.project`
     attention_kernel: str = AUTO  # see `attention_backends`
 
     @classmethod
     def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
-        """What the configuration of a run says; collective over the group on GPUs."""
+        """What the configuration of a run says."""
         return cls(
             init,
             tp,
@@ -41,7 +40,7 @@ class BuildContext:
             tuple(config.recompute_layers or ()),
             config.loss,
             config.precision.lm_cross_entropy == "fp16",
-            overlap_of(config, tp, init.device),
+            config.tensor_parallel.chunks,
             gather_qk=config.tensor_parallel.attention == "gather_qk",
             attention_kernel=choose_kernel(config, init.device),
         )
@@ -54,7 +53,7 @@ class BuildContext:
     def split(self) -> dict[str, Any]:
         """What every split linear layer takes."""
         sp = self.sequence_parallel
-        common = {"group": self.tp, "sp": sp, "init": self.init, "overlap": self.overlap}
+        common = {"group": self.tp, "sp": sp, "init": self.init, "chunks": self.chunks}
         return common | {"recomputed": bool(self.recompute)}
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:

@@ -27,12 +27,11 @@ from parallel3d.tensor_parallel.linear_nodes import (
     row_forward,
     row_node,
 )
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap
 
 
-def _communication(sp: bool, group: Group, overlap: Overlap) -> Overlap | None:
-    """How the sequence is gathered and scattered; None where it is not split."""
-    return overlap if sp and group.size > 1 else None
+def _pieces(sp: bool, group: Group, chunks: int) -> int | None:
+    """In how many pieces the sequence is gathered and scattered; None where it is not split."""
+    return chunks if sp and group.size > 1 else None
 
 
 def column_parallel_linear(
@@ -42,7 +41,7 @@ def column_parallel_linear(
 
     Under sequence parallelism x is (b, s/tp, in) and is gathered first.
     """
-    return ColumnNode.apply(x, weight, bias, group, _communication(sp, group, IN_ONE))
+    return ColumnNode.apply(x, weight, bias, group, _pieces(sp, group, 1))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -57,7 +56,8 @@ class ColumnParallelLinear(nn.Module):
         inputs: columns.
         copies: matrix name → ranks in a row that share one part of its rows (see `Piece.copies`).
         std: of the initial weights; biases start at zero.
-        sp, overlap: the sequence is split over the group, and how it is gathered.
+        sp: the sequence is split over the group.
+        chunks: the pieces in which it is gathered (see `overlap`).
         recomputed: x may be made again in the backward, and then without this GEMM.
 
     Shapes: (b, s, inputs) → (b, s, Σ outputs / tp), the matrices' results side by side.
@@ -74,12 +74,12 @@ class ColumnParallelLinear(nn.Module):
         group: Group,
         sp: bool,
         init: Initializer,
-        overlap: Overlap = IN_ONE,
+        chunks: int = 1,
         recomputed: bool = False,
         copies: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _communication(sp, group, overlap)
+        self.group, self.sp = group, _pieces(sp, group, chunks)
         self.node = column_node if recomputed else ColumnNode.apply
         weights, biases, row = [], [], 0
         for name, rows in outputs.items():
@@ -138,11 +138,11 @@ class RowParallelLinear(nn.Module):
         group: Group,
         sp: bool,
         init: Initializer,
-        overlap: Overlap = IN_ONE,
+        chunks: int = 1,
         recomputed: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _communication(sp, group, overlap)
+        self.group, self.sp = group, _pieces(sp, group, chunks)
         self.node = row_node if recomputed else RowNode.apply
         local = inputs // group.size
         piece = Piece(

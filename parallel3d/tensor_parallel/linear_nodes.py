@@ -1,10 +1,10 @@
 """Forward and backward of the split linear layers, and the autograd nodes that join them.
 
 The functions are the whole of it: the nodes of eager layers and the operators of compiled blocks
-(`linear_ops`) run the same ones. `sp` says how sequence parallelism communicates (`overlap`), or
-None: there is none. Weights stand in `ctx` as they are, not among the saved tensors:
-recomputation (`models/recompute.py`) hands saved tensors back as new ones, without the `main_grad`
-that the weight gradient is added to.
+(`linear_ops`) run the same ones. `sp` is the number of pieces in which sequence parallelism
+communicates (`overlap`), or None without sequence parallelism. Weights stand in `ctx` as they are,
+not among the saved tensors: recomputation (`models/recompute.py`) hands saved tensors back as new
+ones, without the `main_grad` that the weight gradient is added to.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from parallel3d.comm.group import Group
 from parallel3d.device.products import linear, product
 from parallel3d.parameters.gradients import add_weight_gradient, waiting_jobs
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
-from parallel3d.tensor_parallel.overlap import Overlap, gather_linear, linear_scatter
+from parallel3d.tensor_parallel.overlap import gather_linear, linear_scatter
 
 
 def column_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
     """f and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
     if sp is None:
@@ -32,7 +32,7 @@ def column_forward(
 
 
 def column_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Overlap | None
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight.
 
@@ -62,7 +62,7 @@ def column_backward(
     return grad_x if sp is None else grad_x.transpose(0, 1).contiguous(), grad_weight
 
 
-def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
+def row_forward(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
     """The GEMM and g: (b, s, in/tp) → (b, s or s/tp, out)."""
     if sp is None:
         return collectives.all_reduce(linear(x, weight), group)
@@ -70,7 +70,7 @@ def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> 
 
 
 def row_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Overlap | None
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight."""
     if sp is None:
@@ -131,7 +131,7 @@ class ColumnNode(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         group: Group,
-        sp: Overlap | None,
+        sp: int | None,
         kept: Kept | None = None,
     ) -> Tensor:
         ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
@@ -153,7 +153,7 @@ class ColumnNode(torch.autograd.Function):
 
 
 def column_node(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: Overlap | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
     """`ColumnNode` that may end what is recomputed; x needs a gradient."""
     kept = Kept()
@@ -169,7 +169,7 @@ class RowNode(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         group: Group,
-        sp: Overlap | None,
+        sp: int | None,
         kept: Kept | None = None,
     ) -> Tensor:
         ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
@@ -183,7 +183,7 @@ class RowNode(torch.autograd.Function):
         return *row_backward(grad.contiguous(), x, ctx.weight, ctx.group, ctx.sp), *NOTHING
 
 
-def row_node(x: Tensor, weight: Tensor, group: Group, sp: Overlap | None) -> Tensor:
+def row_node(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
     """`RowNode` that may end what is recomputed."""
     kept = Kept()
     return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)

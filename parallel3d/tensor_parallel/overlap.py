@@ -17,17 +17,13 @@ element and in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import Done, Work
 from parallel3d.comm.group import Group
-from parallel3d.config.schema import Config
 from parallel3d.device.products import linear
-from parallel3d.tensor_parallel import symmetric
 from parallel3d.tensor_parallel.mappings import (
     all_gather_sequence,
     reduce_scatter_sequence,
@@ -35,58 +31,31 @@ from parallel3d.tensor_parallel.mappings import (
 )
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """How layers under sequence parallelism hide their communication.
-
-    Attributes:
-        chunks: pieces of the sequence; 1: communication and GEMM one after the other.
-        symmetric: PyTorch's fused operators in symmetric memory instead (see `symmetric`).
-    """
-
-    chunks: int = 1
-    symmetric: bool = False
-
-
-IN_ONE = Overlap()
-
-
-def overlap_of(config: Config, group: Group, device: torch.device) -> Overlap:
-    """How the tensor group of a run overlaps; collective over the group on GPUs."""
-    if not config.sp or group.size == 1:
-        return IN_ONE
-    wanted = config.tensor_parallel
-    fused = wanted.symmetric_memory and symmetric.is_usable(group, device)
-    return Overlap(wanted.chunks, fused)
-
-
 def gather_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     group: Group,
-    overlap: Overlap,
+    chunks: int,
     *,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """All-gather along the sequence, then x·Wᵀ + b: (b, s/tp, in) → (b, s, out).
 
+    `chunks`: pieces of the sequence; 1: the communication and the GEMM one after the other.
+
     Returns: the result and, with `keep`, the gathered x (b, s, in).
     """
-    if overlap.symmetric:
-        return symmetric.gather_linear(x, weight, bias, group, keep)
-    if overlap.chunks > 1:
-        return _gather_linear_in_pieces(x, weight, bias, group, overlap.chunks, keep)
+    if chunks > 1:
+        return _gather_linear_in_pieces(x, weight, bias, group, chunks, keep)
     full = all_gather_sequence(x, group)
     return linear(full, weight, bias), full if keep else None
 
 
-def linear_scatter(x: Tensor, weight: Tensor, group: Group, overlap: Overlap) -> Tensor:
+def linear_scatter(x: Tensor, weight: Tensor, group: Group, chunks: int) -> Tensor:
     """x·Wᵀ, summed over the ranks and scattered along the sequence: (b, s, in) → (b, s/tp, out)."""
-    if overlap.symmetric:
-        return symmetric.linear_scatter(x, weight, group)
-    if overlap.chunks > 1:
-        return _linear_scatter_in_pieces(x, weight, group, overlap.chunks)
+    if chunks > 1:
+        return _linear_scatter_in_pieces(x, weight, group, chunks)
     return reduce_scatter_sequence(linear(x, weight), group)
 
 

@@ -6,16 +6,12 @@ memory and compiler; every case also with unequal masks and three steps, as in t
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.tensor_parallel import symmetric
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, gather_linear, linear_scatter
+from parallel3d.tensor_parallel.overlap import gather_linear, linear_scatter
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
@@ -87,33 +83,16 @@ def ways_agree(size: int, shared_memory: bool) -> None:
     bias = torch.arange(6.0, dtype=torch.float64)
     shard = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     partial = torch.randn(3, 4 * size, 6, generator=generator, dtype=torch.float64)
-    gathered = gather_linear(shard, unit, bias, tp, IN_ONE, keep=True)
-    scattered = linear_scatter(partial, unit, tp, IN_ONE)
+    gathered = gather_linear(shard, unit, bias, tp, 1, keep=True)
+    scattered = linear_scatter(partial, unit, tp, 1)
     assert scattered.shape == shard.shape and gathered[0].shape == partial.shape
     for chunks in (2, 4):
-        y, full = gather_linear(shard, unit, bias, tp, Overlap(chunks), keep=True)
+        y, full = gather_linear(shard, unit, bias, tp, chunks, keep=True)
         assert torch.equal(y, gathered[0]) and torch.equal(full, gathered[1])
-        assert torch.equal(linear_scatter(partial, unit, tp, Overlap(chunks)), scattered)
-    fused = Overlap(2, symmetric=True)
-    y, full = gather_linear(shard, unit, bias, tp, fused, keep=True)
-    assert torch.equal(y, gathered[0]) and torch.equal(full, gathered[1])
-    assert gather_linear(shard, unit, None, tp, fused)[1] is None
-    torch.testing.assert_close(linear_scatter(partial, unit, tp, fused), scattered)
+        assert torch.equal(linear_scatter(partial, unit, tp, chunks), scattered)
     groups.close()
-
-
-def ways_agree_without_gpu(size: int, shared_memory: bool) -> None:
-    """`ways_agree`, with PyTorch's plain versions of the operators that fuse on GPUs."""
-    assert symmetric.has_operators()
-    plain_gather = symm_mem._fused_all_gather_matmul_fallback
-    plain_scatter = symm_mem._fused_matmul_reduce_scatter_fallback
-    with (
-        patch.object(torch.ops.symm_mem, symmetric.OPERATORS[0], plain_gather),
-        patch.object(torch.ops.symm_mem, symmetric.OPERATORS[1], plain_scatter),
-    ):
-        ways_agree(size, shared_memory)
 
 
 @pytest.mark.parametrize(("size", "shared_memory"), [(2, True), (2, False), (4, True), (4, False)])
 def test_all_ways_give_the_same_bits(pool: Pool, size: int, shared_memory: bool) -> None:
-    pool.run(size, ways_agree_without_gpu, size, shared_memory)
+    pool.run(size, ways_agree, size, shared_memory)

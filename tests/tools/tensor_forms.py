@@ -17,7 +17,6 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.linear_nodes import row_node
-from parallel3d.tensor_parallel.overlap import IN_ONE
 
 HEADS = 4
 Weights = tuple[Tensor, ...]
@@ -81,7 +80,7 @@ def mlp_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:
     """x and the result are this rank's part of the sequence."""
     a, b = weights
     hidden = F.gelu(column_parallel_linear(x, own(a, 0, group), None, group, True))
-    return row_node(hidden, own(b, 1, group).contiguous(), group, IN_ONE)
+    return row_node(hidden, own(b, 1, group).contiguous(), group, 1)
 
 
 def mlp_gathered(x: Tensor, weights: Weights, group: Group) -> Tensor:
@@ -110,7 +109,7 @@ def attention_heads(x: Tensor, weights: Weights, group: Group, sp: bool = False)
     mine = torch.cat([own(w, 0, group) for w in qkv])
     q, k, v = column_parallel_linear(x, mine, None, group, sp).chunk(3, -1)
     heads = attend(q, k, v, HEADS // group.size)
-    return row_node(heads, own(out, 1, group).contiguous(), group, IN_ONE if sp else None)
+    return row_node(heads, own(out, 1, group).contiguous(), group, 1 if sp else None)
 
 
 def attention_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:

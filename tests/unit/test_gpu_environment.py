@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel3d.config.schema import ClusterConfig, Config, TensorParallelConfig
+from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.host import devices, gpu_environment
 
 
@@ -42,9 +42,6 @@ def test_ranks_on_the_cpu_and_other_builds_get_none(
     assert variables(Config(tp=2)) == {}
 
 
-SYMMETRIC = TensorParallelConfig(symmetric_memory=True)
-
-
 @pytest.mark.parametrize(
     ("config", "capability", "ordered"),
     [
@@ -53,8 +50,7 @@ SYMMETRIC = TensorParallelConfig(symmetric_memory=True)
         (Config(tp=2), None, True),
         (Config(tp=2), 10, False),
         (Config(tp=2, zero=3), 9, False),
-        (Config(tp=2, sp=True, tensor_parallel=SYMMETRIC), 9, False),
-        (Config(tp=2, tensor_parallel=SYMMETRIC), 9, True),  # without effect, as no sequence is cut
+        (Config(tp=2, sp=True), 9, True),
         (Config(pp=2), 9, False),
     ],
 )

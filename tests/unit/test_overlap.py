@@ -19,11 +19,10 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.context import BuildContext
 from parallel3d.parameters.pieces import Initializer
-from parallel3d.tensor_parallel import linear_nodes, overlap, symmetric
+from parallel3d.tensor_parallel import linear_nodes, overlap
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor_parallel.overlap import IN_ONE, Overlap, overlap_of
-from parallel3d.tensor_parallel.symmetric import Member, may_share
 
 PAIR = Group("tp", (0, 1), 0, None)
 CPU = torch.device("cpu")
@@ -99,7 +98,7 @@ def layer(kind: type, sp: bool, chunks: int = 1) -> ColumnParallelLinear | RowPa
     sizes = ("up", {"up": 8}, 6) if kind is ColumnParallelLinear else ("down", 12, 6)
     init = Initializer(1, torch.float32, CPU)
     rest = {"bias": False, "std": 0.1, "group": PAIR, "sp": sp, "init": init}
-    return kind(*sizes, **rest, overlap=Overlap(chunks))
+    return kind(*sizes, **rest, chunks=chunks)
 
 
 def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
@@ -173,24 +172,6 @@ def test_pieces_hold_a_run_of_every_rank() -> None:
     assert torch.equal(back, whole)
 
 
-ALIKE = (Member(7, 0, True), Member(7, 1, True))
-
-
-@pytest.mark.parametrize(
-    ("members", "may"),
-    [
-        (ALIKE, True),
-        (ALIKE[:1], False),
-        ((ALIKE[0], Member(8, 1, True)), False),  # another host
-        ((ALIKE[0], Member(7, 0, True)), False),  # one device for two ranks
-        ((ALIKE[0], Member(7, 1, False)), False),  # a PyTorch without the operators
-        ((ALIKE[0], Member(7, -1, True)), False),  # a rank on a CPU
-    ],
-)
-def test_symmetric_memory_takes_devices_of_one_host(members: tuple[Member, ...], may: bool) -> None:
-    assert may_share(members) is may
-
-
 def config(**changes: object) -> Config:
     made = Config(tp=2, sp=True, model=ModelConfig(seq_length=24))
     for name, value in changes.items():
@@ -198,14 +179,14 @@ def config(**changes: object) -> Config:
     return made
 
 
-def test_the_way_of_overlap_follows_group_and_device() -> None:
-    asked = config(chunks=3, symmetric_memory=True)
-    assert overlap_of(asked, PAIR, CPU) == Overlap(3, symmetric=False)
-    assert overlap_of(asked, SINGLE, CPU) == IN_ONE
-    assert overlap_of(config(sp=False, chunks=3), PAIR, CPU) == IN_ONE
-    with patch.object(symmetric, "is_usable", lambda group, device: True):
-        assert overlap_of(asked, PAIR, CPU) == Overlap(3, symmetric=True)
-        assert overlap_of(config(chunks=3), PAIR, CPU) == Overlap(3, symmetric=False)
+@pytest.mark.parametrize(
+    ("sp", "group", "pieces"), [(True, PAIR, 3), (True, SINGLE, None), (False, PAIR, None)]
+)
+def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: int | None) -> None:
+    init = Initializer(1, torch.float32, CPU)
+    ctx = BuildContext.of_run(config(sp=sp, chunks=3), init, group)
+    made = ColumnParallelLinear("up", {"up": 8}, 6, bias=False, std=0.1, **ctx.split)
+    assert made.sp == pieces
 
 
 def test_pieces_come_out_even() -> None:
