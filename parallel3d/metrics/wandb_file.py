@@ -1,6 +1,8 @@
-"""What a run's folder keeps of its W&B run: its id, and W&B's own records of the sessions.
+"""Keeps the id of a run's W&B run, and finds the last row that its earlier sessions wrote.
 
-The last row in these is looked for, so that a resumed run logs no step twice.
+A resumed run logs after that row. W&B's own `resume` and explicit steps cannot replace this: W&B
+ignores `resume` offline, so the rows that a killed session lost stay lost or, if all are logged
+again, others are in the files twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`).
 
 A `run-<id>.wandb` file is a log of protobuf records in LevelDB's framing: a header of 7 bytes, then
 blocks of 32 KiB. A record lies whole in a block, or in parts in consecutive ones; every part has a

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,52 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     assert all(row["tokens"] == row["step"] * 4096 for row in rows)
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
+
+
+# The same with nothing but W&B: its `resume` and the rows' own steps. A session logs the rows from
+# its first step on, or from step 1 on ("all").
+ONLY_WANDB = """
+import os, sys
+from pathlib import Path
+import wandb
+
+def session(folder, first, last, how):
+    quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+    run = wandb.init(project="p", id="same", dir=folder, mode="offline", resume="allow",
+                     settings=quiet)
+    for step in range(first, last + 1):
+        run.log({"loss": 4.0 / step}, step=step)
+    if how == "kill":
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                os.kill(int(child), 9)
+        os.kill(os.getpid(), 9)
+    run.finish()
+
+for asked in sys.argv[3:]:
+    first, last, how = asked.split("-")
+    child = os.fork()
+    if child == 0:
+        session(sys.argv[1], 1 if sys.argv[2] == "all" else int(first), int(last), how)
+        sys.exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("logged", ["new", "all"])
+def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
+    """Why `wandb_file` reads W&B's files. It may go if this fails."""
+    own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
+    sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each from a checkpoint on
+    command = (sys.executable, "-c", ONLY_WANDB, str(tmp_path), logged, *sessions)
+    subprocess.run(command, capture_output=True, env=own, check=True)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    rows = [row["item"] for file in files for row in wandb_records(file).get("history", [])]
+    times = Counter(row["_step"] for row in rows)
+    if logged == "new":
+        assert set(range(1, 321)) - times.keys()  # rows are lost
+    else:
+        assert [step for step, count in times.items() if count > 1]
 
 
 def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
