@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from parallel3d.__main__ import main
+from parallel3d.cli.command_line import main
 from parallel3d.run.worker import APPS
 
 if __name__ == "__main__":

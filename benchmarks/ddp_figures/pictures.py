@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from parallel3d.metrics.text import three_digits
-from parallel3d.topology.map.canvas import Canvas
-from parallel3d.topology.map.palette import GREY, NVLINK, rail_colour
+from parallel3d.topology.map.canvas import GREY, NVLINK, RAILS, Canvas
 
 WIDTH, HEIGHT, LEFT, TOP = 560.0, 280.0, 80.0, 100.0
 COLOURS = {
@@ -39,7 +38,7 @@ def curves(
     canvas.text(LEFT + WIDTH / 2, bottom + 44, below, size=13, anchor="middle")
     x = LEFT
     for number, (name, values) in enumerate(series.items()):
-        colour = rail_colour(number)
+        colour = RAILS[number % len(RAILS)][0]
         points = [
             (LEFT + i * step, bottom - HEIGHT * value / highest)
             for i, value in enumerate(values)

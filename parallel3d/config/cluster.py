@@ -84,10 +84,9 @@ class TopologyConfig:
     """What `parallel3d topology` shows."""
 
     rank: int = key(0, "the rank whose groups are highlighted", minimum=0)
-    svg: str | None = key(None, "file for the map as SVG")
+    svg: str | None = key(None, "file for a picture of the cluster, as SVG")
     json: str | None = key(None, "file for everything shown, as JSON")
     search: int = key(5, "rows of the placement search to list; 0: no search", minimum=0)
-    width: int | None = key(None, "columns of the map; null: the terminal's", minimum=40)
 
 
 @dataclass

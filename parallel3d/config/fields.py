@@ -66,6 +66,7 @@ _TEXTBOOK_FORMS = (
 REMOVED = {
     "bench.algorithms": _TEXTBOOK_FORMS,
     "algorithms": _TEXTBOOK_FORMS,
+    "topology.width": "text is as wide as the terminal, or as COLUMNS says",
     "tensor_parallel.symmetric_memory": "tensor_parallel.chunks overlaps the same communication",
 }
 

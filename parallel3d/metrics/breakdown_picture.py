@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from parallel3d.comm.clock import KINDS
 from parallel3d.metrics.breakdown import RankTimes, by_stage
 from parallel3d.metrics.text import three_digits
-from parallel3d.topology.map.canvas import Canvas
-from parallel3d.topology.map.palette import GREY, GROUP_COLOURS, NVLINK, RAILS
+from parallel3d.topology.map.canvas import GREY, GROUPS, NVLINK, RAILS, Canvas
 
 MAX_BARS = 16  # beyond it a bar is the mean of a pipeline stage
 LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars
@@ -17,9 +16,9 @@ LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars
 COLOURS = {
     "forward": "#d0d6dc",
     "backward": "#98a2ac",
-    "tp": GROUP_COLOURS["tp"],
-    "pp": GROUP_COLOURS["pp"],
-    "dp": GROUP_COLOURS["dp"],
+    "tp": GROUPS["tp"],
+    "pp": GROUPS["pp"],
+    "dp": GROUPS["dp"],
     "model": RAILS[6][0],
     "optimizer": RAILS[7][0],
     "data": RAILS[5][0],

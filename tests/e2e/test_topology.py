@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import subprocess
-import time
 from xml.etree import ElementTree
 
 import pytest
@@ -31,14 +28,14 @@ SLURM = {
 }
 
 
-def test_h100_map_groups_bytes_and_routes(shell: Shell) -> None:
+def test_h100_groups_bytes_and_routes(shell: Shell) -> None:
     ended = shell.run(*TOPOLOGY, *H100)
     assert (ended.code, ended.err) == (0, "")
     assert "dgx_h100: 16 nodes of 8 GPUs = 128" in ended.out
     assert re.search(r"tp +8 +16 +nvlink 100 %", ended.out)
     assert re.search(r"pp +4 +32 +rail 100 %", ended.out)
     assert re.search(r"dp +4 +32 +rail 100 %", ended.out)
-    assert "node15" in ended.out
+    assert "rank       0 = (pp 0, dp 0, tp 0) on node0 GPU 0; tp group 0 1 2 3" in ended.out
     assert "placement search" in ended.out
     assert "-spine-" in ended.out and "-nvlink-" in ended.out
     assert "model=llama3_70b" in ended.out
@@ -69,7 +66,7 @@ def test_slurm_says_what_the_job_has(shell: Shell) -> None:
     assert (ended.code, ended.err) == (0, "")
     assert "4 nodes of 8 GPUs = 32" in " ".join(ended.out.split())
     assert "Slurm" in ended.out
-    assert all(f"\nn{i} " in ended.out for i in range(1, 5))
+    assert " on n1 GPU 0" in ended.out
 
 
 def test_slurm_task_other_than_the_first_is_silent(shell: Shell) -> None:
@@ -83,39 +80,12 @@ def test_slurm_task_other_than_the_first_is_silent(shell: Shell) -> None:
     assert list(shell.cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
-def test_a_pipe_gets_the_columns_asked_for(
-    shell: Shell, capfd: pytest.CaptureFixture[str], columns: str
-) -> None:
-    ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS=columns)
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_pipe_gets_the_columns_asked_for(shell: Shell, columns: int) -> None:
+    ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS=str(columns))
     assert ended.code == 0
     widest = max(map(len, ended.out.splitlines()))
-    assert int(columns) * 0.6 < widest <= int(columns)
-    given = answer(shell, capfd, "topology", *NVL72, f"topology.width={columns}")
-    assert given.out == ended.out
-
-
-def test_a_terminal_gets_colours(shell: Shell) -> None:
-    ours, theirs = pty.openpty()
-    words = (*TOPOLOGY, "cluster=rails_3x2", "tp=2", "pp=3", "topology.width=90")
-    environment = shell.environment(TERM="xterm-256color")
-    process = subprocess.Popen(words, cwd=shell.cwd, env=environment, stdout=theirs, close_fds=True)
-    os.close(theirs)
-    out, deadline = b"", time.monotonic() + 60
-    while time.monotonic() < deadline:
-        ready, _, _ = select.select([ours], [], [], 1)
-        try:
-            piece = os.read(ours, 65536) if ready else b""
-        except OSError:  # Linux says so when the other end is closed
-            break
-        out += piece
-    assert process.wait(10) == 0
-    os.close(ours)
-    text = out.decode()
-    assert "\x1b[" in text
-    bare = re.sub(r"\x1b\[[\d;]*m", "", text).replace("\r\n", "\n")
-    assert "rails_3x2: 3 nodes of 2 GPUs" in bare
-    assert max(map(len, bare.splitlines())) <= 90
+    assert columns * 0.6 < widest <= columns
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
@@ -138,7 +108,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
         ("cluster=dgx_h100 cluster.nodes=0", ["cluster.nodes=0", "at least 1"]),
         ("cluster=dgx_h1000", ["cluster=dgx_h1000", "cluster=dgx_h100"]),
         ("cluster=dgx_h100 topology.rank=99", ["topology.rank=99", "topology.rank=7"]),
-        ("cluster=dgx_h100 topology.width=3", ["topology.width=3", "at least 40"]),
+        ("cluster=dgx_h100 topology.width=80", ["topology.width=80", "COLUMNS"]),
         ("cluster=dgx_h100 placement=best", ["placement", "best"]),
         ("cluster=dgx_h100 tp=8 topology.svg=none/map.svg", ["topology.svg", "none"]),
         ("cluster=slurm", ["Slurm"]),

@@ -69,7 +69,6 @@ INNER = {
         "config/schema.py": "hydra.core.config_store",
         "metrics/wandb_file.py": "wandb.proto.wandb_internal_pb2",
         "metrics/wandb_logger.py": "wandb",
-        "topology/map/report_text.py": "rich.console rich.text",
     },
 }
 

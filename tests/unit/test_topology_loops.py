@@ -15,9 +15,9 @@ from parallel3d.sizes.stages import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
+from parallel3d.topology.map.facts import facts_of
 from parallel3d.topology.map.report import make_report
-from parallel3d.topology.map.report_facts import facts_of
-from parallel3d.topology.map.report_text import write_report
+from parallel3d.topology.map.text import write_report
 from parallel3d.topology.placement.advice import refuse_unreachable
 from parallel3d.topology.placement.estimate import Sample
 from parallel3d.topology.price.flows import Fabric
@@ -147,7 +147,7 @@ def report_text(name: str, vpp: int) -> tuple[dict, str]:
     report = make_report(config, ("tp=8",), {})
     out = io.StringIO()
     facts = facts_of(report, "test")
-    write_report(report, facts, out, 100)
+    write_report(facts, [], out)
     return facts, out.getvalue()
 
 

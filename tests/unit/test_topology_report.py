@@ -20,10 +20,17 @@ from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, Topolog
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.map.assumptions import assume_batch, assume_model, chosen_keys
+from parallel3d.topology.map.facts import facts_of
 from parallel3d.topology.map.report import Report, make_report, topology
-from parallel3d.topology.map.report_facts import facts_of
-from parallel3d.topology.map.report_text import group_table, search_table, write_report
-from parallel3d.topology.map.scene import byte_text
+from parallel3d.topology.map.text import (
+    byte_text,
+    group_table,
+    heading,
+    route_lines,
+    search_table,
+    warning_lines,
+    write_report,
+)
 from parallel3d.topology.price.costs import send_recv
 
 TYPED = ("tp=8",)  # a command line that chose neither model nor batch
@@ -55,10 +62,14 @@ def made(name: str) -> Report:
     return make_report(CASES[name], TYPED, {})
 
 
-def text_of(report: Report, width: int = 100) -> str:
+def text_of(report: Report) -> str:
     out = io.StringIO()
-    write_report(report, facts_of(report, "test"), out, width)
+    write_report(facts_of(report, "test"), [], out)
     return out.getvalue()
+
+
+def one_line(report: Report) -> str:
+    return " ".join(text_of(report).split())
 
 
 # --- what is said ----------------------------------------------------------------------------
@@ -93,16 +104,18 @@ def test_facts_are_those_of_the_objects(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_text_holds_its_width_and_no_escape_codes(name: str, width: int) -> None:
-    text = text_of(made(name), width)
-    assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= width
+def test_sentences_hold_the_width(name: str, width: int) -> None:
+    facts = facts_of(made(name), "test")
+    lines = [line for part in (heading, route_lines, warning_lines) for line in part(facts, width)]
+    assert len(lines) > 4 and max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_table_of_groups_shows_the_facts(name: str) -> None:
     facts = facts_of(made(name), "test")
-    rows = [line.split() for line in group_table(facts, 200)[2:]]
+    lines = group_table(facts, 200)
+    last = next(i for i, line in enumerate(lines) if line.startswith("all "))
+    rows = [line.split() for line in lines[2 : last + 1]]
     assert [row[0] for row in rows] == [*(g["dim"] for g in facts["groups"]), "all"]
     for row, group in zip(rows, facts["groups"], strict=False):
         assert row[1:3] == [f"{group['size']:,}", f"{group['groups']:,}"]
@@ -149,14 +162,16 @@ def test_rank_is_described_with_its_groups() -> None:
     assert rank["gpu"] == "node4 GPU 5"
     for dim, group in rank["groups"].items():
         assert group == report.layout.group_of(37, dim)
-    assert "* rank 37 = (pp 1, dp 0, tp 5) on node4 GPU 5" in text_of(report)
+    said = one_line(report)
+    assert "rank 37 = (pp 1, dp 0, tp 5) on node4 GPU 5; tp group 32 33 34" in said
+    assert "; pp group 5 37 69 101" in said
 
 
 def test_gpus_that_no_replica_fits_on_stay_idle_and_are_counted() -> None:
     report = made("nvl72")
     assert (report.layout.dp, report.layout.world_size, report.cluster.size) == (4, 128, 144)
     assert facts_of(report, "test")["job"]["idle_gpus"] == 16
-    assert "128 of 144 GPUs hold ranks, 16 idle" in text_of(report)
+    assert "128 of 144 GPUs hold ranks, 16 idle" in one_line(report)
 
 
 def test_both_routes_between_rails_are_priced_and_the_cheaper_comes_first() -> None:
@@ -177,7 +192,7 @@ def test_a_thin_spine_makes_forwarding_the_cheaper_route() -> None:
     forwarded, spine = routes["ways"]
     assert (forwarded["hops"], spine["hops"]) == (["nvlink", "rail"], ["spine"])
     assert spine["seconds"] == send_recv(routes["bytes"], report.cluster.link(LinkClass.SPINE))
-    said = text_of(report)
+    said = one_line(report)
     assert said.index(forwarded["path"]) < said.index(spine["path"])
 
 
@@ -323,7 +338,7 @@ def test_a_stream_without_unicode_gets_plain_letters() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     report = made("six")
-    write_report(report, facts_of(report, "test"), stream, 80)
+    write_report(facts_of(report, "test"), [], stream)
     stream.flush()
     assert b"rails_3x2" in raw.getvalue()
 

@@ -8,8 +8,8 @@ from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from parallel3d.sizes.stage_costs import StageWeights
+from parallel3d.topology.map.facts import facts_of
 from parallel3d.topology.map.report import MADE_BY, Report, make_report, picture_of
-from parallel3d.topology.map.report_facts import facts_of
 
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # of forward, input's and weights' gradient (schedule.costs)
 BOXES = 7900  # that are drawn with their names

@@ -1,4 +1,4 @@
-"""Shapes and words of an SVG document whose borders follow what is drawn."""
+"""Draws shapes and words into an SVG document whose borders follow what is drawn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from html import escape
 
 BACKGROUND = "#ffffff"
 INK = "#212529"
+GREY, NVLINK, SPINE, WARNING = "#868e96", "#495057", "#343a40", "#c92a2a"
+# Of the chosen rank and of its groups.
+GROUPS = {"rank": INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
+# Of rails, and of text on them; after eight they come again.
+RAILS = (
+    *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
+    *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
+)
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MARGIN = 24
 # Widths in em, on the wide side, so that another font than the one at hand still fits.

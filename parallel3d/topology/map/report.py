@@ -27,10 +27,10 @@ from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.map.assumptions import assume_batch, assume_model
+from parallel3d.topology.map.facts import facts_of
 from parallel3d.topology.map.output import check_free, write
-from parallel3d.topology.map.report_facts import facts_of
-from parallel3d.topology.map.report_text import cluster_line, job_line, width_of, write_report
 from parallel3d.topology.map.svg import cluster_svg
+from parallel3d.topology.map.text import cluster_line, job_line, write_report
 from parallel3d.topology.placement.advice import warnings_for
 from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
 from parallel3d.topology.placement.search import Candidate, place, search
@@ -70,7 +70,7 @@ class Report:
 
 
 def topology(config: Config, typed: Sequence[str] | None = None) -> int:
-    """Print the map, the groups, their price and what to know; write the files asked for.
+    """Print the groups, their price and what to know; write the files asked for.
 
     `typed`: the overrides of the command line, which tell what the user chose himself; None (a
     caller with a configuration of its own) for: everything.
@@ -88,7 +88,7 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     if svg:
         write("topology.svg", svg, picture_of(report, facts))
     try:
-        write_report(report, facts, sys.stdout, width_of(config, sys.stdout))
+        write_report(facts, [name for name in (svg, json_file) if name], sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,67 +1,28 @@
-"""A report as text for a terminal, a pipe or a log: every number comes out of its facts."""
+"""Writes a report as text for a terminal, a pipe or a log: every number comes out of its facts."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from parallel3d.topology.map.scene import byte_text
-from parallel3d.topology.map.terminal import Line, plain, style_of, terminal_map
-
-if TYPE_CHECKING:
-    from parallel3d.config.schema import Config
-    from parallel3d.topology.map.report import Report
+from parallel3d.topology.layout import DIMENSIONS, Coordinates
 
 Facts = dict[str, Any]
 LABEL = 11  # columns of the words at the left
 LEAST_WIDTH = 40
-NARROWEST = 8  # columns of a text in a table
 WORTH_SAYING = 0.005  # of the communication: less is lost in what the model leaves out
 
 
-def width_of(config: Config, stream: TextIO) -> int:
-    """Columns to fill: as asked for, else the terminal's (or COLUMNS), else 80."""
-    if config.topology.width is not None:
-        return config.topology.width
-    return max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
-
-
-def write_report(report: Report, facts: Facts, stream: TextIO, width: int) -> None:
-    """Print everything; colours on a terminal only."""
-    spine = facts["bytes"].get("spine", 0.0)
-    tables = (group_table, traffic, search_table, route_lines, warning_lines)
-    parts = [
-        _lines(heading(facts, width)),
-        terminal_map(report.placement, report.rank, width, spine),
-        *(_lines(table(facts, width)) for table in tables),
-        _lines(file_lines(report, width)),
-    ]
-    whole = [line for part in parts if part for line in [*part, []]]
-    _print(whole[:-1], stream)
-
-
-def _lines(texts: Sequence[str]) -> list[Line]:
-    return [[(text, "")] for text in texts]
-
-
-def _print(lines: list[Line], stream: TextIO) -> None:
-    if not stream.isatty():
-        encoding = stream.encoding or "utf-8"
-        text = (plain(lines) + "\n").encode(encoding, errors="replace").decode(encoding)
-        stream.write(text)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=stream, soft_wrap=True, highlight=False)
-    for line in lines:
-        pieces = [(text, style_of(name)) for text, name in line]
-        console.print(Text.assemble(*pieces), no_wrap=True, crop=False, overflow="ignore")
-
-
-# --- words -----------------------------------------------------------------------------------
+def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
+    """Prints everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
+    width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    tables = (heading, group_table, search_table, route_lines, warning_lines)
+    parts = [*(table(facts, width) for table in tables), [f"wrote {name}" for name in written]]
+    text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, errors="replace").decode(encoding))
 
 
 def cluster_line(facts: Facts) -> str:
@@ -96,24 +57,29 @@ def job_line(facts: Facts) -> str:
 
 
 def heading(facts: Facts, width: int) -> list[str]:
-    """What the cluster is, its wires, the job and what was assumed."""
-    cluster = facts["cluster"]
+    """What the cluster is, its wires, the job, what was assumed, and the chosen rank's groups."""
+    cluster, job, rank = facts["cluster"], facts["job"], facts["rank"]
     origin = f" ({cluster['origin']})" if cluster["origin"] != "the configuration" else ""
     wires = ", ".join(
         f"{name} {wire['gb_per_s']:g} GB/s {wire['latency_us']:g} µs"
         for name, wire in cluster["wires"].items()
     )
-    lines = _labelled("cluster", f"{cluster['name']}{origin}: {cluster_line(facts)}", width)
-    lines += _labelled("wires", f"{wires}; of one GPU, one way", width)
-    lines += _labelled("job", job_line(facts), width)
-    if facts["assumed"]:
-        text = f"{' '.join(facts['assumed'])}, as no others were given"
-        lines += _labelled("assumed", text, width)
-    if facts["job"]["idle_gpus"]:
-        job = facts["job"]
-        text = f"{job['ranks']:,} of {cluster['gpus']:,} GPUs hold ranks, {job['idle_gpus']:,} idle"
-        lines += _labelled("idle", text, width)
-    return lines
+    groups = "".join(
+        f"; {dim} group {_members(rank['groups'][dim])}"
+        for dim in DIMENSIONS
+        if dim in rank["groups"]
+    )
+    rows = {
+        "cluster": f"{cluster['name']}{origin}: {cluster_line(facts)}",
+        "wires": f"{wires}; of one GPU, one way",
+        "job": job_line(facts),
+        "assumed": " ".join(facts["assumed"])
+        and f"{' '.join(facts['assumed'])}, as no others were given",
+        "idle": job["idle_gpus"]
+        and f"{job['ranks']:,} of {cluster['gpus']:,} GPUs hold ranks, {job['idle_gpus']:,} idle",
+        "rank": f"{rank['rank']} = ({Coordinates(**rank['coordinates'])}) on {rank['gpu']}{groups}",
+    }
+    return [line for label, text in rows.items() if text for line in _labelled(label, text, width)]
 
 
 def group_table(facts: Facts, width: int) -> list[str]:
@@ -125,7 +91,12 @@ def group_table(facts: Facts, width: int) -> list[str]:
         rows.append((group["dim"], *sizes, *ways, *_bytes_and_ms(group)))
     rows.append(("all", "", "", "", "", *_bytes_and_ms(facts)))
     head = "one step's communication: bytes of all ranks, time if nothing overlaps"
-    return [*_wrap(head, width), *_table(rows, "<>><<>>", width)]
+    classes = ", ".join(f"{name} {byte_text(n)}" for name, n in facts["bytes"].items())
+    lines = [*_wrap(head, width), *_table(rows, "<>><<>>")]
+    lines += _labelled("bytes", f"{classes or 'none'} a step", width)
+    for port in facts["ports"].values():
+        lines += _labelled("busiest", f"{port['name']}: {byte_text(port['bytes'])} a step", width)
+    return lines
 
 
 def _bytes_and_ms(facts: Facts) -> tuple[str, str]:
@@ -140,15 +111,6 @@ def _pairs(group: Facts) -> str:
     return ", ".join(f"{name} {_percent(count / total)}" for name, count in pairs.items())
 
 
-def traffic(facts: Facts, width: int) -> list[str]:
-    """Bytes of a step on each link class, and the busiest ports."""
-    classes = ", ".join(f"{name} {byte_text(n)}" for name, n in facts["bytes"].items())
-    lines = _labelled("bytes", f"{classes or 'none'} a step", width)
-    for port in facts["ports"].values():
-        lines += _labelled("busiest", f"{port['name']}: {byte_text(port['bytes'])} a step", width)
-    return lines
-
-
 def search_table(facts: Facts, width: int) -> list[str]:
     """The best placements found, against the default order."""
     rows = facts["search"]
@@ -159,7 +121,7 @@ def search_table(facts: Facts, width: int) -> list[str]:
     for row in rows:
         about = "≈ " if row["estimated"] else ""
         table.append((row["placement"], about + _ms(row["seconds"]), _share(row, default)))
-    lines = ["placement search, cheapest first", *_table(table, "<>>", width)]
+    lines = ["placement search, cheapest first", *_table(table, "<>>")]
     best, here = rows[0]["seconds"], facts["seconds"]
     if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):
         gain = "" if here is None else f" saves {_percent(1 - best / here)} of the communication"
@@ -188,20 +150,22 @@ def route_lines(facts: Facts, width: int) -> list[str]:
 
 
 def warning_lines(facts: Facts, width: int) -> list[str]:
-    lines: list[str] = []
-    for text in facts["warnings"]:
-        lines += _wrap(f"warning: {text}", width, subsequent_indent="  ")
-    return lines
-
-
-def file_lines(report: Report, width: int) -> list[str]:
-    config = report.config.topology
-    return [
-        f"wrote {name}"[: max(width, len(name) + 6)] for name in (config.svg, config.json) if name
-    ]
+    warnings = (f"warning: {text}" for text in facts["warnings"])
+    return [line for text in warnings for line in _wrap(text, width, subsequent_indent="  ")]
 
 
 # --- numbers and columns ---------------------------------------------------------------------
+
+
+def byte_text(nbytes: float) -> str:
+    """`1.25 GB`: three digits, decimal units."""
+    sizes = (1e18, 1e15, 1e12, 1e9, 1e6, 1e3)
+    for unit, size in zip(("EB", "PB", "TB", "GB", "MB", "kB"), sizes, strict=True):
+        if nbytes >= 0.9995 * size:
+            value = nbytes / size
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:,.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def _ms(seconds: float | None) -> str:
@@ -224,6 +188,12 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word if number == 1 else plural}"
 
 
+def _members(group: Sequence[int]) -> str:
+    """`0 8 16 … 56`"""
+    shown = [*group[:4], "…", group[-1]] if len(group) > 8 else group
+    return " ".join(map(str, shown))
+
+
 def _labelled(label: str, text: str, width: int) -> list[str]:
     first = label.ljust(LABEL - 1) + " "
     return _wrap(text, width, initial_indent=first, subsequent_indent=" " * LABEL)
@@ -234,30 +204,10 @@ def _wrap(text: str, width: int, **indents: str) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False, **indents)
 
 
-def _table(rows: list[tuple[str, ...]], align: str, width: int) -> list[str]:
-    """Columns two blanks apart; the widest text columns are wrapped until all fit `width`.
-
-    Where even that is too wide, a row becomes a sentence.
-    """
-    sizes = [max(len(row[i]) for row in rows) for i in range(len(align))]
-    while sum(sizes) + 2 * (len(sizes) - 1) > width:
-        widest = max((i for i, a in enumerate(align) if a == "<"), key=lambda i: sizes[i])
-        if sizes[widest] <= NARROWEST:
-            return _sentences(rows, width)
-        sizes[widest] -= 1
-    lines: list[str] = []
-    for row in rows:
-        cells = [_wrap(text, size) or [""] for text, size in zip(row, sizes, strict=True)]
-        for at in range(max(len(cell) for cell in cells)):
-            parts = [cell[at] if at < len(cell) else "" for cell in cells]
-            padded = [f"{p:{a}{s}}" for p, a, s in zip(parts, align, sizes, strict=True)]
-            lines.append("  ".join(padded).rstrip())
-    return lines
-
-
-def _sentences(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    lines: list[str] = []
-    for row in rows[1:]:
-        words = [f"{name} {text}" for name, text in zip(rows[0], row, strict=True) if text]
-        lines += _wrap(", ".join(words), width, subsequent_indent="  ")
-    return lines
+def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Columns two blanks apart."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{a}{n}}" for cell, a, n in zip(row, align, sizes, strict=True)).rstrip()
+        for row in rows
+    ]
