@@ -8,11 +8,19 @@ from typing import Any
 from parallel3d.config.schema import Config
 from parallel3d.plan.memory import GIB
 from parallel3d.plan.reasons import reason
-from parallel3d.plan.report.words import caution
 from parallel3d.plan.search import Priced, best
 from parallel3d.sizes.flops import flops_per_token
 
 ROWS = 10
+UNMEASURED = (
+    "MFU is an upper bound and the step's time a lower one: prices are datasheets' and others' "
+    "published runs, and no GPU has been measured against them."
+)
+
+
+def caution(config: Config) -> str:
+    """Returns what to say of a plan's times; nothing where the machine itself was measured."""
+    return "" if config.cluster.file else UNMEASURED
 
 
 def table(config: Config, priced: Priced, gpus: int, sizes: Mapping[str, float]) -> list[str]:

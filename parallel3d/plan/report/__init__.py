@@ -1,1 +1,0 @@
-"""The plan as one HTML page that needs nothing else: no network, no script."""
