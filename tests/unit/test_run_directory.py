@@ -70,6 +70,22 @@ def test_a_run_from_before_a_key_was_renamed_goes_on(tmp_path: Path) -> None:
     check_run(mine, may_go_on=True)
 
 
+def test_a_run_from_before_a_key_was_removed_goes_on(tmp_path: Path) -> None:
+    mine, directory = make_run_directory(config(tmp_path, run="mine"))
+    file = directory / "config.yaml"
+    older = file.read_text()
+    for section, line in (
+        ("bench", "algorithms: false"),
+        ("topology", "width: null"),
+        ("tensor_parallel", "symmetric_memory: true"),
+    ):
+        assert f"\n{section}:\n" in older
+        older = older.replace(f"\n{section}:\n", f"\n{section}:\n  {line}\n")
+    file.write_text(older)
+    assert load_config(directory) == mine
+    check_run(mine, may_go_on=True)
+
+
 def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
     names = {make_run_directory(config(tmp_path))[1].name for _ in range(5)}
     assert len(names) == 5
