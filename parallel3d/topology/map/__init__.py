@@ -1,1 +1,1 @@
-"""The map of a cluster and the report of `parallel3d topology`: text, SVG, JSON."""
+"""The report of `parallel3d topology`: a table, an SVG and JSON."""
