@@ -29,9 +29,10 @@ from parallel3d.parts.ddp.buffer_sync import BufferSync
 from parallel3d.parts.ddp.contents import Contents
 from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook, alone_hook
-from parallel3d.parts.ddp.logging_data import LoggingData, Record, logging_data, recorded
+from parallel3d.parts.ddp.logging_data import LoggingData, logging_data
 from parallel3d.parts.ddp.packing import MESSAGE_BYTES, broadcast_all
 from parallel3d.parts.ddp.reducer import Reducer, check_shared
+from parallel3d.parts.ddp.step_record import Record, recorded
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached

@@ -25,7 +25,7 @@ from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_accelerator, moved
 from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
-from parallel3d.parts.ddp.logging_data import Record, recorded, sizes_of
+from parallel3d.parts.ddp.step_record import Record, recorded, sizes_of
 from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
 from parallel3d.parts.ddp.verdict import Verdict
 from parallel3d.sizes.buckets import cap_bytes
