@@ -69,7 +69,7 @@ class Record:
             "backward_compute_comm_overlap_time": max(0, self.computed_at - self.comm_at),
         }
 
-    def times(self) -> LoggingData:
+    def times(self) -> dict[str, int | str]:
         """Nanoseconds: how long, on the mean how long, and since 1970 when."""
         if not self.backwards:
             return {}
