@@ -78,7 +78,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
         for mode in MODES:
             reducer.overlap = mode == "overlap"
             silent = mode == "nothing"
-            reducer.comm_hook = (lambda *_: collectives.Done()) if silent else sending
+            reducer.comm_hook = (lambda *_: collectives.CompletedWork()) if silent else sending
             dist.barrier()
             start = time.perf_counter()
             trainer.train_step()

@@ -20,7 +20,7 @@ import argparse
 import statistics
 
 from benchmarks.pipeline_peer import OUR_SCHEDULES, THEIRS, compare_with_peer
-from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.distributed.pool import Pool
 from tests.tools.sleeping_stages import Ran, run_all
@@ -31,7 +31,7 @@ LARGE = (1, 1024, 16384)
 
 def forms(ranks: int, microbatches: int, chunks: int = 2) -> list[Schedule]:
     many = dict.fromkeys(LOOPED, chunks) | dict.fromkeys(V_SHAPED, 2)
-    return [make(name, ranks, microbatches, many.get(name, 1)) for name in FORMS]
+    return [make(name, ranks, microbatches, many.get(name, 1)) for name in NAMED_SCHEDULES]
 
 
 def idle_share(by_rank: list[Ran]) -> float:

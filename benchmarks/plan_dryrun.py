@@ -25,7 +25,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.plan.own.launches import launches
-from parallel3d.plan.own.memory import held
+from parallel3d.plan.own.memory import peak_memory
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import group_size, wire_bytes
@@ -91,7 +91,7 @@ def compare(keys: Keys) -> dict[str, tuple[float, float]]:
     index = layout.coordinates(facts["rank"]).pp
     played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]))
     sent = sum(wire_bytes(t, group_size(t.dim, layout)) for t in transfers(config, layout, index))
-    said = (held(config, index).total, sum(launches(config, index).values()), sent)
+    said = (peak_memory(config, index).total, sum(launches(config, index).values()), sent)
     return dict(zip(NAMES, zip(played, said, strict=True), strict=True))
 
 

@@ -34,8 +34,8 @@ from parallel3d.commands.plan import searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.host.host_memory import keep_freed_memory
-from parallel3d.plan.measured.machine import Machine, read
-from parallel3d.plan.measured.price import configured
+from parallel3d.plan.measured.machine import MeasuredMachine, read
+from parallel3d.plan.measured.price import configure
 from parallel3d.plan.measured.steps import step_parts
 from parallel3d.plan.search import best
 from parallel3d.topology.layout import layout_of
@@ -140,13 +140,13 @@ def chosen(file: str, ranks: int) -> list[Config]:
     config = base(file)
     priced, _ = searched(config, {}, ranks)
     return [
-        check_config(configured(config, priced.choices[i]), ranks, own_samples=True)
+        check_config(configure(config, priced.choices[i]), ranks, own_samples=True)
         for i in best(priced, 20)
     ]
 
 
 def measure(
-    configs: Sequence[Config], machine: Machine, pool: Pool, rounds: int, steps: int
+    configs: Sequence[Config], machine: MeasuredMachine, pool: Pool, rounds: int, steps: int
 ) -> list[Row]:
     """Every contender once a round."""
     wall: list[list[float]] = [[] for _ in configs]

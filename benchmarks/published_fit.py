@@ -14,7 +14,7 @@ from benchmarks.published_scores import balanced
 from parallel3d.plan import constants, memory
 from parallel3d.plan.constants import Constants
 from parallel3d.plan.step import step
-from parallel3d.plan.work import Work, table
+from parallel3d.plan.work import StepWork, table
 
 Array = NDArray[np.float64]
 # Relative error at which a row of a set counts as off: what its source says of its noise.
@@ -34,7 +34,7 @@ class Table:
     """Runs as one Work; `starts` is where each run's candidates begin."""
 
     runs: list[Run]
-    work: Work
+    work: StepWork
     starts: NDArray[np.int64]
     stalls: Array | float = 0.0
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.published_models import gpt
 from parallel3d.plan.constants import ENGINES, NETWORKS, SPEEDS
 from parallel3d.plan.devices import DEVICES, FABRICS
-from parallel3d.plan.stages import Split, split_by_cost, split_evenly
+from parallel3d.plan.stages import LayerSplit, split_by_cost, split_evenly
 
 Row = dict[str, Any]
 
@@ -74,7 +74,7 @@ def candidate(
     return made
 
 
-def _split(made: dict[str, Any], how: str) -> Split:
+def _split(made: dict[str, Any], how: str) -> LayerSplit:
     layers, stages = int(made["layers"]), int(made["pp"])
     if how == "cost":
         matrices = (2 + made["gated"]) * made["ffn"] + 4 * made["hidden"]

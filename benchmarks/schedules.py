@@ -24,11 +24,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from parallel3d.schedules.actions import Kind, Orders, action
+from parallel3d.schedules.actions import ComputeSchedule, Kind, action
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Choice, Work, choose, measure, measured_forms
-from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.choose import RankWork, ScheduleChoice, choose, measure, measured_forms
+from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 
 CLASSES = {
     "Interleaved1F1B": "loop",
@@ -50,8 +50,8 @@ def theirs(name: str, ranks: int, count: int, chunks: int) -> Schedule:
     from torch.distributed.pipelining import schedules
 
     cls = getattr(schedules, f"Schedule{name}")
-    placement = Placement(ranks, chunks, CLASSES[name])
-    orders: Orders = []
+    placement = StageAssignment(ranks, chunks, CLASSES[name])
+    orders: ComputeSchedule = []
     for rank in range(ranks):
         one: Any = cls.__new__(cls)
         one.pp_group_size, one.n_local_stages, one.rank = ranks, chunks, rank
@@ -77,7 +77,7 @@ def all_of_theirs(ranks: int, count: int, chunks: int) -> Iterator[Schedule]:
 
 def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[float]) -> None:
     for hop in hops:
-        work = Work(*costs, hop)
+        work = RankWork(*costs, hop)
         rows = [("PyTorch", measure(one, work)) for one in all_of_theirs(ranks, count, chunks)]
         best = min(row.overhead for _, row in rows)
         forms = measured_forms(ranks, count, chunks, work)
@@ -91,7 +91,7 @@ def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[fl
             print(_line(where, row, best))
 
 
-def _line(where: str, row: Choice, best: float) -> str:
+def _line(where: str, row: ScheduleChoice, best: float) -> str:
     chunks = row.schedule.placement.chunks
     return (
         f"{where:<30} {row.schedule.name:<22} {chunks:>6} {row.overhead:>9.2%} "
@@ -105,7 +105,7 @@ def faults(number: int, seed: int) -> None:
 
     rng = random.Random(seed)
     sizes = ((2, 3), (2, 6), (3, 4), (4, 5), (4, 8))
-    made = [make(n, p, m, c) for n in FORMS for c in _chunks(n, 4) for p, m in sizes]
+    made = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in _chunks(n, 4) for p, m in sizes]
     plans = [(one, one.plan()) for one in made]
     broken = rejected = harmless = accepted = 0
     start = time.process_time()
@@ -153,7 +153,7 @@ def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
     ranks, count, every = size
     plans = actions = 0
     making = checking = 0.0
-    for name in FORMS:
+    for name in NAMED_SCHEDULES:
         for chunks in _chunks(name, 8):
             if not every and chunks not in (1, 2, 3, 8):
                 continue

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import numpy as np
 
 import parallel3d
-from parallel3d.schedules.placement import Placement as Stages
+from parallel3d.schedules.placement import StageAssignment as Stages
 from parallel3d.schedules.simulate import Costs, time_orders
 from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.map.report import make_report
 from parallel3d.topology.price.loads import Loads, loads_of
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 JOB = (
     *("cluster=rails_3x2", "tp=2", "pp=3", "sp=true", "model=llama_3b", "precision=bf16"),
@@ -58,20 +58,20 @@ def dry_run() -> list[dict]:
         return json.loads(file.read_text())["rows"]
 
 
-def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, Placement]]]:
+def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, RankMapping]]]:
     """The configuration, and the three placements, ours first."""
     report = make_report(parallel3d.compose(*JOB, *more, world_size=6), JOB, {})
     cluster, layout = report.cluster, report.layout
     crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs change places
     return report.config, [
         ("tensor groups inside, stages along rails", report.placement),
-        ("the second server turned round", Placement(cluster, layout, crossed, "crossed")),
-        ("pipelines inside", Placement.tiled(cluster, layout, Tiling.parse("pp-tp", layout))),
+        ("the second server turned round", RankMapping(cluster, layout, crossed, "crossed")),
+        ("pipelines inside", RankMapping.tiled(cluster, layout, Tiling.parse("pp-tp", layout))),
     ]
 
 
 def measure(
-    name: str, placement: Placement, config: parallel3d.Config, compute: list[float]
+    name: str, placement: RankMapping, config: parallel3d.Config, compute: list[float]
 ) -> Row:
     layout, count = placement.layout, config.num_microbatches
     waits = []  # seconds that a tensor group of each stage takes a micro-batch

@@ -37,7 +37,7 @@ import numpy as np
 
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.making.tokenizing import Job, tokenize
+from parallel3d.data.making.tokenizing import PreprocessJob, tokenize
 from parallel3d.data.making.training import train_tokenizer
 
 VOCABULARY = 8192
@@ -66,7 +66,9 @@ def make(folder: Path, megabytes: int) -> tuple[Path, Path]:
 
 
 def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], Iterable[Any]]:
-    tokenize(Job(tuple(find_inputs(str(text), None)), str(tokenizer), to, workers=workers), _no)
+    tokenize(
+        PreprocessJob(tuple(find_inputs(str(text), None)), str(tokenizer), to, workers=workers), _no
+    )
 
     def made() -> Iterable[Any]:
         corpus = IndexedCorpus.open(str(to))

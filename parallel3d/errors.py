@@ -19,7 +19,7 @@ class TrainingFailure(RuntimeError):
     """All ranks decided that the run cannot go on: started again, it would end so again."""
 
 
-def say(sentence: str) -> None:
+def print_line(sentence: str) -> None:
     """One line on stderr, flushed: it may be the last thing that this process does."""
     print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 

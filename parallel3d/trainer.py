@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups, with_clock
 from parallel3d.config.checks.whole import check_config
@@ -95,7 +95,7 @@ class Trainer:
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
-        self.clock = Clock(self.device)
+        self.clock = StepTimer(self.device)
         self.groups = with_clock(self.groups, self.clock)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 
@@ -117,7 +117,7 @@ def slow_pairs(group: list[int], dim: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def slow_classes(placement: Placement, dim: str) -> dict[str, object]:
+def slow_classes(placement: RankMapping, dim: str) -> dict[str, object]:
     """Everything that `classify` says of a dimension, by sets and dicts."""
     cluster, places = placement.cluster, slow_places(placement.cluster)
     at = {rank: places[int(slot)] for rank, slot in enumerate(placement.slots)}

@@ -29,7 +29,7 @@ from benchmarks.ddp_figures.report import write_report
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.fit import Sample, fit
+from parallel3d.commands.bench.fit import MeasuredOperation, fit
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
@@ -255,7 +255,7 @@ class Bench:
     def _link(self, calls: list[dict]) -> Link | None:
         """The link that prices the backend's calls of figure 2 best."""
         samples = [
-            Sample(
+            MeasuredOperation(
                 "all_reduce", self.group.size, 4 * row["parameters"], row["seconds"] / row["calls"]
             )
             for row in calls

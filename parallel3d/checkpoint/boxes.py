@@ -18,7 +18,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from parallel3d.optim.state import ParameterSlice
-    from parallel3d.parameters.pieces import ParameterSpec, Piece
+    from parallel3d.parameters.pieces import ParameterSpec, ShardSpec
 
 # Holders of equal values share a slice by rows if each gets at least so many elements; of smaller
 # ones each is written by one of them, or the file would be all names.
@@ -49,7 +49,9 @@ class LogicalTensor:
     boxes: list[tuple[Box, Tensor]] = field(default_factory=list)
 
 
-def boxes_of_range(spec: ParameterSpec, start: int, count: int) -> Iterator[tuple[Piece, Box, int]]:
+def boxes_of_range(
+    spec: ParameterSpec, start: int, count: int
+) -> Iterator[tuple[ShardSpec, Box, int]]:
     """The boxes in elements [start, start + count) of the flattened local parameter.
 
     Yields (piece, box, first element of the box, counted from `start`). What no piece covers is
@@ -67,7 +69,7 @@ def boxes_of_range(spec: ParameterSpec, start: int, count: int) -> Iterator[tupl
             yield piece, box, first + at - start
 
 
-def _rectangles(piece: Piece, low: int, high: int) -> Iterator[tuple[Box, int]]:
+def _rectangles(piece: ShardSpec, low: int, high: int) -> Iterator[tuple[Box, int]]:
     """Elements [low, high) of a piece as boxes of the full tensor, with their first element."""
     if low >= high:
         return

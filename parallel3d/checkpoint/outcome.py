@@ -28,7 +28,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenFile:
     """What a rank wrote: its file (None if it had nothing to write) and the elements in it."""
 
     file: FileDigest | None
@@ -40,7 +40,7 @@ class Part:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, word: dict[str, Any]) -> Part:
+    def from_json(cls, word: dict[str, Any]) -> WrittenFile:
         file = FileDigest(**word["file"]) if word["file"] else None
         outcome = Outcome(**word["outcome"] | {"notes": tuple(word["outcome"]["notes"])})
         return cls(file, word["elements"], outcome)

@@ -36,7 +36,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.outcome import Outcome, Part, elements_by_kind, failed, summed
+from parallel3d.checkpoint.outcome import Outcome, WrittenFile, elements_by_kind, failed, summed
 from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
 from parallel3d.checkpoint.staging import Staging, State, device_of
 from parallel3d.comm.job_store import get_all, put
@@ -138,7 +138,7 @@ class Saver:
             outcome = failed(save.step, self.rank, error)
         self.outcome = outcome
 
-    def _part(self, save: Save, copy: Callable[[State], State] | None) -> Part:
+    def _part(self, save: Save, copy: Callable[[State], State] | None) -> WrittenFile:
         """Write this rank's file, of a copy of the values or of themselves."""
         unfinished = self._unfinished(save)
         try:
@@ -153,12 +153,12 @@ class Saver:
             if state:
                 written = write_state(unfinished / f"rank-{self.rank:05d}.safetensors", state)
         except Exception as error:
-            return Part(None, {}, failed(save.step, self.rank, error))
+            return WrittenFile(None, {}, failed(save.step, self.rank, error))
         finally:
             self.copied.set()
-        return Part(written, elements_by_kind(save.state), Outcome(save.step))
+        return WrittenFile(written, elements_by_kind(save.state), Outcome(save.step))
 
-    def _finish(self, save: Save, mine: Part) -> Outcome:
+    def _finish(self, save: Save, mine: WrittenFile) -> Outcome:
         """Rank 0: when every part is there, make a checkpoint of them, or remove them."""
         try:
             parts = [mine, *self._parts_of_others(save)]
@@ -180,7 +180,7 @@ class Saver:
                 notes = (*notes, not_removed(path, error))
         return dataclasses.replace(outcome, notes=notes)
 
-    def _made(self, save: Save, parts: list[Part]) -> Outcome:
+    def _made(self, save: Save, parts: list[WrittenFile]) -> Outcome:
         """The checkpoint of all parts. Raises OSError and RuntimeError if there is none."""
         totals = summed([p.elements for p in parts])
         if any(total != save.elements for total in totals.values()):
@@ -188,7 +188,7 @@ class Saver:
         old = self._commit(save, [p.file for p in parts if p.file is not None])
         return Outcome(save.step, notes=tuple(self._keep_house(save, old)))
 
-    def _parts_of_others(self, save: Save) -> list[Part]:
+    def _parts_of_others(self, save: Save) -> list[WrittenFile]:
         others = [self._key(save, rank) for rank in range(1, self.world_size)]
         if not others:
             return []
@@ -198,7 +198,7 @@ class Saver:
                 raise TimeoutError(None, f"no word of every rank within {self.timeout_s:g} s")
             time.sleep(POLL_S)
         try:
-            parts = [Part.from_json(word) for word in get_all(store, others)]
+            parts = [WrittenFile.from_json(word) for word in get_all(store, others)]
         except ValueError as stranger:  # no rank's word: nothing that this save can be made of
             raise OSError(None, str(stranger)) from None
         for key in others:

@@ -39,13 +39,13 @@ from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
 from parallel3d.data.text.run_tokenizer import with_own_tokenizer
-from parallel3d.errors import USER_ERROR, UserError, nearest, readable, say
+from parallel3d.errors import USER_ERROR, UserError, nearest, print_line, readable
 from parallel3d.host.devices import HostError, check_precision_of, choose_device
 from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.host.standard_streams import open_closed_streams
 from parallel3d.run.directory import check_run, make_run_directory, take_run
 from parallel3d.run.failure import full_stop
-from parallel3d.run.launch import Place, detect, port_is_free
+from parallel3d.run.launch import RankAssignment, detect, port_is_free
 from parallel3d.run.meeting import CAN_GO_ON
 from parallel3d.run.time_limits import or_end
 from parallel3d.run.worker import APPS, run_here, run_joined
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt:
-        say("interrupted")
+        print_line("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
-        say(readable(full_stop(f"{what}{reason(error)}")))
+        print_line(readable(full_stop(f"{what}{reason(error)}")))
         return FAILED
     except SystemExit as stop:
         return _exit_code(stop)
@@ -162,7 +162,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
 
     `prompt` of generate, as it was typed; None: the configuration's.
     """
-    place: Place | None = None
+    place: RankAssignment | None = None
     try:
         config = OmegaConf.to_object(composed)
         place = detect(os.environ)
@@ -201,7 +201,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         return _refuse(explain_override_error(error, words), place)
 
 
-def _refuse_launched(place: Place | None) -> None:
+def _refuse_launched(place: RankAssignment | None) -> None:
     """Generating starts its own ranks; started by torchrun or srun, each would be a launcher."""
     if place is not None:
         raise UserError(
@@ -236,7 +236,7 @@ def _answered(config: Config) -> AbstractContextManager[None]:
     return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
 
 
-def _checked_here(app: str, config: Config, place: Place) -> str:
+def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     """The type of device of this host's ranks, after what only the host can tell: that, its data.
 
     Sets the variables that ranks on GPUs want: counting the GPUs starts CUDA, which reads them.
@@ -252,7 +252,7 @@ def _checked_here(app: str, config: Config, place: Place) -> str:
             raise
         raise HostError(f"on host {socket.gethostname()}: {error}") from None
     if device.note and place.local_rank == 0:
-        say(device.note)
+        print_line(device.note)
     return device.kind
 
 
@@ -266,17 +266,17 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
         sizes = {"vocab_size": model.vocab_size, "samples": samples}
         for sentence in check_data(data, model.seq_length, **sizes):
             if first:
-                say(readable(sentence))
+                print_line(readable(sentence))
 
 
-def _refuse(error: UserError, place: Place | None = None) -> int:
+def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
     """Say a user error once: every rank composes for itself, and all find the same mistake.
 
     What only one host can know, each host says. Returns the exit code.
     """
     first_of_host = place is not None and place.local_rank == 0
     if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
-        say(readable(full_stop(str(error))))
+        print_line(readable(full_stop(str(error))))
     return USER_ERROR
 
 

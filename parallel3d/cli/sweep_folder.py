@@ -9,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from parallel3d.errors import USER_ERROR, say
+from parallel3d.errors import USER_ERROR, print_line
 
 
 class PrivateSweepFolder(Callback):
@@ -23,7 +23,7 @@ class PrivateSweepFolder(Callback):
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():
-            say(
+            print_line(
                 f"runs_dir={config.runs_dir}: {folder} belongs to another user, who could exchange "
                 "the sweep's jobs; choose another runs_dir."
             )

@@ -156,7 +156,7 @@ def _add(spent: dict[str, float], kind: str, idle_beyond: float, seconds: float)
     spent[kind] += seconds
 
 
-class Clock:
+class StepTimer:
     """Says of every moment of a step what this rank does; one of a trainer, handed to its parts.
 
     Args:

@@ -25,7 +25,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Done:
+class CompletedWork:
     """The handle of a collective that had nothing to do."""
 
     def wait(self) -> None:
@@ -67,7 +67,7 @@ def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
 def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a contiguous `tensor` over the group, in place."""
     if group.size == 1:
-        return Done()
+        return CompletedWork()
     if _is_shared(tensor, group):
         return group.shared.all_reduce(tensor)
     if group.shared is not None and tensor.device.type == "cpu":
@@ -136,7 +136,7 @@ def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
     `all_reduce_bucket`, several may be under way, and through shared memory the wait does the work.
     """
     if group.size == 1:
-        return Done()
+        return CompletedWork()
     own = own_shard(tensor, group)
     if is_on_accelerator(tensor):
         return _scatter_into(own, tensor, group)
@@ -165,7 +165,7 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
     """Starts making a flat bucket whole, of which each rank holds its shard; in place."""
     if group.size == 1:
-        return Done()
+        return CompletedWork()
     own = own_shard(tensor, group)
     if is_on_accelerator(tensor):
         return _gather_into(tensor, own, group)
@@ -202,7 +202,7 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts gathering (n, ...) of every rank into (size · n, ...), in rank order."""
     tensor = tensor.contiguous()
     if group.size == 1:
-        return tensor, Done()
+        return tensor, CompletedWork()
     out = tensor.new_empty(group.size * tensor.shape[0], *tensor.shape[1:])
     if _is_shared(tensor, group):
         return out, group.shared.all_gather(tensor, out)
@@ -226,7 +226,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Starts the sum of (size · n, ...) over the group; each rank keeps its own (n, ...)."""
     tensor = tensor.contiguous()
     if group.size == 1:
-        return tensor, Done()
+        return tensor, CompletedWork()
     if _is_shared(tensor, group):
         out = tensor.new_empty(tensor.shape[0] // group.size, *tensor.shape[1:])
         return out, group.shared.reduce_scatter(tensor, out)
@@ -254,7 +254,7 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     """
     tensor = tensor.contiguous()
     if group.size == 1:
-        return tensor, Done()
+        return tensor, CompletedWork()
     out = torch.empty_like(tensor)
     if _is_shared(tensor, group):
         return out, group.shared.all_to_all(tensor, out)

@@ -11,7 +11,7 @@ from parallel3d.comm.operation_log import OperationLog
 from parallel3d.comm.shared_collectives import SharedCollectives
 
 if TYPE_CHECKING:
-    from parallel3d.comm.clock import Clock
+    from parallel3d.comm.clock import StepTimer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Group:
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
     log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
-    clock: Clock | None = field(default=None, compare=False)  # told how long collectives take
+    clock: StepTimer | None = field(default=None, compare=False)  # told how long collectives take
 
     @property
     def size(self) -> int:

@@ -22,7 +22,7 @@ from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import natural
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 NOTHING = (False, ())  # of `nccl_settings`: the backend's defaults
 BACKWARD = "pp_backward"  # the group of a pipeline's gradients
@@ -37,12 +37,12 @@ class Interfaces:
     (a host whose NICs are all in one namespace), a GPU takes the one of its own rail.
     """
 
-    placement: Placement
+    placement: RankMapping
     nvlink: str | None
     rail: str | None
 
     @classmethod
-    def of_run(cls, cluster: ClusterConfig, placement: Placement | None) -> Interfaces | None:
+    def of_run(cls, cluster: ClusterConfig, placement: RankMapping | None) -> Interfaces | None:
         """None where the configuration leaves the choice to the system."""
         if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
             return None

@@ -115,12 +115,12 @@ def behind_secret(store: Store) -> PrefixStore:
     return PrefixStore(hashlib.sha256(secret()).hexdigest()[:16], store)
 
 
-def seal(key: str, word: bytes) -> bytes:
+def sign(key: str, word: bytes) -> bytes:
     """A word under the seal of the job's secret, to be kept under `key`."""
     return _digest(key, word) + word
 
 
-def unseal(key: str, sealed: bytes) -> bytes:
+def verify(key: str, sealed: bytes) -> bytes:
     """The word again. Raises ValueError if none of this job's ranks has put it under `key`."""
     digest, word = sealed[:DIGEST_BYTES], sealed[DIGEST_BYTES:]
     if not hmac.compare_digest(digest, _digest(key, word)):
@@ -130,18 +130,18 @@ def unseal(key: str, sealed: bytes) -> bytes:
 
 def put(store: Store, key: str, value: Any) -> None:
     """Tells the other ranks a value that JSON has."""
-    store.set(key, seal(key, json.dumps(value).encode()))
+    store.set(key, sign(key, json.dumps(value).encode()))
 
 
 def get(store: Store, key: str) -> Any:
     """What a rank of this job has put there; waits for it. Raises ValueError as `unseal`."""
-    return json.loads(unseal(key, store.get(key)))
+    return json.loads(verify(key, store.get(key)))
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[Any]:
     """The same of several keys, in one request."""
     said = zip(keys, store.multi_get(keys), strict=True)
-    return [json.loads(unseal(key, sealed)) for key, sealed in said]
+    return [json.loads(verify(key, sealed)) for key, sealed in said]
 
 
 def _digest(key: str, word: bytes) -> bytes:

@@ -25,7 +25,7 @@ class _Group(Protocol):
     log: OperationLog | None
 
 
-class Operation(NamedTuple):
+class LoggedOperation(NamedTuple):
     """One collective or message: `number` counts the operations of its group on this rank.
 
     `peer` is the other rank of a message between stages, None for a collective.
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
     dtype: str
     peer: int | None = None
 
-    def alike(self, other: Operation) -> bool:
+    def alike(self, other: LoggedOperation) -> bool:
         """Whether both are the same call, wherever they stand in the group's count."""
         return self._replace(number=0) == other._replace(number=0)
 
@@ -60,9 +60,9 @@ class Departure(NamedTuple):
     `now` is None where the piece of work ended without it. `after` is what followed it then.
     """
 
-    now: Operation | None
-    was: Operation
-    after: Operation | None
+    now: LoggedOperation | None
+    was: LoggedOperation
+    after: LoggedOperation | None
 
     @property
     def is_other_tensor(self) -> bool:
@@ -83,9 +83,9 @@ class Departure(NamedTuple):
 Note = tuple[str, int, str, "torch.Size", "torch.dtype", int | None]
 
 
-def _operation(note: Note) -> Operation:
+def _operation(note: Note) -> LoggedOperation:
     group, number, name, shape, dtype, peer = note
-    return Operation(group, number, name, tuple(shape), str(dtype), peer)
+    return LoggedOperation(group, number, name, tuple(shape), str(dtype), peer)
 
 
 class OperationLog:
@@ -135,11 +135,11 @@ class OperationLog:
         self.progress += 1
         return note
 
-    def recent(self, count: int = 200) -> list[Operation]:
+    def recent(self, count: int = 200) -> list[LoggedOperation]:
         """The newest operations since the last boundary, oldest first."""
         return [_operation(note) for note in self._notes[-count:]]
 
-    def awaited(self) -> Operation | None:
+    def awaited(self) -> LoggedOperation | None:
         """The operation that the rank waits for."""
         note = self.waiting
         return None if note is None else _operation(note)
@@ -170,7 +170,7 @@ def _call(note: Note) -> tuple:
     return note[0], note[2:]
 
 
-class Watched:
+class LoggedWork:
     """The handle of an operation whose wait is noted."""
 
     __slots__ = ("log", "note", "work")
@@ -229,8 +229,8 @@ def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
         result = start(tensor, group)
         log.waiting, log.starting = outer, False
         if isinstance(result, tuple):
-            return result[0], Watched(log, note, result[1])
-        return Watched(log, note, result)
+            return result[0], LoggedWork(log, note, result[1])
+        return LoggedWork(log, note, result)
 
     return noted
 
@@ -250,4 +250,4 @@ def noted_message(
     outer, log.waiting = log.waiting, note  # a mailbox that is full blocks here
     work = start()
     log.waiting = outer
-    return Watched(log, note, work)
+    return LoggedWork(log, note, work)

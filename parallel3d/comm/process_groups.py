@@ -28,10 +28,10 @@ from parallel3d.topology.layout import Coordinates, Layout, layout_of
 from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
-    from parallel3d.comm.clock import Clock
+    from parallel3d.comm.clock import StepTimer
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.config.schema import Config
-    from parallel3d.topology.tiling import Placement
+    from parallel3d.topology.tiling import RankMapping
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.
@@ -83,7 +83,7 @@ class ProcessGroups:
         return self.coordinates.pp == self.layout.pp - 1
 
     @classmethod
-    def of_run(cls, config: Config, device: str, placement: Placement | None) -> ProcessGroups:
+    def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
         """The groups of a run's layout on this rank, made as its configuration says; collective.
 
         Args:
@@ -282,7 +282,7 @@ def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceM
     return DeviceMesh.from_group(handles, device_type, grid, mesh_dim_names=tuple(dims))
 
 
-def with_clock(groups: ProcessGroups, clock: Clock) -> ProcessGroups:
+def with_clock(groups: ProcessGroups, clock: StepTimer) -> ProcessGroups:
     """The same groups, whose collectives tell `clock` how long they take."""
     return _each(groups, clock=clock)
 
@@ -292,7 +292,7 @@ def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
     return _each(groups, log=log)
 
 
-def _each(groups: ProcessGroups, **told: Clock | OperationLog) -> ProcessGroups:
+def _each(groups: ProcessGroups, **told: StepTimer | OperationLog) -> ProcessGroups:
     of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
     kinds = {name: group for name, group in of_rank.items() if isinstance(group, Group)}
     return replace(groups, **{n: replace(group, **told) for n, group in kinds.items()})

@@ -52,7 +52,7 @@ class SharedCollectives:
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> SharedMemoryWork:
         """Starts the sum over the ranks, in place, in rank order: equal bits on every rank."""
         slots = self._start(tensor)
 
@@ -64,7 +64,7 @@ class SharedCollectives:
             for slot in slots[2:]:
                 tensor.add_(slot.view_as(tensor))
 
-        return Pending(self, finish)
+        return SharedMemoryWork(self, finish)
 
     def all_reduce_in_pieces(self, tensor: Tensor) -> InPieces:
         """The sum of a tensor of any size, in place; all of the work is done in `wait()`.
@@ -98,7 +98,7 @@ class SharedCollectives:
         """Parts along the last dimension, such that a row of each shard fits a slot together."""
         return tensor.split(PIECE_BYTES // (tensor.itemsize * shards), dim=-1)
 
-    def all_gather(self, tensor: Tensor, out: Tensor) -> Pending:
+    def all_gather(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
         """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
         slots = self._start(tensor)
 
@@ -106,9 +106,9 @@ class SharedCollectives:
             for part, slot in zip(out.chunk(len(slots)), slots, strict=True):
                 part.copy_(slot.view_as(part))
 
-        return Pending(self, finish)
+        return SharedMemoryWork(self, finish)
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> Pending:
+    def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
         """Starts the sum of (size · n, ...) over the ranks; `out` (n, ...) is this rank's part."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
@@ -118,9 +118,9 @@ class SharedCollectives:
             for slot in slots[2:]:
                 out.add_(slot.view_as(out))
 
-        return Pending(self, finish)
+        return SharedMemoryWork(self, finish)
 
-    def all_to_all(self, tensor: Tensor, out: Tensor) -> Pending:
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
         """Starts handing part j of `tensor` to rank j; `out` is what came, in rank order."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
@@ -129,7 +129,7 @@ class SharedCollectives:
             for part, slot in zip(out.chunk(size), slots, strict=True):
                 part.copy_(slot.view_as(part))
 
-        return Pending(self, finish)
+        return SharedMemoryWork(self, finish)
 
     def _start(self, tensor: Tensor) -> list[Tensor]:
         """Writes this rank's slot and signals; the slots of all ranks, flat, in rank order."""
@@ -173,7 +173,7 @@ class SharedCollectives:
 
 
 @dataclass
-class Pending:
+class SharedMemoryWork:
     """A shared-memory collective whose result is there after `wait()`."""
 
     shared: SharedCollectives
@@ -189,7 +189,7 @@ class Pending:
 class InPieces:
     """Collectives that go through the slots one after the other when they are waited for."""
 
-    pieces: list[Callable[[], Pending]]
+    pieces: list[Callable[[], SharedMemoryWork]]
 
     def wait(self) -> None:
         for start in self.pieces:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from parallel3d.comm.clock import OF_GROUP, Clock
+from parallel3d.comm.clock import OF_GROUP, StepTimer
 from parallel3d.comm.operation_log import operation_name
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Timed:
     """A handle whose wait counts as communication."""
 
     work: _Work
-    clock: Clock
+    clock: StepTimer
     kind: str
     name: str | None = None  # in a profile
 

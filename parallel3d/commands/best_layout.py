@@ -14,18 +14,18 @@ from parallel3d.commands.plan import check_divides, fits_nowhere, held, searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import CPU, choose_device, cores, device_name, gpu_count
 from parallel3d.plan.measured.machine import check_device, read
-from parallel3d.plan.measured.price import configured
+from parallel3d.plan.measured.price import configure
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Priced
-from parallel3d.run.launch import Place
-from parallel3d.schedules.schedule import FORMS
+from parallel3d.run.launch import RankAssignment
+from parallel3d.schedules.schedule import NAMED_SCHEDULES
 from parallel3d.topology.map.assumptions import chosen_keys
 
 
-def take_layout(config: Config, typed: Sequence[str], place: Place | None) -> Config:
+def take_layout(config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
     """The configuration with the best layout of the launcher's ranks, or of this host's.
 
     The first rank says which and why. Raises UserError where nothing tells how fast the machine is,
@@ -45,7 +45,7 @@ def take_layout(config: Config, typed: Sequence[str], place: Place | None) -> Co
         raise UserError(fits_nowhere(config, sizes, priced, fixed, 1))
     best, found = _first_allowed(config, keys, priced, ranks)
     if place is None or place.rank == 0:
-        say(f"layout=auto: {_said(priced, best, ranks, keys)}")
+        print_line(f"layout=auto: {_said(priced, best, ranks, keys)}")
     return found
 
 
@@ -85,9 +85,9 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
 def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
     """Raises UserError for what was typed and no layout of so many ranks has."""
     name = fixed.get("schedule", "1f1b")
-    if name not in FORMS:
+    if name not in NAMED_SCHEDULES:
         raise UserError(
-            f"schedule={name} must be one of {', '.join(FORMS)} with layout=auto, which chooses "
+            f"schedule={name} must be one of {', '.join(NAMED_SCHEDULES)} with layout=auto, which chooses "
             "among them where none is typed; the nearest is schedule=1f1b"
         )
     check_divides(fixed, ranks, "ranks of layout=auto")
@@ -99,7 +99,7 @@ def _first_allowed(
     """The best that the run's own checks let through. Raises UserError of the best if none."""
     refused: UserError | None = None
     for i in priced.order:
-        found = configured(config, priced.choices[i])
+        found = configure(config, priced.choices[i])
         found = replace(
             found, **{key: getattr(config, key) for key in ("zero", "vpp") if key in keys}
         )

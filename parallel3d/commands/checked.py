@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
-from parallel3d.run.launch import Place
+from parallel3d.run.launch import RankAssignment
 
 NEED_DATA = ("train", "verify")
 
 
-def checked(app: str, config: Config, typed: Sequence[str], place: Place | None) -> Config:
+def checked(app: str, config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
     """`config` for `app`, with what it leaves open decided; `typed` are the overrides.
 
     Raises UserError.

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from parallel3d.commands.plan_page import check_page, write_page
-from parallel3d.commands.plan_progress import Progress
+from parallel3d.commands.plan_progress import SearchProgress
 from parallel3d.commands.plan_table import ROWS, command, mfu, table
 from parallel3d.config.checks.model import check_model
 from parallel3d.config.fields import check_fields, show
@@ -29,7 +29,7 @@ from parallel3d.plan.own.table import least_memory, memories
 from parallel3d.plan.search import (
     MOST_STAGES,
     MOST_V_HALF,
-    Choice,
+    LayoutChoice,
     Priced,
     best,
     divisors,
@@ -120,9 +120,11 @@ def searched(
     return priced_by_shapes(config, choices, sizes), sizes
 
 
-def priced_by_shapes(config: Config, choices: list[Choice], sizes: Mapping[str, float]) -> Priced:
+def priced_by_shapes(
+    config: Config, choices: list[LayoutChoice], sizes: Mapping[str, float]
+) -> Priced:
     """Times by the datasheet's constants, bytes by what parallel3d's own code holds."""
-    with Progress() as tell:
+    with SearchProgress() as tell:
         held = memories(config, choices, 1e9 * config.dryrun.reserve_gb, tell)
     return price(choices, sizes, config.global_batch_size, load(), held)
 
@@ -270,7 +272,7 @@ def _nodes_that_fit(
     does. `needed`: bytes of the layout of `nodes` that needs least."""
     node, room = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
     full = PARALLEL3D["memory.full"]
-    with Progress() as tell:
+    with SearchProgress() as tell:
         while True:
             nodes *= 2
             batch = max(config.global_batch_size, nodes * node)
@@ -292,7 +294,7 @@ def _nodes_that_fit(
                 return f"none was found up to {nodes} nodes"
 
 
-def _fewer_layers(config: Config, choice: Choice, sizes: Mapping[str, float]) -> str:
+def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
     """The deepest model of the same kind that would fit in the layout that needs least."""
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):

@@ -14,12 +14,12 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.plan.constants import load
 from parallel3d.plan.inside import inside
-from parallel3d.plan.measured.price import configured as configured_here
-from parallel3d.plan.own.memory import Held, held
-from parallel3d.plan.own.table import configured
+from parallel3d.plan.measured.price import configure as configured_here
+from parallel3d.plan.own.memory import Held, peak_memory
+from parallel3d.plan.own.table import configure
 from parallel3d.plan.reasons import reason
 from parallel3d.plan.search import Priced, works
-from parallel3d.schedules.choose import Work
+from parallel3d.schedules.choose import RankWork
 from parallel3d.schedules.render import render_svg
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
@@ -99,7 +99,7 @@ def write_page(
 ) -> None:
     """Write the page. `rows` are those of the table, `mfu` theirs; raises UserError."""
     first, is_measured = rows[0], config.cluster.file is not None
-    best = (configured_here if is_measured else configured)(config, priced.choices[first])
+    best = (configured_here if is_measured else configure)(config, priced.choices[first])
     room = float(sizes["memory_bytes"])
     title = f"{config.model.name} on {gpus:,} GPUs of {config.cluster.name}"
     parts = [
@@ -214,13 +214,13 @@ def _costs(config: Config, schedule: Schedule, seconds: float) -> Costs:
     for (rank, _), (part, *more) in zip(schedule.placement.places, weights, strict=True):
         busy[rank] = busy.get(rank, 0.0) + part + sum(more) * SHARES[0]
     unit = seconds / max(busy.values())
-    work = Work(*(share * unit for share in SHARES), weights=lambda _: weights)
+    work = RankWork(*(share * unit for share in SHARES), weights=lambda _: weights)
     return work.costs(schedule.placement)
 
 
 def _memory(best: Config, priced: Priced, first: int, room: float) -> str:
     """What each rank of the pipeline holds at its fullest moment."""
-    stages = [held(best, index) for index in range(best.pp)]
+    stages = [peak_memory(best, index) for index in range(best.pp)]
     reserve = float(priced.memory.total[first]) - max(h.total for h in stages)
     longest = max(room, *(h.total + reserve for h in stages)) * 1.02 / 1e9
     shown = list(enumerate(stages))

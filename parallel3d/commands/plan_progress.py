@@ -12,7 +12,7 @@ from typing import TextIO
 IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between what is told
 
 
-class Progress:
+class SearchProgress:
     """Tells the latest of what it is called with, if enough time has gone by.
 
     Nothing is said in a log before `IN_LOG_S` seconds: most searches have ended by then.
@@ -38,7 +38,7 @@ class Progress:
         """The same for what is looked at on so many nodes."""
         return lambda where: self(f"does it fit cluster.nodes={nodes}: {where}")
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SearchProgress:
         return self
 
     def __exit__(

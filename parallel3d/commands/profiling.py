@@ -18,8 +18,8 @@ from torch.profiler import profile, supported_activities
 
 from parallel3d.device import accelerator
 from parallel3d.device.ranges import Ranges
-from parallel3d.errors import say
-from parallel3d.models.transformer import Block, Stage
+from parallel3d.errors import print_line
+from parallel3d.models.transformer import Stage, TransformerBlock
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
 
@@ -57,7 +57,7 @@ class StepProfiler:
         device = trainer.device
         self._api = accelerator.module(device) if accelerator.is_accelerator(device) else None
         if keys.steps and not self.steps and worker.rank == 0:
-            say(
+            print_line(
                 f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
                 "and nothing is profiled"
             )
@@ -90,7 +90,7 @@ class StepProfiler:
     def give_up(self, step: int) -> None:
         """The run ends after `step`, by a signal that leaves it the time to save and no more."""
         if step in self.steps[:-1] and self.speaks:
-            say(f"stopped within profile.steps: no profile of {self._spelled()} is written")
+            print_line(f"stopped within profile.steps: no profile of {self._spelled()} is written")
 
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
@@ -127,11 +127,11 @@ class StepProfiler:
             _write(folder / f"{name}-memory.pickle", memory._dump_snapshot)
             memory._record_memory_history(enabled=None)
         elif self.wants_memory and self.speaks:
-            say("profile.memory=true: no snapshot is written, which needs a GPU")
+            print_line("profile.memory=true: no snapshot is written, which needs a GPU")
         if self.speaks and self._profile is not None:
             rank, (rows, what) = self.worker.rank, longest(self._profile)
             title = f"profile of rank {rank}, {self._spelled()}; traces are in {folder}/"
-            say("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
+            print_line("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
 
     def _spelled(self) -> str:
         first, last = self.steps[0], self.steps[-1]
@@ -153,7 +153,7 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
         write(str(partial))
         os.replace(partial, path)
     except (OSError, RuntimeError) as error:
-        say(f"{path} is not written: {getattr(error, 'strerror', None) or error}")
+        print_line(f"{path} is not written: {getattr(error, 'strerror', None) or error}")
         partial.unlink(missing_ok=True)
 
 
@@ -191,7 +191,7 @@ def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
 def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
     run, numbers = stage.run_blocks, {block: name for name, block in stage.layers.items()}
 
-    def shown(blocks: list[Block], *args: Any) -> Tensor:
+    def shown(blocks: list[TransformerBlock], *args: Any) -> Tensor:
         first, last = numbers[blocks[0]], numbers[blocks[-1]]
         with ranges.within(f"layers.{first}" + f"-{last}" * (first != last)):
             return run(blocks, *args)
@@ -199,7 +199,7 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
     return shown
 
 
-class Row(NamedTuple):
+class ProfileRow(NamedTuple):
     """A kernel or an operator: how often it ran, and the milliseconds that it took in all."""
 
     name: str
@@ -207,19 +207,19 @@ class Row(NamedTuple):
     ms: float
 
 
-def longest(profile: profile) -> tuple[list[Row], str]:
+def longest(profile: profile) -> tuple[list[ProfileRow], str]:
     """The kernels that take most time, without one the operators without what they call."""
     events = [event for event in profile.key_averages() if not event.is_user_annotation]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     if kernels:
-        rows = [Row(e.key, e.count, 1e-3 * e.self_device_time_total) for e in kernels]
+        rows = [ProfileRow(e.key, e.count, 1e-3 * e.self_device_time_total) for e in kernels]
     else:
-        rows = [Row(e.key, e.count, 1e-3 * e.self_cpu_time_total) for e in events]
+        rows = [ProfileRow(e.key, e.count, 1e-3 * e.self_cpu_time_total) for e in events]
     rows.sort(key=lambda row: row.ms, reverse=True)
     return rows[:ROWS], "kernel" if kernels else "operator"
 
 
-def table(rows: Sequence[Row], what: str, step_ms: float) -> list[str]:
+def table(rows: Sequence[ProfileRow], what: str, step_ms: float) -> list[str]:
     """Lines as wide as the terminal, up to `WIDTH`; shares are of `step_ms`, all steps' time."""
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     lines = [f"{'total ms':>10}  {'of steps':>8}  {'calls':>8}  {what}"]

@@ -19,11 +19,11 @@ from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.metrics.text import encodable
-from parallel3d.schedules.check import Report, check
+from parallel3d.schedules.check import ScheduleReport, check
 from parallel3d.schedules.choose import (
     LARGEST,
-    Choice,
-    Work,
+    RankWork,
+    ScheduleChoice,
     choose,
     measure,
     measured_forms,
@@ -47,11 +47,11 @@ MORE_MEMORY = (1.25, 1.5)
 class Shown:
     """The schedule that is drawn, what it costs, and the rows of the table."""
 
-    choice: Choice
-    report: Report
+    choice: ScheduleChoice
+    report: ScheduleReport
     timeline: Timeline
     in_flight: int
-    rows: list[Choice]
+    rows: list[ScheduleChoice]
 
 
 def schedule(config: Config) -> int:
@@ -132,14 +132,14 @@ def microbatches(config: Config) -> int:
     return config.global_batch_size // size
 
 
-def _work(config: Config) -> Work:
+def _work(config: Config) -> RankWork:
     check_work(config)
     keys = config.schedule
     weights = StageWeights.of_run(config, balances=True) if keys.of_model else None
-    return Work(*keys.costs, keys.hop, weights)
+    return RankWork(*keys.costs, keys.hop, weights)
 
 
-def _check_fits(config: Config, work: Work, made: Schedule) -> None:
+def _check_fits(config: Config, work: RankWork, made: Schedule) -> None:
     """Every stage of the schedule asked for has a layer of the model; raises UserError."""
     layers, stages = config.model.num_layers, made.placement.stages
     if not work.fits(made.placement):
@@ -208,7 +208,7 @@ def _table(found: Shown) -> list[str]:
     return lines
 
 
-def row_name(row: Choice) -> str:
+def row_name(row: ScheduleChoice) -> str:
     """auto's rows say what they chose."""
     if not row.why:
         return row.schedule.name

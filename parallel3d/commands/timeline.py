@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.errors import say
+from parallel3d.errors import print_line
 from parallel3d.files.durable import replace_durably
 from parallel3d.pipeline.action_times import ActionTimes, Measured
 from parallel3d.schedules.actions import Action, Kind
@@ -47,7 +47,7 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
             hop = trainer.clock.floors.get("pp", 0.0)
             layers, again = layers_of_stages(trainer.config), forwards_again(trainer.config)
             costs = measured_costs(measured, trainer.schedule, layers, again)
-            say(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
+            print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result
 
 
@@ -55,7 +55,7 @@ def _write(path: Path, text: str) -> None:
     try:
         replace_durably(path, text.encode())
     except OSError as error:  # the run goes on without its picture
-        say(f"{path} is not written: {error.strerror}")
+        print_line(f"{path} is not written: {error.strerror}")
 
 
 def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:

@@ -28,13 +28,13 @@ from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenize
 from parallel3d.data.watched import look_at, unmarked
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
-from parallel3d.errors import TrainingFailure, say
+from parallel3d.errors import TrainingFailure, print_line
 from parallel3d.faults.health import Health
 from parallel3d.faults.inquiry import HANG_FILE
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.files.durable import flush, flush_folder
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.metrics.memory import Memory, peak_memory
+from parallel3d.metrics.memory import PeakMemory, peak_memory
 from parallel3d.metrics.peak import device_peak_flops
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.models.attention_kernel import LEAST_KV_HEADS, avoids_cudnn
@@ -63,13 +63,13 @@ def train(config: Config, worker: Worker) -> None:
     if worker.rank == 0:
         say_choices(config, groups, device)
     if config.preflight:
-        preflight(config, groups, worker, say)
+        preflight(config, groups, worker, print_line)
     worker.phase = "opening the data"
     config, corpus = open_data(config, worker, groups, device)
     worker.phase = "building the model"
     trainer = Trainer(config, groups, device, corpus)
     worker.phase = "looking for a checkpoint"
-    checkpoints = Checkpoints(config, worker.run_dir, groups, say)
+    checkpoints = Checkpoints(config, worker.run_dir, groups, print_line)
     first_step = checkpoints.restore(trainer)
     if is_over(config, worker, first_step):
         groups.close()
@@ -89,7 +89,7 @@ def train(config: Config, worker: Worker) -> None:
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
         said = all_gather_json(peak_memory(device), groups.world.handle, device)
-        memory = [Memory(*peak) for peak in said if peak is not None]
+        memory = [PeakMemory(*peak) for peak in said if peak is not None]
         if recorder is not None:
             recorder.breakdown(times, memory)
         worker.watchdog.rest()
@@ -118,7 +118,7 @@ def open_data(
     check_same_text(corpus, groups.world, device)
     if worker.rank == 0:
         for sentence in unmarked(corpus.watched.values()):
-            say(sentence)
+            print_line(sentence)
     if data.tokenizer is None and corpus.tokenizer_name is not None:
         data = dataclasses.replace(data, tokenizer=corpus.tokenizer_name)
     if worker.rank == 0 and (data.tokenizer is not None or data.reads_bytes):
@@ -129,11 +129,11 @@ def open_data(
 def say_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
     """What was left to parallel3d, or cannot be as it was asked for."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
-        say("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+        print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
-        say(f"schedule=auto: {why_chosen(config)}")
+        print_line(f"schedule=auto: {why_chosen(config)}")
     if avoids_cudnn(config, device):
-        say(
+        print_line(
             "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "
             f"with fewer than {LEAST_KV_HEADS} key-value heads"
         )
@@ -145,7 +145,7 @@ def is_over(config: Config, worker: Worker, first_step: int) -> bool:
         return False
     if worker.rank == 0:
         done = f"run={config.run} is finished: {first_step - 1} steps are done"
-        say(f"{done}; a larger train.steps goes on")
+        print_line(f"{done}; a larger train.steps goes on")
     return True
 
 
@@ -159,7 +159,7 @@ def run_steps(
     settings = trainer.config.train
     if recorder is not None:
         checkpoints.waiting = recorder.waiting
-    health = Health(trainer, checkpoints, say)
+    health = Health(trainer, checkpoints, print_line)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     profiler = StepProfiler(trainer, worker)
     first = trainer.steps_done + 1
@@ -228,7 +228,7 @@ def look_at_data(trainer: Trainer, worker: Worker) -> None:
     sentences = look_at(trainer.corpus.watched.values())
     if worker.local_rank == 0:  # the others see what it sees
         for sentence in sentences:
-            say(sentence)
+            print_line(sentence)
 
 
 def record_step(
@@ -273,11 +273,11 @@ def leave_marker(
     recorder.finish("stopped")
     where = f"stopped by {worker.stop.name} after step {step} of {steps}"
     if not trainer.config.checkpoint.every:
-        say(f"{where}; nothing is saved (checkpoint.every=0)")
+        print_line(f"{where}; nothing is saved (checkpoint.every=0)")
     elif not is_saved:
-        say(f"{where}; its checkpoint was not written")
+        print_line(f"{where}; its checkpoint was not written")
     else:
-        say(f"{where}; saved: run={trainer.config.run} goes on from there")
+        print_line(f"{where}; saved: run={trainer.config.run} goes on from there")
         if worker.stop.requeues:
             write_json(worker.run_dir / REQUEUE, {"step": step, "signal": worker.stop.name})
 

@@ -41,7 +41,7 @@ FREE = (
 )
 # Said, though their section is refused or free: weights of a blend are, where they have been read
 # by; hooks that compress gradients change them.
-SAID = (
+REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
@@ -58,7 +58,7 @@ LATER = {
 LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "schedule.name")
 
 
-class Change(NamedTuple):
+class ConfigChange(NamedTuple):
     """A key with its value there (in the checkpoint) and here."""
 
     key: str
@@ -69,15 +69,17 @@ class Change(NamedTuple):
         return f"{self.key} is {self.there!r} there, now {self.here!r}"
 
 
-def changes(there: Mapping[str, Any], here: Config) -> list[Change]:
+def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     """Every key that differs, of those that both know or that came `LATER`; `there` is a
     configuration as dicts."""
     old, new = LATER | flat(there), flat(dataclasses.asdict(here))
     common = sorted(old.keys() & new.keys())
-    return [Change(key, old[key], new[key]) for key in common if not _same(old[key], new[key])]
+    return [
+        ConfigChange(key, old[key], new[key]) for key in common if not _same(old[key], new[key])
+    ]
 
 
-def refused(found: list[Change]) -> list[Change]:
+def refused(found: list[ConfigChange]) -> list[ConfigChange]:
     """Those with which a run cannot go on.
 
     Momentum may change, but not come or go: its state is there or not.
@@ -86,18 +88,18 @@ def refused(found: list[Change]) -> list[Change]:
     return [c for c in kept if c.key != "optim.momentum" or bool(c.there) != bool(c.here)]
 
 
-def said(found: list[Change]) -> list[Change]:
+def said(found: list[ConfigChange]) -> list[ConfigChange]:
     """Those that change what the next steps do."""
     refusals = refused(found)
     return [c for c in found if _kind(c.key) != "free" and c not in refusals]
 
 
-def layout(found: list[Change]) -> list[Change]:
+def layout(found: list[ConfigChange]) -> list[ConfigChange]:
     """Those of the layout, which change nothing but rounding."""
     return [c for c in found if c.key in LAYOUT]
 
 
-def refusal(run: str | None, found: list[Change]) -> str | None:
+def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
     """The sentence that refuses to go on, with the differing keys, or None."""
     bad = refused(found)
     if not bad:
@@ -111,7 +113,7 @@ def refusal(run: str | None, found: list[Change]) -> str | None:
 
 def _kind(key: str) -> str:
     rules = [("refused", r) for r in REFUSED] + [("free", f) for f in FREE]
-    rules += [("said", s) for s in SAID]
+    rules += [("said", s) for s in REPORTED]
     fitting = [(len(rule), kind) for kind, rule in rules if _fits(key, rule)]
     return max(fitting)[1] if fitting else "said"
 

@@ -27,7 +27,7 @@ from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import MAKE_ANEW, Proof, Watched
+from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
 from parallel3d.errors import UserError
 from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
 from parallel3d.files.reading import read_into
@@ -47,7 +47,7 @@ class Cached(NamedTuple):
 
     tokens: Tokens
     digest: str
-    files: tuple[Watched, ...]
+    files: tuple[WatchedFile, ...]
 
 
 def default_folder() -> Path:
@@ -182,7 +182,7 @@ def _load(path: Path, count: int, report: Report) -> Cached | None:
             return Proof.CHANGED
         return Proof.SAME if whole else Proof.SAMPLED
 
-    return Cached(Tokens(file, _TOKENS_AT, count), digest, (Watched(file, prove, MAKE_ANEW),))
+    return Cached(Tokens(file, _TOKENS_AT, count), digest, (WatchedFile(file, prove, MAKE_ANEW),))
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:

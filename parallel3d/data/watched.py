@@ -22,7 +22,7 @@ class Proof(Enum):
     CHANGED = 3
 
 
-class Watched:
+class WatchedFile:
     """An open file and its mark at the last look."""
 
     def __init__(self, file: File, prove: Callable[[], Proof], remedy: str) -> None:
@@ -73,12 +73,12 @@ class Compared(NamedTuple):
     note: str | None = None
 
 
-def look_at(files: Iterable[Watched]) -> list[str]:
+def look_at(files: Iterable[WatchedFile]) -> list[str]:
     """Compare all files with the last look. Returns sentences, raises UserError."""
     return [sentence for file in files if (sentence := file.look()) is not None]
 
 
-def unmarked(files: Iterable[Watched]) -> list[str]:
+def unmarked(files: Iterable[WatchedFile]) -> list[str]:
     """A sentence if there are files elsewhere of which their servers tell no version."""
     names = [f.file.name for f in files if not isinstance(f.file, IOBase) and not f.file.is_marked]
     more = f" and {len(names) - 1:,} more" if names[1:] else ""
@@ -89,12 +89,12 @@ def unmarked(files: Iterable[Watched]) -> list[str]:
     ]
 
 
-def marks_of(watched: Mapping[str, Watched]) -> str:
+def marks_of(watched: Mapping[str, WatchedFile]) -> str:
     """The marks of files by their keys, for `compare` at a later start: words of `key=mark`."""
     return " ".join(f"{key}={file.mark}" for key, file in watched.items())
 
 
-def compare(watched: Mapping[str, Watched], marks: str) -> Compared:
+def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
     """Compare files whose fingerprints are as they were with their `marks` of an earlier start."""
     there = dict(word.partition("=")[::2] for word in marks.split())
     odd = [file for key, file in watched.items() if there.get(key, file.mark) != file.mark]

@@ -19,10 +19,10 @@ from parallel3d.config.schema import DataParallelConfig
 from parallel3d.data_parallel.buckets import (
     WHOLE,
     Bucket,
+    InitFn,
     Sharding,
-    Values,
     build_buckets,
-    own_values,
+    current_values,
 )
 from parallel3d.data_parallel.reducer import CommHook, Reducer
 from parallel3d.parameters.segments import Segment
@@ -55,7 +55,7 @@ class BucketedDataParallel:
         zero: int,
         tied: Iterable[str] = (),
         make_hook: Callable[[list[Bucket]], CommHook] | None = None,
-        values: Values = own_values,
+        values: InitFn = current_values,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
         self.sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
@@ -73,7 +73,7 @@ class BucketedDataParallel:
             return collectives.reduce_scatter_bucket
         return collectives.all_reduce_bucket
 
-    def _fill_buckets(self, chunks: list[list[str]], values: Values = own_values) -> None:
+    def _fill_buckets(self, chunks: list[list[str]], values: InitFn = current_values) -> None:
         """Moves the parameters, whose values become the masters, into buckets."""
         self.buckets: list[Bucket] = []
         for names in reversed(chunks):  # as their gradients become ready

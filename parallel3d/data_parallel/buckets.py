@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.parameters.segments import Part, Segment
+from parallel3d.parameters.segments import Segment, SegmentPart
 from parallel3d.sizes.buckets import assign, padded_numel
 
 
@@ -47,10 +47,10 @@ class Sharding(NamedTuple):
 
 
 WHOLE = Sharding(1, 0)
-Values = Callable[[nn.Parameter], Tensor]
+InitFn = Callable[[nn.Parameter], Tensor]
 
 
-def own_values(parameter: nn.Parameter) -> Tensor:
+def current_values(parameter: nn.Parameter) -> Tensor:
     """What the parameter holds now."""
     return parameter.detach()
 
@@ -61,7 +61,7 @@ def build_buckets(
     param_dtype: torch.dtype,
     sharding: Sharding = WHOLE,
     alone: Collection[str] = (),
-    values: Values = own_values,
+    values: InitFn = current_values,
     first: int = 0,
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
@@ -96,7 +96,7 @@ def _build(
     params: dict[str, nn.Parameter],
     dtype: torch.dtype,
     sharding: Sharding,
-    values: Values,
+    values: InitFn,
 ) -> Bucket:
     device = next(iter(params.values())).device
     wide = torch.promote_types(dtype, torch.float32)
@@ -132,12 +132,14 @@ def _build(
     return bucket
 
 
-def _parts(params: dict[str, nn.Parameter], offset: int, first: int, last: int) -> list[Part]:
+def _parts(
+    params: dict[str, nn.Parameter], offset: int, first: int, last: int
+) -> list[SegmentPart]:
     """What of the parameters, which lie side by side from `offset` on, is in [first, last)."""
     found = []
     for name, p in params.items():
         start, end = max(offset, first), min(offset + p.numel(), last)
         if start < end:
-            found.append(Part(name, p.spec, start - offset, end - start))
+            found.append(SegmentPart(name, p.spec, start - offset, end - start))
         offset += p.numel()
     return found

@@ -12,9 +12,9 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.buckets import Bucket, own_values
+from parallel3d.data_parallel.buckets import Bucket, current_values
 from parallel3d.data_parallel.compressed import InBf16
-from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.hierarchical import HierarchicalAllReduce
 from parallel3d.data_parallel.powersgd import PowerSGD
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.models.transformer import Stage
@@ -76,7 +76,7 @@ def data_parallel_engine(
         config.zero,
         tied,
         lambda buckets: comm_hook(config, groups, buckets),
-        (lambda p: initializer.values(p.spec)) if initializer.deferred else own_values,
+        (lambda p: initializer.values(p.spec)) if initializer.deferred else current_values,
     )
 
 
@@ -96,7 +96,7 @@ def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> C
     if config.zero and groups.dp.size > 1:
         return collectives.reduce_scatter_bucket
     if groups.dp_inner.size > 1:
-        return TwoLevels(groups.dp_inner, groups.dp_outer)
+        return HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
     if ddp.comm_hook == "bf16":
         return InBf16()
     if ddp.comm_hook == "powersgd":

@@ -29,7 +29,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.pieces import Initializer
-from parallel3d.parameters.segments import Part, Segment
+from parallel3d.parameters.segments import Segment, SegmentPart
 
 
 class FullyShardedDataParallel:
@@ -250,4 +250,4 @@ def _local(parameter: nn.Parameter) -> Tensor:
 def _segment(name: str, parameter: nn.Parameter, flat: Tensor, grad: Tensor, start: int) -> Segment:
     spec = parameter.spec
     kind = (spec.decays, spec.replicated, spec.tied_copy)
-    return Segment(flat, grad, flat, *kind, [Part(name, spec, start, flat.numel())])
+    return Segment(flat, grad, flat, *kind, [SegmentPart(name, spec, start, flat.numel())])

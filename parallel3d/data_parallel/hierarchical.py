@@ -19,7 +19,7 @@ from parallel3d.device.accelerator import is_on_accelerator
 
 
 @dataclass(frozen=True)
-class TwoLevels:
+class HierarchicalAllReduce:
     """A `CommHook`: reduce-scatter inside, all-reduce of the shard outside, all-gather inside.
 
     Time 2(g − 1)/g · S/B_nvlink + 2(m − 1)/m · S/(g · B_nic) for S bytes, g members a domain and m
@@ -39,14 +39,14 @@ class TwoLevels:
     def _start(self, tensor: Tensor) -> Work:
         even = tensor.numel() // self.inner.size * self.inner.size
         if even == 0:
-            return _Started(self, tensor, 0, tensor[:0], collectives.Done())
+            return _Started(self, tensor, 0, tensor[:0], collectives.CompletedWork())
         shard, scattering = collectives.reduce_scatter_async(tensor[:even], self.inner)
         return _Started(self, tensor, even, shard, scattering)
 
 
 @dataclass(frozen=True)
 class _Started:
-    levels: TwoLevels
+    levels: HierarchicalAllReduce
     tensor: Tensor
     even: int
     shard: Tensor

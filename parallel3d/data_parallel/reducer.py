@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
 from parallel3d.data_parallel.buckets import Bucket
@@ -62,7 +62,7 @@ class Reducer:
         comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
         self.group = group
-        self.clock = group.clock or Clock()
+        self.clock = group.clock or StepTimer()
         self.overlap = overlap
         self.running = False
         self.missing: list[dict[str, int]] = []
@@ -133,7 +133,7 @@ class Reducer:
         clock, bucket = self.clock, self.buckets[len(self.works)]
         if self.watcher is not None:
             self.watcher.full(bucket)
-        work = collectives.Done()
+        work = collectives.CompletedWork()
         if self.group.size > 1:
             name = clock.ranges and f"gradient reduction of bucket {bucket.index}"
             with clock.within("dp", name):  # a hook may do more than communicate

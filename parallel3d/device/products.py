@@ -37,10 +37,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a·b: (…, m, k), (k, n) → (…, m, n)."""
     if is_widened(a):
-        return product(a.float(), b.float()).to(a.dtype)
+        return matmul(a.float(), b.float()).to(a.dtype)
     return by_onednn(a, b.t(), None) if _takes_onednn(a, b, b.shape[1]) else a @ b
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from parallel3d.comm.operation_log import Operation
+from parallel3d.comm.operation_log import LoggedOperation
 
 # Of each group so many that are done and so many that are not, around the first that is not: ranks
 # compare them one by one.
@@ -31,7 +31,7 @@ class Queued(NamedTuple):
     of one batch share a number.
     """
 
-    operation: Operation
+    operation: LoggedOperation
     is_done: bool
 
 
@@ -106,7 +106,7 @@ def _numbers(entry: dict[str, Any]) -> tuple[int, int]:
     return entry["collective_seq_id"], entry["p2p_seq_id"]
 
 
-def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> Operation:
+def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> LoggedOperation:
     group = _name(*entry["process_group"])
     name = entry["profiling_name"].partition(":")[2].removeprefix("_")
     number, peer = entry["collective_seq_id"], None
@@ -118,7 +118,7 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> O
     shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     shape = tuple(size for shape in shapes for size in shape)
     dtype = dtypes[0].lower() if dtypes else ""
-    return Operation(group, number, name, shape, DTYPES.get(dtype, dtype), peer)
+    return LoggedOperation(group, number, name, shape, DTYPES.get(dtype, dtype), peer)
 
 
 def _groups(queue: list[Queued]) -> list[str]:

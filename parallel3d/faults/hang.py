@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from parallel3d.faults.hang_queues import verdict_of_queues
-from parallel3d.faults.hang_state import Kind, RankState, Verdict
+from parallel3d.faults.hang_state import Diagnosis, Kind, RankState
 
 
-def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Verdict:
+def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
     """The verdict over all ranks.
 
     Args:
@@ -44,13 +44,13 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
     )
 
 
-def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Verdict:
+def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
     ranks = tuple(sorted(silent))
     said = "; ".join(f"{who} {why}" for who, why in (silent[rank] for rank in ranks[:3]))
     if len(ranks) > 3:
         said += f"; and {len(ranks) - 3} more"
     witness = _witness(states.values(), ranks)
-    return Verdict("dead", ranks, f"{said}: {witness.waits()}")
+    return Diagnosis("dead", ranks, f"{said}: {witness.waits()}")
 
 
 def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
@@ -63,7 +63,7 @@ def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
     return max(states, key=key)
 
 
-def _departed(states: Mapping[int, RankState]) -> Verdict | None:
+def _departed(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Ranks that left the way of their own last step, if the others did not."""
     odd = [s for s in states.values() if s.departure is not None]
     if not odd or len(odd) == len(states):
@@ -75,10 +75,10 @@ def _departed(states: Mapping[int, RankState]) -> Verdict | None:
     kind: Kind = "shape" if departure.is_other_tensor else "missing"
     now = "" if kind == "shape" else f" and {state.doing()}"
     sentence = f"{state.who} {departure}{now} in {state.phase}: {others.waits()}"
-    return Verdict(kind, (state.rank,), sentence)
+    return Diagnosis(kind, (state.rank,), sentence)
 
 
-def _mismatch(states: Mapping[int, RankState]) -> Verdict | None:
+def _mismatch(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Two ranks in one operation of a group, by its number, with different tensors or calls."""
     for state in states.values():
         mine = state.waiting
@@ -93,7 +93,7 @@ def _mismatch(states: Mapping[int, RankState]) -> Verdict | None:
                 odd = _minority(group, state, states[rank])
                 other = state if odd is not state else states[rank]
                 sentence = f"{odd.who} calls {odd.waiting} in {odd.phase}, {other.waits()}"
-                return Verdict("shape", (odd.rank,), sentence)
+                return Diagnosis("shape", (odd.rank,), sentence)
     return None
 
 
@@ -107,7 +107,7 @@ def _minority(group: list[RankState], one: RankState, other: RankState) -> RankS
     return one if followers(one) < followers(other) else other
 
 
-def _elsewhere(states: Mapping[int, RankState]) -> Verdict | None:
+def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Ranks that wait for nobody while others wait."""
     away = [s for s in states.values() if not s.is_waiting]
     if not away or len(away) == len(states):
@@ -115,10 +115,10 @@ def _elsewhere(states: Mapping[int, RankState]) -> Verdict | None:
     wanted = set().union(*(s.awaited for s in states.values()))
     state = next((s for s in away if s.rank in wanted), away[0])
     witness = _witness((s for s in states.values() if s.is_waiting), [state.rank])
-    return Verdict("missing", (state.rank,), f"{state.who} {state.doing()}: {witness.waits()}")
+    return Diagnosis("missing", (state.rank,), f"{state.who} {state.doing()}: {witness.waits()}")
 
 
-def _behind(states: Mapping[int, RankState]) -> Verdict | None:
+def _behind(states: Mapping[int, RankState]) -> Diagnosis | None:
     """From a rank that waits to one that has not come, and on to whom that one waits for."""
     seen: list[int] = []
     state = max(states.values(), key=lambda s: (s.waiting is not None, s.waited_s))
@@ -132,7 +132,7 @@ def _behind(states: Mapping[int, RankState]) -> Verdict | None:
         state, before = late[0], state
     said = f"{state.who} {state.doing()} in {state.phase} and did not come to {before.waiting}"
     ranks = (state.rank, before.rank)
-    return Verdict("missing", ranks, f"{said}: {before.waits()}; they went different ways")
+    return Diagnosis("missing", ranks, f"{said}: {before.waits()}; they went different ways")
 
 
 def _lacks(state: RankState, other: RankState) -> bool:
@@ -145,7 +145,7 @@ def _lacks(state: RankState, other: RankState) -> bool:
     return state.counts.get(operation.group, 0) < operation.number
 
 
-def _fewer(states: Mapping[int, RankState]) -> Verdict | None:
+def _fewer(states: Mapping[int, RankState]) -> Diagnosis | None:
     """All of a group wait in one operation, but one has begun fewer or more of the group's others.
 
     What is queued on devices does not keep a host: it meets the others again in what it reads back.
@@ -164,12 +164,12 @@ def _fewer(states: Mapping[int, RankState]) -> Verdict | None:
                 witness = next(m for m in members if counts[m.rank] == usual)
                 said = f"{odd[0].who} has begun {counts[odd[0].rank]} operations of {group}, where "
                 said += f"rank {witness.rank} has begun {usual}: {witness.waits()}"
-                return Verdict("missing", (odd[0].rank,), said)
+                return Diagnosis("missing", (odd[0].rank,), said)
     return None
 
 
-def _unknown(states: Mapping[int, RankState]) -> Verdict:
+def _unknown(states: Mapping[int, RankState]) -> Diagnosis:
     state = max(states.values(), key=lambda s: s.waited_s)
     others = f"; all {len(states)} ranks wait" if all(s.is_waiting for s in states.values()) else ""
     sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s{others}"
-    return Verdict("unknown", (state.rank,), sentence)
+    return Diagnosis("unknown", (state.rank,), sentence)

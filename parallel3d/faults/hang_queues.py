@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from parallel3d.comm.operation_log import Operation
-from parallel3d.faults.hang_state import RankState, Verdict
+from parallel3d.comm.operation_log import LoggedOperation
+from parallel3d.faults.hang_state import Diagnosis, RankState
 
 UNEVEN = ("all_to_all", "alltoall", "scatter")  # whose ranks may give tensors of different sizes
 
 
-def verdict_of_queues(states: Mapping[int, RankState]) -> Verdict | None:
+def verdict_of_queues(states: Mapping[int, RankState]) -> Diagnosis | None:
     """None where no device waits. The queues of all `states` are known."""
     if all(state.stuck is None for state in states.values()):
         return None
     return _other_tensor(states) or _absent(states)
 
 
-def _other_tensor(states: Mapping[int, RankState]) -> Verdict | None:
+def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
     """A rank whose tensor is another than that of the rest, though it may have got past."""
     for state in states.values():
         mine = state.stuck
@@ -40,11 +40,11 @@ def _other_tensor(states: Mapping[int, RankState]) -> Verdict | None:
         blamed, witness = states[odd[0]], states[usual[0]]
         call = theirs[blamed.rank]
         sentence = f"{blamed.who} calls {call} in {blamed.phase}, where rank {witness.rank} calls "
-        return Verdict("shape", (blamed.rank,), f"{sentence}{theirs[usual[0]]}: {state.waits()}")
+        return Diagnosis("shape", (blamed.rank,), f"{sentence}{theirs[usual[0]]}: {state.waits()}")
     return None
 
 
-def _entry(state: RankState, wanted: Operation) -> Operation | None:
+def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
     """The collective of that group and number in the queue of `state`."""
     for operation, _ in state.queue or ():
         same = (operation.group, operation.number) == (wanted.group, wanted.number)
@@ -53,7 +53,7 @@ def _entry(state: RankState, wanted: Operation) -> Operation | None:
     return None
 
 
-def _absent(states: Mapping[int, RankState]) -> Verdict:
+def _absent(states: Mapping[int, RankState]) -> Diagnosis:
     """From a device that waits to a rank that has not come, and on to what that one waits for."""
     way = [max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))]
     while way[-1].stuck is not None and way[-1] not in way[:-1]:
@@ -72,10 +72,10 @@ def _absent(states: Mapping[int, RankState]) -> Verdict:
         if len(skipped) != 1:
             said = f"{state.who} {state.doing()} in {state.phase} and did not come to "
             said += f"{before.stuck}: {before.waits()}; they went different ways"
-            return Verdict("missing", (state.rank, before.rank), said)
+            return Diagnosis("missing", (state.rank, before.rank), said)
         before, state = skipped[0]
     said = f"{state.who} has not queued {before.stuck} and {state.doing()}: {before.waits()}"
-    return Verdict("missing", (state.rank,), said)
+    return Diagnosis("missing", (state.rank,), said)
 
 
 def _came(state: RankState, other: RankState) -> bool:
@@ -108,10 +108,10 @@ def _queued(state: RankState, other: RankState) -> bool:
     return any(op.number >= wanted.number for op in queue if op.peer is None)
 
 
-def _all_there(state: RankState) -> Verdict:
+def _all_there(state: RankState) -> Diagnosis:
     wanted = state.stuck
     assert wanted is not None
     whom = f"all ranks of {wanted.group} are" if wanted.peer is None else f"rank {wanted.peer} is"
     sentence = f"{state.who} {state.doing()} for {state.waited_s:.0f} s; {whom} in it too, with the"
     sentence += " same tensor: a device or what lies between them stands still"
-    return Verdict("unknown", (state.rank,), sentence)
+    return Diagnosis("unknown", (state.rank,), sentence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parallel3d.comm.operation_log import Departure, Operation
+from parallel3d.comm.operation_log import Departure, LoggedOperation
 from parallel3d.faults.flight_record import Queued
 
 Kind = Literal["dead", "shape", "missing", "unknown"]
@@ -31,16 +31,16 @@ class RankState:
     phase: str
     place: str = ""
     blocked: str = ""
-    waiting: Operation | None = None
+    waiting: LoggedOperation | None = None
     waited_s: float = 0.0
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    recent: tuple[Operation, ...] = ()
+    recent: tuple[LoggedOperation, ...] = ()
     departure: Departure | None = None
     queue: tuple[Queued, ...] | None = None
 
     @property
-    def stuck(self) -> Operation | None:
+    def stuck(self) -> LoggedOperation | None:
         """What the device waits in: the first that was queued and has not ended.
 
         Those behind it may only wait for their turn. What it needs itself has ended, so that it is
@@ -78,7 +78,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why the run hangs; `ranks` are at fault."""
 
     kind: Kind
@@ -94,11 +94,11 @@ def to_json(state: RankState) -> dict[str, Any]:
 def from_json(content: dict[str, Any]) -> RankState:
     """The state again."""
 
-    def operation(fields: list | None) -> Operation | None:
+    def operation(fields: list | None) -> LoggedOperation | None:
         if fields is None:
             return None
         group, number, name, shape, dtype, peer = fields
-        return Operation(group, number, name, tuple(shape), dtype, peer)
+        return LoggedOperation(group, number, name, tuple(shape), dtype, peer)
 
     departure, queue = content["departure"], content["queue"]
     if departure is not None:

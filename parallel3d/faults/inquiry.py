@@ -30,7 +30,7 @@ DUMP_S = 3.0  # what is left for files that are still being written then
 VERDICT_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
 
 # A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
-Found = tuple[hang_state.Verdict | None, list[tuple[int, int]]]
+Found = tuple[hang_state.Diagnosis | None, list[tuple[int, int]]]
 
 
 @dataclass

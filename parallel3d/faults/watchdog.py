@@ -31,14 +31,14 @@ from parallel3d.comm.job_store import put
 from parallel3d.comm.operation_log import OperationLog
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.errors import say
+from parallel3d.errors import print_line
 from parallel3d.faults import flight_record, hang_state
 from parallel3d.faults.inquiry import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
 from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
 from parallel3d.files.durable import replace_durably
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
-from parallel3d.run.endings import SAID
+from parallel3d.run.endings import EXIT_ALREADY_REPORTED
 from parallel3d.run.launch import Worker
 from parallel3d.run.time_limits import started, within
 
@@ -170,7 +170,7 @@ class Watchdog:
                 sys.stderr.flush()
             except Exception as error:  # the last that this process can do about it
                 with contextlib.suppress(Exception):
-                    say(f"watchdog: {type(error).__name__}: {error}")
+                    print_line(f"watchdog: {type(error).__name__}: {error}")
             finally:
                 os._exit(self._code)
 
@@ -201,9 +201,9 @@ class Watchdog:
             try:
                 write(path)
             except Exception as error:  # a full disk: the verdict does not need the file
-                say(f"{path} could not be written ({error})")
+                print_line(f"{path} could not be written ({error})")
 
-    def _speak(self, failed: failure.Failure) -> None:
+    def _speak(self, failed: failure.RankFailure) -> None:
         """The record, and the line unless a launcher of ours will say it last."""
         by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
         run_dir = self.worker.run_dir
@@ -211,8 +211,8 @@ class Watchdog:
             RECORD_FILE_S, lambda: failure.write_record(failed, "", run_dir) is None, False
         )
         if not (by_launcher and is_left):
-            say(failed.sentence())
-            self._code = SAID if by_launcher else 1
+            print_line(failed.sentence())
+            self._code = EXIT_ALREADY_REPORTED if by_launcher else 1
 
     def _state(self, record: str | None) -> hang_state.RankState:
         stack, ranks = of_the_work(), dict(self.log.ranks)
@@ -222,7 +222,7 @@ class Watchdog:
                 read = flight_record.read(record, ranks)
                 queue, ranks = read.queue or None, ranks | read.ranks
             except (KeyError, ValueError, TypeError, IndexError) as error:
-                say(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
+                print_line(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
         return hang_state.RankState(
             rank=self.worker.rank,
             who=failure.who(self.config, self.worker.rank),
@@ -242,9 +242,9 @@ class Watchdog:
         store = self.store
         return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
 
-    def _failure(self, verdict: hang_state.Verdict) -> failure.Failure:
+    def _failure(self, verdict: hang_state.Diagnosis) -> failure.RankFailure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"
-        return failure.Failure(
+        return failure.RankFailure(
             rank=verdict.ranks[0],
             coordinates=failure.coordinates_of(self.config, verdict.ranks[0]),
             host=socket.gethostname(),

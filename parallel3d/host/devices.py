@@ -26,7 +26,7 @@ class HostError(UserError):
     """A user error that may be true on this host alone: every host says its own."""
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """The type of device that the ranks of a host take.
 
     `note` is a sentence to say once for the host: why device=auto passes its GPUs over.
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> Choice:
+def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> DeviceChoice:
     """The device type for the `ranks_here` ranks of this host, as `device=requested` asks.
 
     `one_gpu_each` says that the launcher shows every rank its own GPU only (Slurm's GPU binding),
@@ -44,7 +44,7 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
     there are fewer GPUs than ranks; device=auto takes the CPU then.
     """
     if requested in (CPU, PRETEND):
-        return Choice(requested)
+        return DeviceChoice(requested)
     try:
         gpus = gpu_count()
         if gpus == 0 and requested == "cuda":
@@ -57,8 +57,8 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
     except HostError as lack:
         if requested == "cuda":
             raise
-        return Choice(CPU, f"device=auto computes on the CPU: {lack}.")
-    return Choice("cuda" if gpus else CPU)
+        return DeviceChoice(CPU, f"device=auto computes on the CPU: {lack}.")
+    return DeviceChoice("cuda" if gpus else CPU)
 
 
 def device_of_rank(kind: str, local_rank: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallel3d.comm import collectives
-from parallel3d.comm.clock import KINDS, Clock
+from parallel3d.comm.clock import KINDS, StepTimer
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.topology.layout import Coordinates
@@ -29,7 +29,9 @@ class RankTimes:
         return sum(self.seconds.values())
 
 
-def times_of_ranks(clock: Clock, groups: ProcessGroups, device: torch.device) -> list[RankTimes]:
+def times_of_ranks(
+    clock: StepTimer, groups: ProcessGroups, device: torch.device
+) -> list[RankTimes]:
     """What the steps so far went into, of every rank in rank order; collective."""
     mine = torch.tensor([list(clock.means().values())], dtype=torch.float64)
     everyone = collectives.all_gather(mine.to(device), groups.world)

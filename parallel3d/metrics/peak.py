@@ -13,7 +13,7 @@ import torch
 
 from parallel3d.device import accelerator
 from parallel3d.device.precision import COMPUTE
-from parallel3d.device.products import product
+from parallel3d.device.products import matmul
 from parallel3d.host.devices import available_cores
 from parallel3d.metrics.text import si
 
@@ -168,7 +168,7 @@ def _time(a: torch.Tensor) -> float:
     """Seconds of one a @ a, waiting for the device on both sides."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
-    product(a, a)
+    matmul(a, a)
     accelerator.synchronize(a.device)
     return time.perf_counter() - start
 

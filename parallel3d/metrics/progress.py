@@ -29,13 +29,13 @@ def make_console() -> Console:
     return Console(force_terminal=sys.stdout.isatty(), highlight=False)
 
 
-def say(console: Console, text: str, style: str = "") -> None:
+def print_styled(console: Console, text: str, style: str = "") -> None:
     """Print `text` as one unbroken line, in characters that the console's encoding has."""
     line = Text(encodable(text, console.encoding), style=style)
     console.print(line, soft_wrap=True)
 
 
-class Clock:
+class TimeLeft:
     """Time since the start, and time left by the pace of the last steps, evaluations included."""
 
     def __init__(self, last_step: int) -> None:
@@ -73,7 +73,7 @@ class Bar:
         self._first_step = first_step
         self._last_step = last_step
         self._curve = curve
-        self._clock = Clock(last_step)
+        self._clock = TimeLeft(last_step)
         self._record: StepRecord | None = None
         self._skipped = 0
         self._live = Live(
@@ -98,7 +98,7 @@ class Bar:
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line above the bar; it stays."""
-        say(self._console, text, style)
+        print_styled(self._console, text, style)
 
     def render(self) -> RenderableType:
         """What the screen shows now."""
@@ -164,7 +164,7 @@ class Lines:
         self._first_step = first_step
         self._last_step = last_step
         self._every = every
-        self._clock = Clock(last_step)
+        self._clock = TimeLeft(last_step)
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +193,7 @@ class Lines:
 
     def note(self, text: str, style: str = "") -> None:
         """Print a line."""
-        say(self._console, text, style)
+        print_styled(self._console, text, style)
 
 
 def make_progress(

@@ -14,17 +14,17 @@ from rich.console import Console
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.errors import say as tell
+from parallel3d.errors import print_line as tell
 from parallel3d.files.durable import replace_durably
 from parallel3d.host.standard_streams import lost_output
 from parallel3d.metrics import report
 from parallel3d.metrics.breakdown import RankTimes, summary_of
 from parallel3d.metrics.breakdown_picture import breakdown_svg
 from parallel3d.metrics.jsonl import MetricsFile, finite, rows_of, value, write_json
-from parallel3d.metrics.memory import Memory
+from parallel3d.metrics.memory import PeakMemory
 from parallel3d.metrics.memory import summary_of as memory_summary_of
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.progress import make_console, make_progress, say
+from parallel3d.metrics.progress import make_console, make_progress, print_styled
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.metrics.records import Evaluation, StepRecord, Throughput, is_whole
 from parallel3d.metrics.summary import held_out, layout_of, mfu, mfu_with_terms, paths_of
@@ -75,7 +75,7 @@ class Recorder:
         self._skipped = self._unlearned = 0
         self._said_unlearned = False
         self._ranks: Sequence[RankTimes] = ()
-        self._memory: Sequence[Memory] = ()
+        self._memory: Sequence[PeakMemory] = ()
         self._started_at: str | None = None
         self._error: str | None = None
         self._summary: dict[str, Any] | None = None
@@ -136,7 +136,7 @@ class Recorder:
         skipped: bool = False,
         loss_scale: float | None = None,
         times: Mapping[str, float] | None = None,
-        memory: Memory | None = None,
+        memory: PeakMemory | None = None,
         noise: Mapping[str, float | None] | None = None,
         profiled: bool = False,
     ) -> None:
@@ -199,7 +199,7 @@ class Recorder:
         self._metrics.flush()
         return self._metrics.waiting()
 
-    def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[Memory] = ()) -> None:
+    def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[PeakMemory] = ()) -> None:
         """What the steps went into, of every rank: for the summary, its panel and breakdown.svg.
 
         `memory`: what their accelerators held at most.
@@ -276,7 +276,7 @@ class Recorder:
             self._say(f"{self._run_dir / name} cannot be written ({error.strerror})")
 
     def _say(self, text: str) -> None:
-        say(self._console, text, style="yellow")
+        print_styled(self._console, text, style="yellow")
 
     def _summarise(self, status: str) -> dict[str, Any]:
         """What summary.json holds: losses in nats per token, seconds, tokens, fractions.

@@ -12,7 +12,7 @@ from parallel3d.comm.clock import WARMUP_STEPS
 from parallel3d.metrics.jsonl import value
 
 if TYPE_CHECKING:
-    from parallel3d.metrics.memory import Memory
+    from parallel3d.metrics.memory import PeakMemory
 
 
 class StepRecord(NamedTuple):
@@ -29,7 +29,7 @@ class StepRecord(NamedTuple):
     skipped: bool = False  # no loss or gradients not finite: the parameters stay as they were
     loss_scale: float | None = None  # of fp16, after the step
     times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
-    memory: Memory | None = None  # of rank 0's accelerator so far
+    memory: PeakMemory | None = None  # of rank 0's accelerator so far
     noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
     profiled: bool = False  # slower than others, and left out of the run's throughput
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from parallel3d.comm.clock import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.metrics.peak import Peak
-from parallel3d.metrics.progress import MAX_WIDTH, say
+from parallel3d.metrics.progress import MAX_WIDTH, print_styled
 from parallel3d.metrics.text import (
     chart,
     duration,
@@ -79,7 +79,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], losses: list[flo
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if finished else "yellow")
     for label, text in _places(summary).items():  # outside of the frame: to be copied
-        say(console, f"  {label:{LABEL_WIDTH}} {text}")
+        print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:

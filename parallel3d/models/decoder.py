@@ -18,8 +18,8 @@ from parallel3d.config.schema import Config
 from parallel3d.models.attention import attend, kernel_shares_heads, repeated
 from parallel3d.models.attention_kernel import choose_kernel
 from parallel3d.models.ops import split_heads_rotary
-from parallel3d.models.transformer import Attention, Block, BuildContext, Stage
-from parallel3d.parameters.pieces import Initializer, Piece
+from parallel3d.models.transformer import Attention, BuildContext, Stage, TransformerBlock
+from parallel3d.parameters.pieces import Initializer, ShardSpec
 from parallel3d.sizes.stages import layers_of_stages
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 
@@ -27,7 +27,7 @@ from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 class Blank(Initializer):
     """Makes parameters whose values come from elsewhere: drawing them would be for nothing."""
 
-    def fill(self, piece: Piece, out: Tensor) -> None:
+    def fill(self, piece: ShardSpec, out: Tensor) -> None:
         pass
 
 
@@ -111,7 +111,7 @@ class Decoder:
     def _neighbour(self, step: int) -> int:
         return self.groups.pp.ranks[self.groups.pp.index + step]
 
-    def _block(self, block: Block, cache: _Cache, x: Tensor) -> Tensor:
+    def _block(self, block: TransformerBlock, cache: _Cache, x: Tensor) -> Tensor:
         """`Block.layer` with the attention over the cache."""
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.context import BuildContext
 from parallel3d.models.layers import Norm
-from parallel3d.parameters.pieces import WORD_TABLE, ParameterSpec, Piece
+from parallel3d.parameters.pieces import WORD_TABLE, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.cross_entropy import Objective
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, look_up, word_table
 from parallel3d.tensor_parallel.head_loss import HeadLoss
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
         self.position = None
         if model.position_embedding == "learned":
             shape = (model.max_positions, model.hidden_size)
-            piece = Piece("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
+            piece = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
             self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
         self.dropout = ctx.dropout("embedding", model)
 

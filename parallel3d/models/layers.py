@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.models.ops import add_rms_norm, rms_norm
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 
 
 class Norm(nn.Module):
@@ -22,7 +22,7 @@ class Norm(nn.Module):
         self.eps, self.size = model.norm_eps, (model.hidden_size,)
 
         def vector(part: str, fill: float) -> nn.Parameter:
-            piece = Piece(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
+            piece = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
             return init.parameter(ParameterSpec(self.size, (piece,), replicated=True))
 
         self.weight = vector("weight", 1.0)

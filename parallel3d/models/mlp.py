@@ -11,7 +11,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.models.context import BuildContext
 from parallel3d.models.layers import output_std
 from parallel3d.models.ops import swiglu
-from parallel3d.models.recompute import into
+from parallel3d.models.recompute import checkpoint_up_to_linear
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -34,11 +34,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Of norm(x)."""
         if {"mlp", "norm"} <= self.recompute:
-            return into(self.down, lambda x: self.inner(norm(x)), x, again=True)
+            return checkpoint_up_to_linear(self.down, lambda x: self.inner(norm(x)), x, again=True)
         if "mlp" in self.recompute:
-            return into(self.down, self.inner, norm(x), again=True)
-        x = into(self.up, norm, x, again="norm" in self.recompute)
-        return into(self.down, self.activate, x, again="activation" in self.recompute)
+            return checkpoint_up_to_linear(self.down, self.inner, norm(x), again=True)
+        x = checkpoint_up_to_linear(self.up, norm, x, again="norm" in self.recompute)
+        return checkpoint_up_to_linear(
+            self.down, self.activate, x, again="activation" in self.recompute
+        )
 
     def inner(self, x: Tensor) -> Tensor:
         return self.activate(self.up(x))

@@ -11,7 +11,7 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.device.fused import fused
 from parallel3d.models.context import BuildContext
 from parallel3d.models.ops import rms_norm
-from parallel3d.parameters.pieces import ParameterSpec, Piece
+from parallel3d.parameters.pieces import ParameterSpec, ShardSpec
 
 
 class QKNorm(nn.Module):
@@ -34,7 +34,7 @@ class QKNorm(nn.Module):
 
         def weight(part: str) -> nn.Parameter:
             name = f"{prefix}.{part}_norm.weight"
-            piece = Piece(name, size, (0,), size, fill=1.0, copies=tp)
+            piece = ShardSpec(name, size, (0,), size, fill=1.0, copies=tp)
             return ctx.init.parameter(ParameterSpec(size, (piece,), replicated=tp == 1))
 
         self.q, self.k = weight("q"), weight("k")

@@ -40,7 +40,7 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def into(
+def checkpoint_up_to_linear(
     linear: Callable[[Tensor], Tensor], function: Callable[..., Tensor], *args: Any, again: bool
 ) -> Tensor:
     """`linear(function(*args))`; with `again` the linear layer's input is made again in the

@@ -25,8 +25,8 @@ from parallel3d.models.layers import Norm, output_std, rotary_tables
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Rotary
 from parallel3d.models.qk_norm import QKNorm
-from parallel3d.models.recompute import into, recomputed
-from parallel3d.schedules.placement import Placement
+from parallel3d.models.recompute import checkpoint_up_to_linear, recomputed
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.recompute import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_heads
@@ -85,7 +85,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Of norm(x)."""
         inner = (self.project(x, norm), rotary, samples, documents)
-        return into(self.out, self.attend, *inner, again="attention" in self.recompute)
+        return checkpoint_up_to_linear(
+            self.out, self.attend, *inner, again="attention" in self.recompute
+        )
 
     def attend(
         self,
@@ -107,7 +109,7 @@ class Attention(nn.Module):
         With `tensor_parallel.attention=gather_qk` every rank first gathers q and k of all heads,
         as where scores are computed from whole matrices, and takes those of its own from there.
         """
-        qkv = into(self.qkv, norm, x, again="norm" in self.recompute)
+        qkv = checkpoint_up_to_linear(self.qkv, norm, x, again="norm" in self.recompute)
         if not self.gathers:
             return qkv
         v_size = self.kv_heads * self.head_dim
@@ -115,7 +117,7 @@ class Attention(nn.Module):
         return torch.cat((gather_heads(qk, self.tp)[self.tp.index], v), dim=-1)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
@@ -165,7 +167,7 @@ class Block(nn.Module):
 
 
 def _run_blocks(
-    blocks: list[Block],
+    blocks: list[TransformerBlock],
     x: Tensor,
     rotary: Rotary | None,
     samples: Tensor | None = None,
@@ -216,7 +218,10 @@ class Stage(nn.Module):
         count = len(layers) if recomputed is None else recomputed
         keeping = replace(ctx, recompute=frozenset())
         self.layers = nn.ModuleDict(
-            {str(i): Block(i, model, ctx if i in layers[:count] else keeping) for i in layers}
+            {
+                str(i): TransformerBlock(i, model, ctx if i in layers[:count] else keeping)
+                for i in layers
+            }
         )
         self.head = None
         if last:
@@ -271,7 +276,7 @@ class Stage(nn.Module):
 def stages_of_rank(
     model: ModelConfig,
     layers: Sequence[range],
-    placement: Placement,
+    placement: StageAssignment,
     rank: int,
     ctx: BuildContext,
 ) -> list[Stage]:

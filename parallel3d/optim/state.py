@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.parameters.segments import Part
+from parallel3d.parameters.segments import SegmentPart
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def parameter_slices(
     return found
 
 
-def _with_offsets(parts: list[Part]) -> Iterator[tuple[Part, int]]:
+def _with_offsets(parts: list[SegmentPart]) -> Iterator[tuple[SegmentPart, int]]:
     offset = 0
     for part in parts:
         yield part, offset

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parameters.pieces import Piece
+from parallel3d.parameters.pieces import ShardSpec
 
 MESSAGE_BYTES = 1 << 26  # small boxes travel together
 # All fields of a piece, without the deep copies of `dataclasses.astuple`.
-_fields = operator.attrgetter(*(field.name for field in fields(Piece)))
+_fields = operator.attrgetter(*(field.name for field in fields(ShardSpec)))
 
 
 def owned_boxes(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
-) -> list[tuple[Piece, Tensor]]:
+) -> list[tuple[ShardSpec, Tensor]]:
     """The boxes that this rank speaks for: each box of the model is owned by exactly one rank.
 
     Of data-parallel replicas the first, of values that several tp ranks hold the first of them, of
@@ -50,7 +50,7 @@ def local_parameter(parameter: nn.Parameter) -> Tensor:
 
 def gather_boxes(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
-) -> list[tuple[int, Piece, Tensor]]:
+) -> list[tuple[int, ShardSpec, Tensor]]:
     """Every box that any rank holds, replicas and copies too: (rank, box, CPU tensor) on rank 0,
     an empty list elsewhere; collective."""
     held = [(p.spec, local_parameter(p)) for p in parameters]
@@ -59,8 +59,8 @@ def gather_boxes(
 
 
 def _gather(
-    boxes: list[tuple[Piece, Tensor]], device: torch.device, groups: ProcessGroups
-) -> list[tuple[int, Piece, Tensor]]:
+    boxes: list[tuple[ShardSpec, Tensor]], device: torch.device, groups: ProcessGroups
+) -> list[tuple[int, ShardSpec, Tensor]]:
     """Each rank says in JSON what it holds; the values follow as bare bytes, rank by rank.
 
     NCCL knows the memory of devices alone, so rank 0's holds one message of the others at a time.
@@ -100,9 +100,9 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-def _piece(told: Sequence[Any]) -> Piece:
+def _piece(told: Sequence[Any]) -> ShardSpec:
     """What JSON has made of a piece's fields, its tuples lists."""
-    return Piece(*(tuple(field) if isinstance(field, list) else field for field in told))
+    return ShardSpec(*(tuple(field) if isinstance(field, list) else field for field in told))
 
 
 def _dtype(word: str) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
-from parallel3d.device.products import is_widened, product
+from parallel3d.device.products import is_widened, matmul
 
 Job = Callable[[], None]
 
@@ -58,12 +58,12 @@ def add_weight_gradient(
     """
     main_grad, jobs = getattr(weight, "main_grad", None), waiting_jobs(weight)
     if main_grad is None and jobs is None:
-        return product(grad.t(), x if isinstance(x, Tensor) else x())
+        return matmul(grad.t(), x if isinstance(x, Tensor) else x())
 
     def add() -> None:
         rows = x if isinstance(x, Tensor) else x()
         if main_grad is None:
-            add_gradient(weight, product(grad.t(), rows))
+            add_gradient(weight, matmul(grad.t(), rows))
         else:
             add_product(main_grad, grad, rows)
             weight.gradient_added()

@@ -28,7 +28,7 @@ BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSpec:
     """A box of one full logical tensor inside a local parameter.
 
     Attributes:
@@ -77,7 +77,7 @@ class ParameterSpec:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardSpec, ...]
     replicated: bool
     tied_copy: bool = False
     uses: int = 1
@@ -96,7 +96,7 @@ class ParameterSpec:
         of their `copies` changes: (first, end, copies), counted from `start`."""
         width = math.prod(self.shape[1:])
         cuts: list[tuple[int, int, int]] = []
-        for piece in self.pieces or (Piece("", (), (), self.shape),):
+        for piece in self.pieces or (ShardSpec("", (), (), self.shape),):
             end = (piece.row + piece.shape[0]) * width
             first = cuts[-1][1] if cuts else 0  # padding in between goes with what follows
             if cuts and cuts[-1][2] == piece.copies:
@@ -160,7 +160,7 @@ class Initializer:
                 box = replace(piece, start=start, shape=(bottom - top, *piece.shape[1:]))
                 self.fill(box, out[top - first : bottom - first])
 
-    def fill(self, piece: Piece, out: Tensor) -> None:
+    def fill(self, piece: ShardSpec, out: Tensor) -> None:
         """Writes the initial values of a box into `out`, a tensor of the box's shape."""
         if not accelerator.has_values(out.device):
             return
@@ -174,7 +174,7 @@ class Initializer:
             # One copy a band: on a GPU each is a transfer that the host waits for.
             out[top - row0 : bottom - row0] = torch.from_numpy(self._band(piece, top, bottom))
 
-    def _band(self, piece: Piece, top: int, bottom: int) -> np.ndarray:
+    def _band(self, piece: ShardSpec, top: int, bottom: int) -> np.ndarray:
         """Rows [top, bottom) of the full matrix in the box's columns, float32."""
         left, cols = piece.start[1], piece.shape[1]
         band = np.empty((bottom - top, cols), dtype=np.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel3d.parameters.pieces import ParameterSpec
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """Elements `start` … `start + numel` of a flattened local parameter, inside a segment."""
 
     name: str
@@ -39,7 +39,7 @@ class Segment:
     decays: bool
     replicated: bool
     tied_copy: bool
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SegmentPart] = field(default_factory=list)
 
     def runs(self) -> list[tuple[slice, int]]:
         """All elements in order, cut where the number of tp ranks in a row that share them changes

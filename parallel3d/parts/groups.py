@@ -17,11 +17,11 @@ from parallel3d.errors import UserError, closest
 from parallel3d.host.devices import PRETEND, choose_device, device_of_rank
 from parallel3d.parts.script_end import ScriptEnd
 from parallel3d.run.launch import detect
-from parallel3d.run.meeting import meet
+from parallel3d.run.meeting import rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 
-FOREIGN = "own"  # the name of a group that was made elsewhere, of which nothing is known
+EXTERNAL = "own"  # the name of a group that was made elsewhere, of which nothing is known
 
 
 def init(
@@ -81,7 +81,7 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
         )
     ranks = tuple(dist.get_process_group_ranks(group))
     handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
-    return Group(FOREIGN, ranks, index, handle)
+    return Group(EXTERNAL, ranks, index, handle)
 
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
@@ -99,7 +99,7 @@ def _begin(requested: str, timeout_s: float) -> torch.device:
         backend_of(device),
         store=dist.HashStore()
         if place is None
-        else meet(Config(launch=LaunchConfig(timeout_s=timeout_s)), place),
+        else rendezvous(Config(launch=LaunchConfig(timeout_s=timeout_s)), place),
         rank=0 if place is None else place.rank,
         world_size=1 if place is None else place.world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -18,7 +18,7 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 from parallel3d.parts.groups import group_of
 from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_nodes import ColumnNode, row_node
@@ -30,7 +30,7 @@ from parallel3d.tensor_parallel.mappings import (
 GroupLike = Group | dist.ProcessGroup | None
 
 
-class Split(nn.Module):
+class ShardedModule(nn.Module):
     """Parameters that are boxes of logical ones; state dicts of the logical ones.
 
     Args:
@@ -51,14 +51,16 @@ class Split(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, ShardSpec] = {}
         for key, full in whole.named_parameters():
             shape, start, dim = list(full.shape), [0] * full.dim(), dims[key]
             if dim is not None:
                 shape[dim] //= group.size
                 start[dim] = shape[dim] * group.index
             draws = std if full.dim() > 1 else 0.0
-            piece = Piece(f"{name}.{key}", tuple(full.shape), tuple(start), tuple(shape), std=draws)
+            piece = ShardSpec(
+                f"{name}.{key}", tuple(full.shape), tuple(start), tuple(shape), std=draws
+            )
             spec = ParameterSpec(tuple(shape), (piece,), dim is None or group.size == 1)
             if seed is None:
                 local = piece.of_full(full.detach()).clone(memory_format=torch.contiguous_format)
@@ -102,7 +104,7 @@ class Split(nn.Module):
         super()._load_from_state_dict(mine, prefix, *more)
 
 
-def _gathered(local: Tensor, piece: Piece, group: Group) -> Tensor:
+def _gathered(local: Tensor, piece: ShardSpec, group: Group) -> Tensor:
     """The logical tensor of which every rank holds a part along one dimension."""
     if piece.shape == piece.full_shape:
         return local
@@ -148,7 +150,7 @@ def _cast(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.to(dtype) for t in (x, *parameters)]
 
 
-class ColumnParallelLinear(Split):
+class ColumnParallelLinear(ShardedModule):
     """`nn.Linear` whose output features are split over `group`.
 
     Args:
@@ -208,7 +210,7 @@ class ColumnParallelLinear(Split):
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
 
 
-class RowParallelLinear(Split):
+class RowParallelLinear(ShardedModule):
     """`nn.Linear` whose input features are split over `group`; the results are added up.
 
     The bias is added once, after the sum, and every rank holds it. Arguments as of
@@ -265,7 +267,7 @@ class RowParallelLinear(Split):
         return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
 
 
-class VocabParallelEmbedding(Split):
+class VocabParallelEmbedding(ShardedModule):
     """`nn.Embedding` whose rows are split over `group`; the ranks' results are added up.
 
     Arguments as of `ColumnParallelLinear`. Shapes: (…) int64, alike on all ranks → (…, dim).

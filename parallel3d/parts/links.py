@@ -12,11 +12,11 @@ from torch import Tensor
 
 from parallel3d.errors import UserError
 
-Values = Tensor | tuple[Tensor, ...]
+StageValues = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Link:
+class StageOutputs:
     """The results of a stage: one tensor, or several of one type that travel as one.
 
     Attributes:
@@ -28,7 +28,7 @@ class Link:
     single: bool
 
     @classmethod
-    def of(cls, values: Any, stage: int) -> Link:
+    def of(cls, values: Any, stage: int) -> StageOutputs:
         """Raises UserError for results that cannot be sent."""
         several = values if isinstance(values, tuple | list) else (values,)
         said = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
@@ -50,7 +50,7 @@ class Link:
         """Values of these shapes."""
         return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
 
-    def message(self, values: Values) -> Tensor:
+    def message(self, values: StageValues) -> Tensor:
         """One contiguous tensor of all."""
         if isinstance(values, Tensor) or self.single:
             (values,) = values if isinstance(values, tuple | list) else (values,)
@@ -69,7 +69,7 @@ class Link:
         return [self.shapes, str(self.dtype), self.single]
 
     @classmethod
-    def told(cls, facts: Sequence) -> Link:
+    def told(cls, facts: Sequence) -> StageOutputs:
         shapes, dtype, single = facts
         kind = getattr(torch, dtype.removeprefix("torch."))
         return cls(tuple(map(tuple, shapes)), kind, single)

@@ -16,19 +16,19 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.parameters.gradients import WeightGradients
 from parallel3d.parts.groups import group_of
-from parallel3d.parts.links import Link, cut, shapes_of
+from parallel3d.parts.links import StageOutputs, cut, shapes_of
 from parallel3d.parts.replicas import average_gradients, start_equal
 from parallel3d.parts.stages import (
-    Failure,
     LossFn,
     PlainExecutor,
     PlainStage,
     Progress,
+    StageFailure,
     unchanged,
 )
 from parallel3d.parts.whole import load_own, refuse_sharing, stages_of, whole_state_dict
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
 GroupLike = Group | dist.ProcessGroup | None
@@ -241,7 +241,7 @@ class Pipeline(nn.Module):
             raise RuntimeError("another replica of the pipeline failed in this step")
         return [number for number, _ in facts]
 
-    def _raise(self, failure: Failure | None) -> None:
+    def _raise(self, failure: StageFailure | None) -> None:
         """What went wrong; collective over the group."""
         said = failure and [str(failure), isinstance(failure.error, UserError)]
         everyone = all_gather_json(said, self.group.handle, self.device)
@@ -263,24 +263,24 @@ class Pipeline(nn.Module):
                 values = inputs if number == 0 else links[number - 1].zeros(self.device)
                 try:
                     with torch.no_grad(), unchanged(self, self.device):
-                        word = Link.of(stages[chunk].run(values), number).facts()
+                        word = StageOutputs.of(stages[chunk].run(values), number).facts()
                 except Exception as error:
                     self.progress.fails(f"stage {number} in a first look at its shapes", error)
             word = all_gather_json(word, self.group.handle, self.device)[rank]
             if word is None:
                 self._meet(0.0, step)
-            links[number] = Link.told(word)
+            links[number] = StageOutputs.told(word)
         messages = [link.message(link.zeros(self.device)) for link in links.values()]
         boxes = None
         if messages:
             largest = max(messages, key=lambda message: message.nbytes)
-            boxes = Mailboxes.of_plans(
+            boxes = SharedMemoryP2P.of_plans(
                 self.plans, placement, self.launch, self.group, largest.view(-1)
             )
-        route = Route(self.group, placement)
+        route = P2PRoute(self.group, placement)
         return PlainExecutor(stages, route, links, self.device, boxes, self.weight_gradients)
 
-    def _stage(self, number: int, links: Mapping[int, Link]) -> PlainStage:
+    def _stage(self, number: int, links: Mapping[int, StageOutputs]) -> PlainStage:
         last = self.schedule.placement.stages - 1
         return PlainStage(
             number,

@@ -14,7 +14,7 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import UserError
 from parallel3d.parts.groups import group_of
-from parallel3d.parts.linear import Split
+from parallel3d.parts.linear import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
 
@@ -45,7 +45,10 @@ def sum_gradients_over(module: nn.Module, group: Group | dist.ProcessGroup | Non
     """
     ranks = group_of(group)
     split = {
-        id(p) for part in module.modules() if isinstance(part, Split) for p in part.parameters()
+        id(p)
+        for part in module.modules()
+        if isinstance(part, ShardedModule)
+        for p in part.parameters()
     }
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not named:
@@ -109,6 +112,7 @@ def _held_by_all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in part.named_parameters(prefix, recurse=False):
             key = name.removeprefix(f"{prefix}.")
             if not (
-                isinstance(part, Split) and part.pieces[key].shape != part.pieces[key].full_shape
+                isinstance(part, ShardedModule)
+                and part.pieces[key].shape != part.pieces[key].full_shape
             ):
                 yield name, parameter

@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parameters.gradients import WeightGradients
-from parallel3d.parts.links import Link
+from parallel3d.parts.links import StageOutputs
 from parallel3d.parts.put_off import SplitBackward
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.schedules.actions import Action, Kind
 
 LossFn = Callable[..., Tensor]
 
 
 @dataclass
-class Failure:
+class StageFailure:
     """What a rank raised in a step, and where."""
 
     where: str
@@ -49,14 +49,14 @@ class Progress:
         outputs: by micro-batch what the last stage returned, where that is wanted.
     """
 
-    failure: Failure | None = None
+    failure: StageFailure | None = None
     wants_outputs: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def fails(self, where: str, error: Exception) -> None:
         """The first one counts: the rest are its consequences."""
         if self.failure is None:
-            self.failure = Failure(where, error)
+            self.failure = StageFailure(where, error)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PlainStage:
     modules: Sequence[nn.Module]
     loss_fn: LossFn | None
     splits: bool
-    links: Mapping[int, Link]
+    links: Mapping[int, StageOutputs]
     progress: Progress
     device: torch.device
 
@@ -119,7 +119,7 @@ class PlainStage:
             out = self.run(values)
             if self.last:
                 return self._end(out, targets, microbatch)
-        link, wanted = Link.of(out, self.number), self.links[self.number]
+        link, wanted = StageOutputs.of(out, self.number), self.links[self.number]
         if link != wanted:
             raise UserError(
                 f"stage {self.number} made {link} of micro-batch {microbatch}, but must make "
@@ -160,13 +160,13 @@ class PlainExecutor(Executor):
     def __init__(
         self,
         stages: Sequence[PlainStage],
-        route: Route,
-        links: Mapping[int, Link],
+        route: P2PRoute,
+        links: Mapping[int, StageOutputs],
         device: torch.device,
-        boxes: Mailboxes | None,
+        boxes: SharedMemoryP2P | None,
         weight_gradients: WeightGradients,
     ) -> None:
-        super().__init__(stages, route, (), torch.float32, device, boxes, Clock())
+        super().__init__(stages, route, (), torch.float32, device, boxes, StepTimer())
         self.links, self.progress = links, stages[0].progress
         self.weight_gradients = weight_gradients
         for stage in stages:

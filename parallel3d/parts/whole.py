@@ -13,11 +13,11 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.group import Group
 from parallel3d.errors import UserError
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 
 def stages_of(
-    modules: Sequence[nn.Module], placement: Placement, split: Sequence[int] | None
+    modules: Sequence[nn.Module], placement: StageAssignment, split: Sequence[int] | None
 ) -> list[range]:
     """The modules of each stage. Raises UserError where they do not fill the stages."""
     count, stages = len(modules), placement.stages
@@ -40,7 +40,7 @@ def stages_of(
     return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
 
 
-def even_split(count: int, placement: Placement) -> list[int]:
+def even_split(count: int, placement: StageAssignment) -> list[int]:
     """Says how many of `count` equal modules each stage gets: one at least, and no rank more than
     one beyond another, over all of its stages. Of a rank's stages, and of ranks, those closest to
     the middle of the model get what is left over, as in `sizes.balance`."""
@@ -61,7 +61,7 @@ def even_split(count: int, placement: Placement) -> list[int]:
 
 
 def refuse_sharing(
-    modules: Sequence[nn.Module], stages: Sequence[range], placement: Placement
+    modules: Sequence[nn.Module], stages: Sequence[range], placement: StageAssignment
 ) -> None:
     """Raises UserError for a parameter in stages of two ranks: their copies would drift apart."""
     seen: dict[nn.Parameter, tuple[int, str]] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
@@ -26,9 +26,9 @@ from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
 from parallel3d.pipeline.action_times import ActionTimes
-from parallel3d.pipeline.floors import measure_floors
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route, Transfer, post
+from parallel3d.pipeline.floors import measure_baseline_latency
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, post
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sizes.run_schedule import sends_slices
@@ -77,16 +77,16 @@ class Executor:
     def __init__(
         self,
         stages: Sequence[Stage],
-        route: Route,
+        route: P2PRoute,
         message_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        boxes: Mailboxes | None = None,
-        clock: Clock | None = None,
+        boxes: SharedMemoryP2P | None = None,
+        clock: StepTimer | None = None,
         slices: Group | None = None,
     ) -> None:
         self.stages, self.route, self.boxes = stages, route, boxes
-        self.clock = clock or Clock()
+        self.clock = clock or StepTimer()
         if boxes is not None:
             boxes.clock = self.clock
         self.message_shape, self.dtype, self.device = message_shape, dtype, device
@@ -95,8 +95,8 @@ class Executor:
         self.put_off: dict[Place, list[Job]] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
-        self.receiving: dict[Action, Transfer] = {}
-        self.sending: deque[Transfer] = deque()
+        self.receiving: dict[Action, PendingTransfer] = {}
+        self.sending: deque[PendingTransfer] = deque()
         self.action_times: ActionTimes | None = None
         self.weight_gradients = WeightGradients()
         for stage in stages:
@@ -112,7 +112,7 @@ class Executor:
         groups: ProcessGroups,
         dtype: torch.dtype,
         device: torch.device,
-        clock: Clock,
+        clock: StepTimer,
     ) -> Executor:
         """The executor of a run; collective over the world.
 
@@ -123,10 +123,10 @@ class Executor:
         shape = (config.micro_batch_size, sequence, model.hidden_size)
         message = torch.zeros(shape, dtype=dtype, device=device)
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
-        boxes = Mailboxes.of_plans(plans, placement, config.launch, groups.pp, message)
-        clock.floors = measure_floors(groups, message, boxes)
+        boxes = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
+        clock.floors = measure_baseline_latency(groups, message, boxes)
         slices = groups.tp if sliced else None
-        route = Route(groups.pp, placement, groups.pp_backward)
+        route = P2PRoute(groups.pp, placement, groups.pp_backward)
         return cls(stages, route, shape, dtype, device, boxes, clock, slices)
 
     def train_step(
@@ -202,7 +202,7 @@ class Executor:
         while len(self.sending) > left:
             self._wait(self.sending.popleft())
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _wait(self, transfer: PendingTransfer) -> None:
         """Beyond the time that the message takes at most, its other end was late: idle."""
         self.clock.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()

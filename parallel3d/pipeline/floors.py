@@ -14,13 +14,13 @@ from parallel3d.comm.exchange import transfer
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device import accelerator
-from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
 
 FLOOR_TRIES = 5  # the fastest of so many transfers is the floor
 
 
-def measure_floors(
-    groups: ProcessGroups, message: Tensor, boxes: Mailboxes | None
+def measure_baseline_latency(
+    groups: ProcessGroups, message: Tensor, boxes: SharedMemoryP2P | None
 ) -> dict[str, float]:
     """Seconds that a transfer takes when nobody is late, by group (`Clock.floors`); collective.
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.comm.clock import Clock
-from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.clock import StepTimer
+from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import Group
 from parallel3d.comm.shared_memory import SharedMemory, open_shared_memory
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.schedules.actions import Action, Plan
+from parallel3d.schedules.actions import Action, PipelineProgram
 from parallel3d.schedules.flight import enough_slots
 from parallel3d.schedules.messages import peer_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 SLOT_BYTES = 4 << 20  # larger messages take the backend's way
 ALIGNMENT = 64  # of a slot: a cache line
@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 
 @dataclass
-class Mailboxes:
+class SharedMemoryP2P:
     """The links of one pipeline group, on one of its ranks.
 
     Attributes:
@@ -50,9 +50,11 @@ class Mailboxes:
     slots: int
     slot_bytes: int
     sent: dict[int, int] = field(default_factory=dict)
-    expected: dict[int, deque[Arrival]] = field(default_factory=dict)
+    expected: dict[int, deque[PendingReceive]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)  # told how long a stage waits for its neighbour
+    clock: StepTimer = field(
+        default_factory=StepTimer
+    )  # told how long a stage waits for its neighbour
 
     @classmethod
     def open(
@@ -64,7 +66,7 @@ class Mailboxes:
         pairs: Iterable[Pair] | None = None,
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
-    ) -> Mailboxes | None:
+    ) -> SharedMemoryP2P | None:
         """None where the ranks cannot share memory; collective over the group.
 
         Args:
@@ -82,12 +84,12 @@ class Mailboxes:
     @classmethod
     def of_plans(
         cls,
-        plans: Sequence[Plan],
-        placement: Placement,
+        plans: Sequence[PipelineProgram],
+        placement: StageAssignment,
         launch: LaunchConfig,
         pp: Group,
         message: Tensor,
-    ) -> Mailboxes | None:
+    ) -> SharedMemoryP2P | None:
         """Those for messages like `message` of a run's ranks, on CPUs that may share memory, with
         as many slots as each plan needs; collective over `pp`."""
         if pp.size == 1 or not launch.shared_memory:
@@ -123,16 +125,16 @@ class Mailboxes:
             self.memory.wait(2 * link + 1, peer)
         self._slot(link, turn, tensor).copy_(tensor)
         self.memory.post(2 * link)
-        return Done()
+        return CompletedWork()
 
-    def receive(self, tensor: Tensor, peer: int) -> Arrival:
+    def receive(self, tensor: Tensor, peer: int) -> PendingReceive:
         """The next message of member `peer` will be in `tensor` after the handle's `wait()`."""
         link = self.links[peer, self.memory.index]
-        arrival = Arrival(self, tensor, peer, link)
+        arrival = PendingReceive(self, tensor, peer, link)
         self.expected.setdefault(link, deque()).append(arrival)
         return arrival
 
-    def take_next(self, link: int) -> Arrival:
+    def take_next(self, link: int) -> PendingReceive:
         """The oldest awaited message of a link, once it has come."""
         arrival = self.expected[link].popleft()
         turn = self.taken.get(link, 0)
@@ -146,10 +148,10 @@ class Mailboxes:
 
 
 @dataclass(eq=False)
-class Arrival:
+class PendingReceive:
     """A message that is awaited."""
 
-    boxes: Mailboxes
+    boxes: SharedMemoryP2P
     tensor: Tensor
     peer: int
     link: int

@@ -12,14 +12,14 @@ from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import noted_message
 from parallel3d.device import accelerator
-from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.messages import peer_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 
 @dataclass
-class Transfer:
+class PendingTransfer:
     """A message in flight; until `work` ends the tensor lives, and a sent one stays unchanged."""
 
     action: Action
@@ -28,14 +28,14 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Route:
+class P2PRoute:
     """Where the messages of one rank of a pipeline go, and by what number both ends know them.
 
     `backward`: the same ranks, by which gradients go back; None: by `group`, as activations do.
     """
 
     group: Group
-    placement: Placement
+    placement: StageAssignment
     backward: Group | None = None
 
     def handle(self, action: Action) -> dist.ProcessGroup | None:
@@ -65,8 +65,8 @@ def is_backward(action: Action) -> bool:
 
 
 def post(
-    messages: Sequence[tuple[Action, Tensor]], route: Route, boxes: Mailboxes | None = None
-) -> list[Transfer]:
+    messages: Sequence[tuple[Action, Tensor]], route: P2PRoute, boxes: SharedMemoryP2P | None = None
+) -> list[PendingTransfer]:
     """Starts one communication group of a plan: all of its sends and receives together.
 
     With `boxes` messages go through shared memory, as long as they fit.
@@ -83,10 +83,10 @@ def post(
     works: dict[Action, Work] = {}
     for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
         works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
-    return [Transfer(a, t, _noted(a, t, route, lambda a=a: works[a])) for a, t in messages]
+    return [PendingTransfer(a, t, _noted(a, t, route, lambda a=a: works[a])) for a, t in messages]
 
 
-def _start(messages: Sequence[tuple[Action, Tensor]], route: Route) -> dict[Action, Work]:
+def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[Action, Work]:
     """Those of one communicator, on an accelerator as one batch."""
     calls = [
         (
@@ -108,12 +108,16 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: Route) -> dict[Acti
     return dict(zip((action for action, _ in messages), works, strict=True))
 
 
-def _through(boxes: Mailboxes, action: Action, tensor: Tensor, route: Route) -> Transfer:
+def _through(
+    boxes: SharedMemoryP2P, action: Action, tensor: Tensor, route: P2PRoute
+) -> PendingTransfer:
     peer = route.peer(action)
     call = boxes.send if action.kind.is_send else boxes.receive
-    return Transfer(action, tensor, _noted(action, tensor, route, lambda: call(tensor, peer)))
+    return PendingTransfer(
+        action, tensor, _noted(action, tensor, route, lambda: call(tensor, peer))
+    )
 
 
-def _noted(action: Action, tensor: Tensor, route: Route, start: Callable[[], Work]) -> Work:
+def _noted(action: Action, tensor: Tensor, route: P2PRoute, start: Callable[[], Work]) -> Work:
     name = "send" if action.kind.is_send else "receive"
     return noted_message(route.group, name, tensor, route.rank(action), start)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from parallel3d.plan.constants import Constants
-from parallel3d.plan.layer import again, attention_and_rows, embedding, head, layer, products, waits
-from parallel3d.plan.work import Work
+from parallel3d.plan.layer import (
+    attention_and_rows,
+    embedding,
+    head,
+    layer,
+    products,
+    recomputed_seconds,
+    waits,
+)
+from parallel3d.plan.work import StepWork
 
 
-def inside(work: Work, c: Constants, compute: float) -> dict[str, float]:
+def inside(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     """Seconds of a step by kind, which add up to `compute`; `work` has one row.
 
     What kernels and waits do not explain is the host's, or zero 3's gathers.
@@ -29,7 +37,7 @@ def inside(work: Work, c: Constants, compute: float) -> dict[str, float]:
         "matrix products": forward + backward,
         "attention": attend[0] + attend[1],
         "between the products": 3 * rows,
-        "made again": again(work, c, one.forward),
+        "made again": recomputed_seconds(work, c, one.forward),
         "sums over tp": waits(work, c),
     }
     found = {kind: float(count * layers * np.ravel(value)[0]) for kind, value in each.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from parallel3d.plan.constants import Constants
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 
 # rows, columns, parts of k that are summed afterwards, and how often the tile was halved
 _TILES = (
@@ -26,7 +26,7 @@ def smooth_max(a: Number, b: Number, power: float = 6.0) -> Any:
     return big * (1 + (small / np.maximum(big, 1e-12)) ** power) ** (1 / power)
 
 
-def gemm(work: Work, c: Constants, m: Number, n: Number, k: Number, times: Number = 1.0) -> Any:
+def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: Number = 1.0) -> Any:
     """Seconds of an (m, k) × (k, n) product, `times` of them in one launch.
 
     Rate: the device's for large products, less for short k (fill and drain of each tile), for
@@ -46,12 +46,12 @@ def gemm(work: Work, c: Constants, m: Number, n: Number, k: Number, times: Numbe
     return smooth_max(compute, moved, 4) + c["gemm.gap_us"] * 1e-6
 
 
-def move(work: Work, c: Constants, bytes: Number) -> Any:
+def move(work: StepWork, c: Constants, bytes: Number) -> Any:
     """Seconds of operations that move `bytes` through memory."""
     return bytes / (work.memory_rate * c["memory.rate"])
 
 
-def attention(work: Work, c: Constants) -> tuple[Any, Any]:
+def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Seconds of scores, softmax and values of one layer: (forward, backward) of a micro-batch.
 
     Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones multiply all

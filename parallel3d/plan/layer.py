@@ -9,22 +9,22 @@ import numpy as np
 
 from parallel3d.plan import kernels, network
 from parallel3d.plan.constants import Constants, from_odds
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 
 
-def tokens(work: Work) -> Any:
+def tokens(work: StepWork) -> Any:
     """Tokens of a micro-batch on one context rank."""
     return work.micro_batch * work.seq / work.cp
 
 
-def sizes(work: Work) -> tuple[Any, Any, Any]:
+def sizes(work: StepWork) -> tuple[Any, Any, Any]:
     """Outputs of the fused q, k, v on a tensor rank; their query part; those of up (and gate)."""
     queries = work.heads * work.head_size / work.tp
     keys = np.maximum(work.kv_heads / work.tp, 1) * work.head_size
     return queries + 2 * keys, queries, work.ffn * (1 + work.gated) / work.tp
 
 
-def layer_parameters(work: Work) -> Any:
+def layer_parameters(work: StepWork) -> Any:
     """Elements of one layer's matrices on a tensor rank (its own experts)."""
     qkv, queries, up = sizes(work)
     local = np.where(work.experts > 1, work.experts / work.ep, 1.0)
@@ -48,17 +48,17 @@ class LayerTime:
         return kernels.smooth_max(device, self.host, self.power)
 
 
-def layer(work: Work, c: Constants) -> LayerTime:
+def layer(work: StepWork, c: Constants) -> LayerTime:
     """One layer's forward and backward."""
     forward, backward = products(work, c)
     (attend, back), rows = attention_and_rows(work, c)
     forward = forward + attend + rows
-    backward = backward + back + 2 * rows + again(work, c, forward)
+    backward = backward + back + 2 * rows + recomputed_seconds(work, c, forward)
     exposed = waits(work, c)
     return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
 
 
-def again(work: Work, c: Constants, forward: Any) -> Any:
+def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
     """What the backward of a layer computes once more; `forward`: all that its forward does."""
     up, mlp = sizes(work)[2], work.recompute_mlp
     routed = tokens(work) * np.where(work.experts > 1, work.active_experts, 1.0)
@@ -70,17 +70,17 @@ def again(work: Work, c: Constants, forward: Any) -> Any:
     return np.where(work.full_recompute > 0, forward, parts + _moved(work, c, width))
 
 
-def attention_and_rows(work: Work, c: Constants) -> tuple[tuple[Any, Any], Any]:
+def attention_and_rows(work: StepWork, c: Constants) -> tuple[tuple[Any, Any], Any]:
     """Attention's (forward, backward), and what stands between the GEMMs of a forward."""
     return kernels.attention(work, c), _elementwise(work, c)
 
 
-def waits(work: Work, c: Constants) -> Any:
+def waits(work: StepWork, c: Constants) -> Any:
     """Collectives inside of a layer, forward and backward, that nothing hides."""
     return _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
 
 
-def products(work: Work, c: Constants) -> tuple[Any, Any]:
+def products(work: StepWork, c: Constants) -> tuple[Any, Any]:
     """The four GEMMs forward; their input and weight gradients."""
     rows, h = tokens(work), work.hidden
     qkv, queries, up = sizes(work)
@@ -101,25 +101,25 @@ def products(work: Work, c: Constants) -> tuple[Any, Any]:
     return forward + cast + weights, backward + cast
 
 
-def _elementwise(work: Work, c: Constants) -> Any:
+def _elementwise(work: StepWork, c: Constants) -> Any:
     """Norms, residuals, dropout on whole tokens; activation, rotary, transposes on shards."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     whole = work.hidden * (20 + 4 * work.dropout) / share
     return _moved(work, c, whole + 4 * sizes(work)[0] + _activation(work))
 
 
-def _activation(work: Work) -> Any:
+def _activation(work: StepWork) -> Any:
     """Bytes a token that the MLP's non-linearity reads and writes."""
     return (2 * sizes(work)[2] + 2 * work.ffn / work.tp) * work.active_experts
 
 
-def _moved(work: Work, c: Constants, width: Any) -> Any:
+def _moved(work: StepWork, c: Constants, width: Any) -> Any:
     """Seconds of passes over `width` bytes a token."""
     factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
     return kernels.move(work, c, tokens(work) * width * factor)
 
 
-def _tensor_parallel(work: Work, c: Constants) -> Any:
+def _tensor_parallel(work: StepWork, c: Constants) -> Any:
     """Sums over tp, forward and backward, that no GEMM hides."""
     bytes = 2 * tokens(work) * work.hidden
     one = network.gather(work, c, bytes, work.tp, 1)
@@ -133,21 +133,21 @@ def _tensor_parallel(work: Work, c: Constants) -> Any:
     return shown * (2 * forward + again + gathered)
 
 
-def _context_parallel(work: Work, c: Constants) -> Any:
+def _context_parallel(work: StepWork, c: Constants) -> Any:
     """Keys and values over cp, forward and backward."""
     width = 2 * np.maximum(work.kv_heads / work.tp, 1) * work.head_size
     bytes = 2 * work.micro_batch * work.seq * width
     return 3 * network.gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
 
 
-def _experts(work: Work, c: Constants) -> Any:
+def _experts(work: StepWork, c: Constants) -> Any:
     """Tokens to their experts and back, forward and backward."""
     bytes = 2 * tokens(work) * work.hidden * work.active_experts / work.tp
     every = network.gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
     return np.where(work.experts > 1, 4 * every, 0.0)
 
 
-def _host(work: Work, c: Constants) -> Any:
+def _host(work: StepWork, c: Constants) -> Any:
     """The host's time for a layer's launches: more with tp, and again more where the pipeline's
     messages and tp's collectives share the hands that drive the network."""
     launches = 1 + work.full_recompute / 3
@@ -161,7 +161,7 @@ def _host(work: Work, c: Constants) -> Any:
     return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
 
 
-def head(work: Work, c: Constants) -> Any:
+def head(work: StepWork, c: Constants) -> Any:
     """Seconds of the head and the loss, forward and backward."""
     rows, columns = tokens(work), work.vocab / work.tp
     h = work.hidden
@@ -174,7 +174,7 @@ def head(work: Work, c: Constants) -> Any:
     return products * wide + kernels.move(work, c, rows * columns * c["head.bytes"])
 
 
-def embedding(work: Work, c: Constants) -> Any:
+def embedding(work: StepWork, c: Constants) -> Any:
     """Seconds of the lookup and its gradient."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     return kernels.move(work, c, tokens(work) * work.hidden * 16 / share) + 2e-5

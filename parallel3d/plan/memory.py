@@ -11,7 +11,7 @@ import numpy as np
 from parallel3d.plan.constants import ENGINES
 from parallel3d.plan.layer import sizes, tokens
 from parallel3d.plan.step import stage_parameters
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 
 GIB = 2.0**30
 
@@ -62,7 +62,7 @@ PARALLEL3D = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of the fullest stage's GPU; `stage` 0 the first, 1 between, 2 the last."""
 
     total: Number
@@ -73,7 +73,7 @@ class Memory:
     first: Number  # of the first stage's GPU
 
 
-def memory(work: Work, values: Mapping[str, float]) -> Memory:
+def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     """The peak of the fullest GPU. Fields may be arrays: see `Work`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
     state = [_state(work, v, elements) for elements in stage_parameters(work)]
@@ -100,10 +100,10 @@ def memory(work: Work, values: Mapping[str, float]) -> Memory:
     worst = np.argmax(totals, axis=0)
     peaks = totals * v["slack"] + v["base_gib"] * GIB
     parts = (_pick(worst, of) for of in (state, live, ends))
-    return Memory(peaks.max(axis=0), *parts, worst, peaks[0])
+    return MemoryEstimate(peaks.max(axis=0), *parts, worst, peaks[0])
 
 
-def stall(work: Work, values: Mapping[str, float], peak: Number) -> Any:
+def stall(work: StepWork, values: Mapping[str, float], peak: Number) -> Any:
     """Seconds of a step that a nearly full GPU of a pipeline loses in its allocator.
 
     Seen in nanotron's runs; no other published set has rows that could tell.
@@ -119,7 +119,7 @@ def _pick(which: Number, of: list[Any]) -> Any:
     return np.choose(which, np.broadcast_arrays(*of))
 
 
-def _state(work: Work, v: Mapping[str, float], elements: Number) -> Any:
+def _state(work: StepWork, v: Mapping[str, float], elements: Number) -> Any:
     """Weights, gradients, master and moments of one stage."""
     ranks = work.dp * work.cp
     cut = np.where(work.zero > 0, ranks, 1.0)
@@ -130,7 +130,7 @@ def _state(work: Work, v: Mapping[str, float], elements: Number) -> Any:
     )
 
 
-def _kept(work: Work, v: Mapping[str, float]) -> Any:
+def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
     """Bytes that one layer keeps of one micro-batch between its forward and its backward."""
     rows = tokens(work)
     inputs = 2 * work.hidden / np.where(work.sequence_parallel > 0, work.tp, 1.0)
@@ -138,7 +138,7 @@ def _kept(work: Work, v: Mapping[str, float]) -> Any:
     return rows * np.where(work.full_recompute > 0, inputs, _saved(work, v) * keep)
 
 
-def _saved(work: Work, v: Mapping[str, float]) -> Any:
+def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
     """Bytes a token that a layer saves where nothing is computed again."""
     share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
     qkv, queries, up = sizes(work)
@@ -148,7 +148,7 @@ def _saved(work: Work, v: Mapping[str, float]) -> Any:
     return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)
 
 
-def _working(work: Work, v: Mapping[str, float]) -> Any:
+def _working(work: StepWork, v: Mapping[str, float]) -> Any:
     """What exists once: a layer's own tensors while it is computed (again)."""
     once = np.where(work.full_recompute > 0, _saved(work, v), 0.0)
     qkv, queries, up = sizes(work)

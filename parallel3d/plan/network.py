@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from parallel3d.plan.constants import Constants
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 
 _RING = 32  # ranks up to which steps are counted as a ring's; more are joined by a tree
 
 
-def ring_rate(work: Work, c: Constants, ranks: Number, stride: Number) -> Any:
+def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number) -> Any:
     """Bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
     Inside a node the link; else what the members of one node have of its network together, since
@@ -24,28 +24,28 @@ def ring_rate(work: Work, c: Constants, ranks: Number, stride: Number) -> Any:
     return np.where(members >= ranks, link, np.minimum(link, fabric))
 
 
-def latency(work: Work, c: Constants, ranks: Number, stride: Number, steps: Number) -> Any:
+def latency(work: StepWork, c: Constants, ranks: Number, stride: Number, steps: Number) -> Any:
     """Seconds that a collective of `steps` steps over the network takes beside its bytes."""
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     network = c.of("network", "latency_us", work.fabric) * steps
     return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
 
 
-def gather(work: Work, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
+def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
     """An all-gather or reduce-scatter of `bytes` in all; an all-reduce is two. 0 for one rank."""
     wire = (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
     steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
-def reduce(work: Work, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
+def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
     """The sum of `bytes` of gradients over `ranks`, by tree or ring. 0 for one rank."""
     wire = 2 * (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
     steps = 2 * np.log2(np.maximum(ranks, 2))
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
-def hop(work: Work, c: Constants) -> Any:
+def hop(work: StepWork, c: Constants) -> Any:
     """One micro-batch's activations to the next stage, which lies tp × cp × dp ranks further on."""
     stride = work.tp * work.cp * work.dp
     bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden

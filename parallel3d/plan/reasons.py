@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from parallel3d.plan.search import FULL, Choice, Priced
+from parallel3d.plan.search import FULL, LayoutChoice, Priced
 
-PARTS = ("compute", "bubble", "messages", "gradients", "optimizer")
+STEP_PARTS = ("compute", "bubble", "messages", "gradients", "optimizer")
 
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
     """What the layout gains or loses against the best one, `first`."""
     choice, total = priced.choices[index], float(priced.seconds[index])
-    shares = {part: _seconds(priced, part, index) / total for part in PARTS}
+    shares = {part: _seconds(priced, part, index) / total for part in STEP_PARTS}
     if index == first:
-        rest = max(PARTS[1:], key=lambda part: shares[part])
+        rest = max(STEP_PARTS[1:], key=lambda part: shares[part])
         words = f"{100 * shares['compute']:.0f} % of the step computes"
         if shares[rest] > 0.005:
             words += f"; most of the rest is {_named(rest, choice)} ({100 * shares[rest]:.0f} %)"
         return words + _memory(priced, index)
     slower = total - float(priced.seconds[first])
-    more = {part: _seconds(priced, part, index) - _seconds(priced, part, first) for part in PARTS}
-    worst = max(PARTS, key=lambda part: more[part])
+    more = {
+        part: _seconds(priced, part, index) - _seconds(priced, part, first) for part in STEP_PARTS
+    }
+    worst = max(STEP_PARTS, key=lambda part: more[part])
     if slower <= 0.005 * total or more[worst] <= 0:
         return "as fast, with more to set up" + _memory(priced, index)
     words = f"+{100 * more[worst] / float(priced.seconds[first]):.0f} % "
@@ -35,7 +37,7 @@ def _seconds(priced: Priced, part: str, index: int) -> float:
     return float(getattr(priced.time, part)[index])
 
 
-def _named(part: str, choice: Choice) -> str:
+def _named(part: str, choice: LayoutChoice) -> str:
     """The part in words, with the number that makes it."""
     return {
         "bubble": f"bubble of {choice.pp} stages",
@@ -46,7 +48,7 @@ def _named(part: str, choice: Choice) -> str:
     }[part]
 
 
-def _compute(choice: Choice, best: Choice, node: int) -> str:
+def _compute(choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
     """Why computing takes longer than in the best layout."""
     if choice.recompute == FULL != best.recompute:
         return "forwards run again, as it does not fit without recompute=full"

@@ -10,10 +10,10 @@ import numpy as np
 
 from parallel3d.config.recompute import PARTS, parts_of
 from parallel3d.plan.constants import ENGINES, Constants
-from parallel3d.plan.memory import PARALLEL3D, Memory, memory
+from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate, memory
 from parallel3d.plan.stages import share_left, split_balanced
 from parallel3d.plan.step import StepTime, step
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 from parallel3d.schedules.schedule import V_SHAPED
 
 FULL, NONE = "full", "none"
@@ -29,7 +29,7 @@ SAME = 1.005  # layouts this close in time are equal: the simpler one stands fir
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """One layout: what a command line would say."""
 
     tp: int
@@ -46,10 +46,10 @@ class Choice:
 class Priced:
     """All layouts with their times and bytes; `order` lists those that fit, the best first."""
 
-    choices: list[Choice]
+    choices: list[LayoutChoice]
     time: StepTime
     seconds: Number
-    memory: Memory
+    memory: MemoryEstimate
     fits: Number
     tight: Number
     order: list[int]
@@ -57,7 +57,7 @@ class Priced:
 
 def layouts(
     sizes: Mapping[str, float], gpus: int, node: int, batch: int, fixed: Mapping[str, int | str]
-) -> Iterator[Choice]:
+) -> Iterator[LayoutChoice]:
     """Layouts of `gpus` GPUs that the model's sizes and the batch allow; `fixed` are the user's.
 
     Tensor parallelism stays inside a domain of `node` GPUs unless it is fixed.
@@ -77,7 +77,7 @@ def layouts(
 
 def _filled(
     sizes: Mapping[str, float], tp: int, pp: int, dp: int, mine: int, fixed: Mapping[str, int | str]
-) -> Iterator[Choice]:
+) -> Iterator[LayoutChoice]:
     """Micro-batch, schedule, recomputation and ZeRO of one tp, pp, dp."""
     chunks = [v for v in _allowed(fixed.get("vpp"), CHUNKS) if sizes["layers"] % (pp * v) == 0]
     chunks = chunks if pp > 1 else [1]
@@ -90,7 +90,7 @@ def _filled(
         for schedule in schedules(pp, v, zero):
             too_deep = schedule == "v_half" and pp > MOST_V_HALF
             if fixed.get("schedule", schedule) == schedule and not too_deep:
-                yield Choice(tp, pp, v, dp, b, schedule, str(kind), int(zero))
+                yield LayoutChoice(tp, pp, v, dp, b, schedule, str(kind), int(zero))
 
 
 def schedules(pp: int, vpp: int, zero: int) -> tuple[str, ...]:
@@ -118,10 +118,10 @@ def _allowed(fixed: int | str | None, all: object) -> list[int | str]:
     return list(all) if fixed is None else [fixed]  # type: ignore[call-overload]
 
 
-def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work:
+def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:
     """The choices as one `Work`; `sizes` are all fields that no choice changes."""
     n = len(choices)
-    column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(Work)}
+    column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(StepWork)}
     for name in ("tp", "pp", "dp", "micro_batch", "zero"):
         column[name] = np.array([float(getattr(c, name)) for c in choices])
     column["chunks"] = np.array([float(c.vpp) for c in choices])
@@ -142,15 +142,15 @@ def works(choices: list[Choice], sizes: Mapping[str, float], batch: int) -> Work
     parts = [split[c.pp] for c in choices]
     for name in ("first", "middle", "last", "live_stage", "live_layers"):
         column[name] = np.array([float(getattr(part, name)) for part in parts])
-    return Work(**column)
+    return StepWork(**column)
 
 
 def price(
-    choices: list[Choice],
+    choices: list[LayoutChoice],
     sizes: Mapping[str, float],
     batch: int,
     c: Constants,
-    held: Memory | None = None,
+    held: MemoryEstimate | None = None,
 ) -> Priced:
     """Times and bytes of every choice, and the order of those that fit.
 
@@ -173,7 +173,7 @@ def price(
     )
 
 
-def simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> list[int]:
+def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:
     """Runs of nearly equal times in the order of simplicity."""
     made: list[int] = []
     while order:
@@ -184,7 +184,7 @@ def simple_first(choices: list[Choice], seconds: Number, order: list[int]) -> li
     return made
 
 
-def complexity(choice: Choice) -> float:
+def complexity(choice: LayoutChoice) -> float:
     """How much of a layout there is to set up and to go wrong: its dimensions and switches."""
     found = (choice.tp > 1) + 2 * (choice.pp > 1) + (choice.vpp > 1) + (choice.zero > 0)
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)

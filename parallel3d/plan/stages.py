@@ -17,7 +17,7 @@ from parallel3d.schedules.simulate import Costs, clock
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """Layers of the first stage, of the fullest between, of the last; the stage between that holds
     most activations (stage s of p keeps up to p - s micro-batches) and its layers."""
 
@@ -28,7 +28,7 @@ class Split:
     live_layers: int
 
 
-def split_evenly(layers: int, stages: int, ends: bool = False) -> Split:
+def split_evenly(layers: int, stages: int, ends: bool = False) -> LayerSplit:
     """Equal stages, the rest to the first ones; `ends`: embedding and head count as a layer."""
     slots = layers + 2 * ends
     counts = [slots // stages + (stage < slots % stages) for stage in range(stages)]
@@ -39,7 +39,7 @@ def split_evenly(layers: int, stages: int, ends: bool = False) -> Split:
     return _of(counts)
 
 
-def split_by_cost(layers: int, head: float, stages: int) -> Split:
+def split_by_cost(layers: int, head: float, stages: int) -> LayerSplit:
     """Blocks in order, a new stage as soon as a block ends beyond the stage's share of all costs.
 
     `head` is the head's cost in layers. A block moves on by at most one stage, so a head that is
@@ -56,7 +56,7 @@ def split_by_cost(layers: int, head: float, stages: int) -> Split:
     return _of(counts)
 
 
-def split_balanced(layers: int, head: float, stages: int) -> Split:
+def split_balanced(layers: int, head: float, stages: int) -> LayerSplit:
     """Stages whose slowest is as fast as can be, the last with the head; every stage has a layer.
 
     `head` is the head's cost in layers.
@@ -81,14 +81,14 @@ def stages_by_cost(layers: int, head: float, stages: int) -> int:
     return stage + 1
 
 
-def _of(counts: list[int]) -> Split:
+def _of(counts: list[int]) -> LayerSplit:
     stages = len(counts)
     if stages == 1:
-        return Split(counts[0], 0, counts[0], 0, counts[0])
+        return LayerSplit(counts[0], 0, counts[0], 0, counts[0])
     between = range(1, stages - 1)
     live = max(between, key=lambda s: counts[s] * (stages - s), default=0)
     fullest = max((counts[s] for s in between), default=0)
-    return Split(counts[0], fullest, counts[-1], live, counts[live] if stages > 2 else 0)
+    return LayerSplit(counts[0], fullest, counts[-1], live, counts[live] if stages > 2 else 0)
 
 
 # What splitting backwards leaves of the bubble: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which

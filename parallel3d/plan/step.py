@@ -11,7 +11,7 @@ from parallel3d.plan import kernels, network
 from parallel3d.plan.constants import Constants, from_odds
 from parallel3d.plan.layer import embedding, head, layer, layer_parameters
 from parallel3d.plan.stages import pipeline_time
-from parallel3d.plan.work import Number, Work
+from parallel3d.plan.work import Number, StepWork
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepTime:
         return self.compute + self.bubble + sum(parts)
 
 
-def step(work: Work, c: Constants) -> StepTime:
+def step(work: StepWork, c: Constants) -> StepTime:
     """What one step takes. Fields may be arrays: see `Work`."""
     one = layer(work, c)
     ends = head(work, c), embedding(work, c)
@@ -56,7 +56,7 @@ def step(work: Work, c: Constants) -> StepTime:
     )
 
 
-def stage_parameters(work: Work) -> tuple[Any, Any, Any]:
+def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
     """Elements on a tensor rank of the first, the fullest middle and the last stage."""
     each = layer_parameters(work)
     table = work.vocab * work.hidden / work.tp
@@ -66,13 +66,13 @@ def stage_parameters(work: Work) -> tuple[Any, Any, Any]:
     return first, work.middle * each, np.where(single, first, work.last * each + table)
 
 
-def largest_stage(work: Work) -> Any:
+def largest_stage(work: StepWork) -> Any:
     """Elements of the stage that holds most."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
 
 
-def _gathered(work: Work, c: Constants, each: Number) -> Any:
+def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """A layer's time where parameters are gathered for it (zero 3): twice, gradients once."""
     bytes = 2 * layer_parameters(work)
     wire = 3 * network.gather(work, c, bytes, work.dp, work.tp * work.cp)
@@ -80,14 +80,14 @@ def _gathered(work: Work, c: Constants, each: Number) -> Any:
     return np.where(work.zero >= 3, both, each)
 
 
-def _messages(work: Work, c: Constants) -> Any:
+def _messages(work: StepWork, c: Constants) -> Any:
     """The pipeline's messages that nothing hides: two a micro-batch and chunk, and the fill."""
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
     return trips * network.hop(work, c) * shown
 
 
-def _gradients(work: Work, c: Constants, backward: Number) -> Any:
+def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     """Gradients summed over dp (and parameters gathered, zero 1) beyond what a backward hides."""
     ranks, stride = work.dp * work.cp, work.tp
     elements = largest_stage(work)
@@ -99,6 +99,6 @@ def _gradients(work: Work, c: Constants, backward: Number) -> Any:
     return both - np.minimum(hidden, backward)
 
 
-def _optimizer(work: Work, c: Constants) -> Any:
+def _optimizer(work: StepWork, c: Constants) -> Any:
     ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
     return kernels.move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])

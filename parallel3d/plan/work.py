@@ -18,7 +18,7 @@ Number = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Sizes are of the whole model and the whole layout; flags are 0 or 1."""
 
     layers: Number
@@ -83,18 +83,18 @@ class Work:
     fabric: Number
     engine: Number
 
-    def take(self, rows: Number) -> Work:
+    def take(self, rows: Number) -> StepWork:
         """Some rows of a table."""
-        return Work(*(getattr(self, f.name)[rows] for f in fields(self)))
+        return StepWork(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def __len__(self) -> int:
         return len(self.layers)
 
 
-def table(rows: list[dict[str, float]]) -> Work:
+def table(rows: list[dict[str, float]]) -> StepWork:
     """Rows of equal fields as one Work of arrays. Raises KeyError for a field that a row lacks."""
-    names = [f.name for f in fields(Work)]
-    return Work(*(np.array([row[name] for row in rows], dtype=float) for name in names))
+    names = [f.name for f in fields(StepWork)]
+    return StepWork(*(np.array([row[name] for row in rows], dtype=float) for name in names))
 
 
 def sizes_of_model(model: ModelConfig) -> dict[str, float]:

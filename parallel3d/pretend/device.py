@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from parallel3d.pretend.machine import DEVICES, Machine
+from parallel3d.pretend.machine import DEVICES, SimulatedMachine
 
 TYPE = "pretend"
 NAME = "pretended accelerator"
 MEMORY = 80_000_000_000  # bytes that it says it has
 
 
-def this_machine() -> Machine:
+def this_machine() -> SimulatedMachine:
     """The devices of this process."""
     return torch.get_device_module(TYPE).machine
 
@@ -131,7 +131,7 @@ class PretendedModule:
 
     Stream, Event = Stream, Event
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
 
     def is_available(self) -> bool:

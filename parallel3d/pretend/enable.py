@@ -12,13 +12,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from parallel3d.pretend import attention, backend
 from parallel3d.pretend.copies import SPECIAL, is_pinned
 from parallel3d.pretend.device import TYPE, PretendedModule, this_machine
-from parallel3d.pretend.machine import DEVICES, Machine
+from parallel3d.pretend.machine import DEVICES, SimulatedMachine
 from parallel3d.pretend.tensor import dispatch
 
 FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m")
 
 
-def enable(data: str = "cpu", checks_races: bool = True) -> Machine:
+def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     """From here on `torch.device("pretend", i)` is a device of this process.
 
     Before anything is differentiated: autograd counts the devices when it first runs. Called again,
@@ -29,7 +29,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> Machine:
     """
     if hasattr(torch, TYPE):
         return this_machine()
-    machine = Machine(data, checks_races)
+    machine = SimulatedMachine(data, checks_races)
     machine.special |= SPECIAL | backend.functional() | attention.packed()
     _setup_privateuseone_for_python_backend(TYPE, backend_module=PretendedModule(machine))
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one

@@ -19,8 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.pretend.races import Memory, Races, Range, place
-from parallel3d.pretend.records import Block, Fused, Kernel, Left, Observer, Pending, Usage, Use
+from parallel3d.pretend.races import AllocatorBlock, Races, Range, place
+from parallel3d.pretend.records import (
+    Fused,
+    Kernel,
+    Left,
+    Observer,
+    PendingKernel,
+    StorageMemory,
+    Usage,
+    Use,
+)
 
 DEVICES = 8
 ROUNDING = 512  # bytes: blocks of the allocator are multiples
@@ -46,7 +55,7 @@ class _Thread(threading.local):
 
 
 @dataclass
-class Machine:
+class SimulatedMachine:
     """The devices of one process.
 
     Args:
@@ -79,8 +88,8 @@ class Machine:
         self.thread = _Thread()
         self._freed: deque[Left] = deque()
         self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
-        self._pools: dict[tuple[int, int], list[Memory]] = {}
-        self._pending: list[Pending] = []
+        self._pools: dict[tuple[int, int], list[AllocatorBlock]] = {}
+        self._pending: list[PendingKernel] = []
         self._numbers = count(FIRST_SIDE_STREAM)
         self._events = count(1)
         for device in range(1, DEVICES):
@@ -189,7 +198,7 @@ class Machine:
     def once_known(self, stream: int, settle: Callable[[], None]) -> None:
         """Calls `settle` when the host has waited for what is on `stream` now."""
         with self.lock:
-            self._pending.append(Pending(stream, self.races.sequence, settle))
+            self._pending.append(PendingKernel(stream, self.races.sequence, settle))
 
     def forget(self) -> None:
         """After a mistake that was found: what was under way is given up, and all is in order."""
@@ -200,7 +209,7 @@ class Machine:
 
     # --- memory --------------------------------------------------------------------------------
 
-    def block_of(self, data: Tensor, device: int | None = None) -> Block:
+    def block_of(self, data: Tensor, device: int | None = None) -> StorageMemory:
         """The block of a tensor's storage; a storage without one gets it here, as new memory."""
         storage = data.untyped_storage()
         block = getattr(storage, "block", None)
@@ -209,7 +218,7 @@ class Machine:
             storage.block = block
         return block
 
-    def _allocate(self, nbytes: int, device: int) -> Block:
+    def _allocate(self, nbytes: int, device: int) -> StorageMemory:
         with self.lock:
             self.collect()
             stream = self.stream_of(device)
@@ -218,7 +227,7 @@ class Machine:
             memory = pool.pop() if pool else self.races.memory(size, stream)
             if len(memory.cells) > 1:
                 self.races.tidy(memory)
-            block = Block(self._freed, memory, size, device)
+            block = StorageMemory(self._freed, memory, size, device)
             usage = self.usage[device]
             usage.live += size
             usage.peak = max(usage.peak, usage.live)

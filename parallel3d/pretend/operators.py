@@ -32,7 +32,7 @@ HOST_WAITS = frozenset(
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
-class Facts(NamedTuple):
+class OverloadFacts(NamedTuple):
     """Of one overload: `written` and `read` are the names of arguments that are tensors."""
 
     name: str
@@ -45,7 +45,7 @@ class Facts(NamedTuple):
 
 
 @functools.cache
-def facts_of(operator: Any) -> Facts:
+def facts_of(operator: Any) -> OverloadFacts:
     """What the schema says, and the names above."""
     schema = operator._schema
     name = schema.name.partition("::")[2]
@@ -60,12 +60,12 @@ def facts_of(operator: Any) -> Facts:
     names = tuple(argument.name for argument in schema.arguments)
     launches = not is_view and name not in _NO_KERNEL
     in_place = bool(written)
-    return Facts(
+    return OverloadFacts(
         name, launches, name in HOST_WAITS, frozenset(written), frozenset(read), names, in_place
     )
 
 
-def launches_of(facts: Facts, tensors: Sequence[Sequence[Tensor]]) -> int:
+def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
     """Kernels that a GPU launches for an operator; `tensors`: of its lists of tensors."""
     if not (facts.name.startswith("_foreach_") or facts.name.startswith("_fused_adam")):
         return 1
@@ -84,7 +84,7 @@ def _bytes(t: Tensor) -> int:
     return t.numel() * t.itemsize
 
 
-def touched(facts: Facts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
+def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
     """Bytes of an argument that are touched, where that is not the whole of the tensor.
 
     A lookup reads the rows that it is asked for, and an addition into rows those alone.

@@ -57,7 +57,7 @@ class _Accesses(sanitizer._TensorsAccessed):
         reads.append(access)
 
 
-class Memory:
+class AllocatorBlock:
     """A block of device memory as an allocator knows it, cut where accesses begin and end.
 
     `cells[i]` is the sanitizer's key of the bytes from `cuts[i]` to `cuts[i + 1]`.
@@ -98,11 +98,11 @@ class Races:
         """The number of the newest kernel."""
         return self.handler.seq_num
 
-    def memory(self, size: int, stream: int) -> Memory:
+    def memory(self, size: int, stream: int) -> AllocatorBlock:
         """A new block, which no kernel has touched."""
-        return Memory(size, stream, self._new_cell(None))
+        return AllocatorBlock(size, stream, self._new_cell(None))
 
-    def tidy(self, memory: Memory) -> None:
+    def tidy(self, memory: AllocatorBlock) -> None:
         """Makes a block that is given out again one piece, if its stream is behind its past."""
         accesses = self.handler.tensors_accessed.accesses
         past = [accesses[cell] for cell in memory.cells if cell in accesses]
@@ -121,14 +121,14 @@ class Races:
             accesses[cell].write = accesses[like].write
         return cell
 
-    def _cut(self, memory: Memory, at: int) -> None:
+    def _cut(self, memory: AllocatorBlock, at: int) -> None:
         i = bisect_left(memory.cuts, at)
         if i < len(memory.cuts) and memory.cuts[i] == at:
             return
         memory.cuts.insert(i, at)
         memory.cells.insert(i, self._new_cell(memory.cells[i - 1]))
 
-    def _cells_of(self, memory: Memory, where: Range) -> list[int]:
+    def _cells_of(self, memory: AllocatorBlock, where: Range) -> list[int]:
         first, end = where[0], min(where[1], memory.cuts[-1])
         if first >= end:
             return []
@@ -140,8 +140,8 @@ class Races:
         self,
         name: str,
         stream: int,
-        reads: list[tuple[Memory, Range]],
-        writes: list[tuple[Memory, Range]],
+        reads: list[tuple[AllocatorBlock, Range]],
+        writes: list[tuple[AllocatorBlock, Range]],
     ) -> None:
         """A kernel runs on `stream`. Raises Race if memory it uses is not ordered with others."""
         written = {cell for where in writes for cell in self._cells_of(*where)}

@@ -10,13 +10,13 @@ from weakref import ref
 
 from torch import Tensor
 
-from parallel3d.pretend.races import Memory, Range
+from parallel3d.pretend.races import AllocatorBlock, Range
 
 
 class Use(NamedTuple):
     """Memory that a kernel reads or writes: a range of a block, of which it touches `nbytes`."""
 
-    block: Block
+    block: StorageMemory
     where: Range
     nbytes: int
 
@@ -52,19 +52,21 @@ class Observer:
     def host_wait(self, why: str) -> None:
         """The host waited for the device."""
 
-    def allocated(self, block: Block) -> None:
+    def allocated(self, block: StorageMemory) -> None:
         """Memory was given out."""
 
     def freed(self, block: Left) -> None:
         """Memory came back."""
 
 
-class Block:
+class StorageMemory:
     """A storage's memory; lives as long as the storage, to which it is attached."""
 
     __slots__ = ("__weakref__", "device", "freed", "label", "memory", "nbytes", "used_on")
 
-    def __init__(self, freed: deque[Left], memory: Memory, nbytes: int, device: int) -> None:
+    def __init__(
+        self, freed: deque[Left], memory: AllocatorBlock, nbytes: int, device: int
+    ) -> None:
         self.freed, self.memory, self.nbytes, self.device = freed, memory, nbytes, device
         self.used_on: set[int] = set()  # by record_stream
         self.label: str | None = None
@@ -77,7 +79,7 @@ class Block:
 class Left(NamedTuple):
     """What is left of a block once its storage is gone."""
 
-    memory: Memory
+    memory: AllocatorBlock
     nbytes: int
     device: int
     used_on: set[int]
@@ -93,7 +95,7 @@ class Usage:
 
 
 @dataclass
-class Pending:
+class PendingKernel:
     """Something that the host may rely on once it has waited for a kernel."""
 
     stream: int
@@ -106,7 +108,7 @@ class Fused:
 
     def __init__(self) -> None:
         self.reads: dict[tuple[int, Range], Use] = {}
-        self.writes: dict[tuple[int, Range], tuple[ref[Block], Range, int]] = {}
+        self.writes: dict[tuple[int, Range], tuple[ref[StorageMemory], Range, int]] = {}
         self.own: set[int] = set()  # blocks that began inside, which nothing before can be read of
 
     def add(self, kernel: Kernel) -> None:

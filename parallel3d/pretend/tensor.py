@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from parallel3d.pretend.device import TYPE, Stream, this_machine
-from parallel3d.pretend.machine import Machine
-from parallel3d.pretend.operators import Facts, facts_of, launches_of, touched
+from parallel3d.pretend.machine import SimulatedMachine
+from parallel3d.pretend.operators import OverloadFacts, facts_of, launches_of, touched
 from parallel3d.pretend.records import Kernel, Use
 
 # In place, and without a kernel for tensors that have no values: there is nothing to run.
@@ -156,7 +156,11 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(
-    facts: Facts, met: dict[int, PretendedTensor], named: dict, given: Iterable, machine: Machine
+    facts: OverloadFacts,
+    met: dict[int, PretendedTensor],
+    named: dict,
+    given: Iterable,
+    machine: SimulatedMachine,
 ) -> int:
     """The device that all tensors are on. Raises RuntimeError as CUDA would where they differ."""
     found = {t.index for t in met.values()}
@@ -177,7 +181,7 @@ def _index(
     return device.index if device is not None and device.index else machine.device
 
 
-def _check_sizes(facts: Facts, met: dict[int, PretendedTensor]) -> None:
+def _check_sizes(facts: OverloadFacts, met: dict[int, PretendedTensor]) -> None:
     """A tensor that an operator gave another size, which a wrapper cannot follow."""
     for t in met.values():
         if t.shape != t.data_.shape:
@@ -193,7 +197,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _kernel(
-    machine: Machine, operator: Any, facts: Facts, data: list, named: dict, out: Any, index: int
+    machine: SimulatedMachine,
+    operator: Any,
+    facts: OverloadFacts,
+    data: list,
+    named: dict,
+    out: Any,
+    index: int,
 ) -> Kernel:
     arguments = dict(zip(facts.arguments, data, strict=False)) | named
     part = touched(facts, arguments, out)

@@ -31,7 +31,7 @@ class Mismatch(RuntimeError):
     """The members of a group do not call the same operations in the same order."""
 
 
-class Message:
+class WireMessage:
     """One send or receive.
 
     Args:
@@ -54,7 +54,7 @@ class Message:
             self.done.set_exception(error)
 
 
-class Worker:
+class WorkerThread:
     """A thread that does one thing after the other.
 
     Unlike an executor's it also takes work while the interpreter ends, and does not hold that up.
@@ -96,10 +96,10 @@ class Wire:
         self.name = "world"  # of the group, for what is said
         parts = [dist.PrefixStore(name, store) for name in ("data", "headings")]
         self.gloo, self.headings = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
-        self.queue = Worker()
+        self.queue = WorkerThread()
         self.calls = 0
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
-        self.batched: list[Message] | None = None
+        self.batched: list[WireMessage] | None = None
 
     def close(self, cancels: bool = False) -> None:
         """Takes no more operations; those that were started go on, unless it `cancels` them."""
@@ -171,7 +171,7 @@ class Wire:
                 self.gloo.send([data], target, number),
             ]
 
-        return self._post(Message(start, lambda: []))
+        return self._post(WireMessage(start, lambda: []))
 
     def receive(self, like: Tensor, source: int, tag: int) -> Future[Sequence[Tensor]]:
         heading, number = self._heading(source, self.rank, like, tag)
@@ -192,14 +192,14 @@ class Wire:
                 )
             return [data.view(like.dtype)]
 
-        return self._post(Message(start, finish))
+        return self._post(WireMessage(start, finish))
 
     def _heading(self, source: int, target: int, like: Tensor, tag: int) -> tuple[Tensor, int]:
         number = self.messages.get((source, target), 0)
         self.messages[source, target] = number + 1
         return torch.tensor([[number, tag, DTYPES.index(like.dtype), like.numel()]]), number
 
-    def _post(self, message: Message) -> Future[Sequence[Tensor]]:
+    def _post(self, message: WireMessage) -> Future[Sequence[Tensor]]:
         if self.batched is None:
             self.queue.submit(_exchange, [message])
         else:
@@ -207,7 +207,7 @@ class Wire:
         return message.done
 
 
-def _exchange(messages: list[Message]) -> None:
+def _exchange(messages: list[WireMessage]) -> None:
     """A batch: all are started before any is waited for."""
     started = [(message, message.start()) for message in messages]
     for message, works in started:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.config.schema import Config
-from parallel3d.errors import USER_ERROR, say
+from parallel3d.errors import USER_ERROR, print_line
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.launch import Worker
@@ -25,9 +25,9 @@ USER_ERRORS_KEY = "parallel3d/user_errors"
 # By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
 END_SIGNAL = signal.SIGHUP
 # The exit code of a local worker that has said itself why all end, as no file took it.
-SAID = 63
+EXIT_ALREADY_REPORTED = 63
 # A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
-ANSWER = 64
+EXIT_COMMAND_RESULT = 64
 
 
 def code_of_stop(requeues: bool) -> int:
@@ -35,26 +35,26 @@ def code_of_stop(requeues: bool) -> int:
     return 0 if requeues else 128 + signal.SIGINT
 
 
-def close_books(cause: failure.Failure, run_dir: Path) -> int:
+def report_end(cause: failure.RankFailure, run_dir: Path) -> int:
     """Say why a run ended. A run that a user error stopped leaves no directory behind.
 
     Returns the exit code.
     """
-    say(cause.sentence())
+    print_line(cause.sentence())
     if cause.kind != "user":
         return 1
     discard_unused(run_dir)
     return USER_ERROR
 
 
-def tell_hang(worker: Worker, error: Exception) -> None:
+def report_hang(worker: Worker, error: Exception) -> None:
     """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
     timed_out = isinstance(error, TimeoutError) or failure.TIMED_OUT.search(str(error))
     if worker.watchdog is not None and timed_out:
         worker.watchdog.timed_out()
 
 
-def report(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
+def report_failure(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
     """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
     failed = failure.from_exception(config, worker, error)
     if worker.run_dir != Path() and failed.kind != "user":
@@ -64,7 +64,7 @@ def report(config: Config, worker: Worker, error: Exception, store: Store | None
     elif worker.run_dir != Path() and worker.rank == 0:
         discard_unused(worker.run_dir)
     if failed.kind != "user" or _is_first_to_speak(worker, error, store):
-        say(failed.sentence())
+        print_line(failed.sentence())
 
 
 def _is_first_to_speak(worker: Worker, error: Exception, store: Store | None) -> bool:

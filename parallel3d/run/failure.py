@@ -45,7 +45,7 @@ Kind = Literal["error", "user", "decided", "hang", "killed"]
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """One rank's end: who (rank, coordinates, host), doing what, where in the code, and why.
 
     `kind` "user" is a UserError and `error` its sentence; "decided" is a TrainingFailure, to which
@@ -108,7 +108,7 @@ def who(config: Config, rank: int, host: str | None = None) -> str:
     return f"rank {rank} ({coordinates_of(config, rank)}) on {host or socket.gethostname()}"
 
 
-def from_exception(config: Config, worker: Worker, error: BaseException) -> Failure:
+def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
     """Describe an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
@@ -124,7 +124,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
     if departure is not None:
         text = f"{departure}; {text}"
     text = text.encode("utf-8", "backslashreplace").decode()  # names of files may be no UTF-8
-    return Failure(
+    return RankFailure(
         rank=worker.rank,
         coordinates=coordinates_of(config, worker.rank),
         host=socket.gethostname(),
@@ -137,7 +137,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Fail
     )
 
 
-def from_exit(config: Config, rank: int, exitcode: int) -> Failure:
+def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
     """Describe a rank that ended without a word: by a signal (negative code) or a bare exit."""
     if exitcode < 0:
         try:
@@ -149,7 +149,7 @@ def from_exit(config: Config, rank: int, exitcode: int) -> Failure:
             error += " (by hand, or by the kernel for want of memory)"
     else:
         error = f"exited with code {exitcode}"
-    return Failure(
+    return RankFailure(
         rank=rank,
         coordinates=coordinates_of(config, rank),
         host=socket.gethostname(),
@@ -179,7 +179,7 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
     return place
 
 
-def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
+def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFailure:
     """Leave the record and the traceback in the run directory, and where torchrun looks for it.
 
     Returns the failure with its traceback file. Never raises: the disk may be what has failed. A
@@ -199,7 +199,7 @@ def write(failure: Failure, error: BaseException, run_dir: Path) -> Failure:
     return failure
 
 
-def write_record(failure: Failure, details: str, run_dir: Path) -> None:
+def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
     """Leave the record alone: in the run directory, and where torchrun looks for it.
 
     Raises OSError.
@@ -212,7 +212,7 @@ def write_record(failure: Failure, details: str, run_dir: Path) -> None:
     replace_durably(folder / f"rank-{failure.rank}.json", record.encode())
 
 
-def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str]) -> None:
+def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str, str]) -> None:
     """Tell torchrun's agent, in its own format, so that its summary shows our sentence."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
@@ -220,7 +220,7 @@ def write_elastic_file(failure: Failure, details: str, environ: Mapping[str, str
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def read_all(run_dir: Path) -> list[Failure]:
+def read_all(run_dir: Path) -> list[RankFailure]:
     """The records that ranks left in the run directory, oldest first.
 
     Without those that cannot be read: a rank may be ended, or its disk full, while it writes.
@@ -230,11 +230,11 @@ def read_all(run_dir: Path) -> list[Failure]:
         paths = [*(run_dir / FAILURES).glob("rank-*.json")]
     for path in paths:
         with suppress(OSError, ValueError, TypeError):
-            failures.append(Failure(**json.loads(read_bounded(path, RECORD_BYTES))))
+            failures.append(RankFailure(**json.loads(read_bounded(path, RECORD_BYTES))))
     return sorted(failures, key=lambda failure: failure.time)
 
 
-def root_cause(failures: Iterable[Failure]) -> Failure:
+def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that brought the others about: the first that is no echo of another.
 
     Ties in kind keep the given order. `failures` must not be empty.
@@ -247,7 +247,7 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(found, key=_rank_of_cause)
 
 
-def _rank_of_cause(failure: Failure) -> tuple[int, float]:
+def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
     if failure.kind in ("hang", "decided"):  # of all ranks; what some died of then is its doing
         return -1, failure.time
     if failure.kind == "killed":

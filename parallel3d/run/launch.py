@@ -20,7 +20,7 @@ from parallel3d.run.stop_signals import StopSignals
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from parallel3d.topology.tiling import Placement
+    from parallel3d.topology.tiling import RankMapping
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
@@ -28,7 +28,7 @@ Launcher = Literal["local", "torchrun", "slurm"]
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
-class Watch(Protocol):
+class ProgressWatch(Protocol):
     """What looks whether a rank gets on (`watchdog.Watchdog`), as the rank's life deals with it."""
 
     @property
@@ -65,16 +65,16 @@ class Worker:
     launcher: Launcher
     device: str = "cpu"
     phase: str = "start"
-    placement: Placement | None = None
+    placement: RankMapping | None = None
     stop: StopSignals = field(default_factory=StopSignals)
     stopped: bool = False
     store: Store | None = None
-    watchdog: Watch | None = None
+    watchdog: ProgressWatch | None = None
     log: OperationLog = field(default_factory=OperationLog)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAssignment:
     """The place that a launcher gave to this process, and where rank 0 listens."""
 
     launcher: Launcher
@@ -86,14 +86,14 @@ class Place:
     master_port: int
     job_id: str | None = None
 
-    def with_port(self, chosen: int) -> Place:
+    def with_port(self, chosen: int) -> RankAssignment:
         """With the port of `launch.master_port`, unless that is 0 or torchrun has its own."""
         if self.launcher != "slurm" or chosen == 0:
             return self
         return replace(self, master_port=chosen)
 
 
-def detect(environ: Mapping[str, str]) -> Place | None:
+def detect(environ: Mapping[str, str]) -> RankAssignment | None:
     """This process's place according to torchrun's or Slurm's variables; None if there are none.
 
     torchrun comes first, since it may itself run inside a Slurm step. Raises UserError if a
@@ -107,7 +107,7 @@ def detect(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> Place:
+def _from_torchrun(environ: Mapping[str, str]) -> RankAssignment:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             present = "RANK" if "RANK" in environ and name != "RANK" else "WORLD_SIZE"
@@ -130,7 +130,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     port = _number(environ, "MASTER_PORT", minimum=1)
     if port > 65535:
         raise UserError(f"MASTER_PORT={port} is no port: it must lie in 1 … 65535")
-    return Place(
+    return RankAssignment(
         "torchrun", rank, local_rank, world_size, local_world_size, environ["MASTER_ADDR"], port
     )
 
@@ -149,7 +149,7 @@ def _slurm_tasks(environ: Mapping[str, str]) -> str:
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Place:
+def _from_slurm(environ: Mapping[str, str]) -> RankAssignment:
     tasks = _slurm_tasks(environ)
     world_size = _number(environ, tasks, minimum=1)
     rank = _number(environ, "SLURM_PROCID", below=(tasks, world_size))
@@ -161,7 +161,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
     local_world_size = world_size
     if per_node:
         local_world_size = tasks_on_node(per_node, _number(environ, "SLURM_NODEID"))
-    return Place(
+    return RankAssignment(
         launcher="slurm",
         rank=rank,
         local_rank=_number(environ, "SLURM_LOCALID", below=(tasks, local_world_size)),

@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING
 
 from parallel3d.comm.job_store import LOCALHOST, SECRET, listen_at, one_host_environment, serve
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import cores
 from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.host.host_memory import nothing_collected
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE
-from parallel3d.run.endings import ANSWER, SAID, STOPPABLE, close_books, code_of_stop
+from parallel3d.run.endings import (
+    EXIT_ALREADY_REPORTED,
+    EXIT_COMMAND_RESULT,
+    STOPPABLE,
+    code_of_stop,
+    report_end,
+)
 from parallel3d.run.local_ranks import SIGNALS, LocalRanks, Stopped
 from parallel3d.run.restarts import Restarts
 from parallel3d.run.stop_signals import blocked_signals, kept_handlers
@@ -108,7 +114,7 @@ def run_local_workers(
             exits = ranks.run(host.open)
         except Stopped as stop:
             late = f" (launch.grace_s={ranks.grace_s:g} was over)" if ranks.is_late() else ""
-            say(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
+            print_line(f"stopped by {stop.signal.name}{late}; all {world_size} ranks have ended")
             return 128 + stop.signal
     if exits:
         return _report(config, run_dir, exits)
@@ -147,10 +153,10 @@ def _local_ranks(
 ) -> LocalRanks:
     if app not in STOPPABLE:
         return LocalRanks(count, live)
-    restarts = Restarts(run_dir, config.recovery.max_restarts, say)
+    restarts = Restarts(run_dir, config.recovery.max_restarts, print_line)
 
     def starts_again(exits: dict[int, int]) -> bool:
-        is_over = any(_is_answer(code) or code == SAID for code in exits.values())
+        is_over = any(_is_answer(code) or code == EXIT_ALREADY_REPORTED for code in exits.values())
         if is_over or not _disk_answers(run_dir):
             return False
         return restarts.decide(_cause(config, run_dir, exits))
@@ -160,19 +166,19 @@ def _local_ranks(
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
     """Say the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
-    answers = [code - ANSWER for code in exits.values() if _is_answer(code)]
+    answers = [code - EXIT_COMMAND_RESULT for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
-    if SAID in exits.values():
+    if EXIT_ALREADY_REPORTED in exits.values():
         return 1
     cause = _cause(config, run_dir, exits)
     if sys.stderr.isatty():
         # A rank that was killed while it drew its progress bar could not show the cursor again.
         sys.stderr.write("\x1b[?25h\n")
-    return close_books(cause, run_dir)
+    return report_end(cause, run_dir)
 
 
-def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Failure:
+def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
     """The failure that brought the others about, of those that ranks recorded or died of."""
     records, placed = [], exits
     if _disk_answers(run_dir):
@@ -191,7 +197,7 @@ def _disk_answers(run_dir: Path) -> bool:
 
 
 def _is_answer(code: int) -> bool:
-    return ANSWER <= code < 2 * ANSWER
+    return EXIT_COMMAND_RESULT <= code < 2 * EXIT_COMMAND_RESULT
 
 
 def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from parallel3d.errors import UserError
 from parallel3d.host.devices import device_of_rank
 from parallel3d.host.host_memory import nothing_collected
 from parallel3d.run.directory import make_run_directory, take_run
-from parallel3d.run.launch import Place, Worker
+from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.rank_exchange import wait_for_readers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RankZerosError(UserError):
     """What rank 0 has found and says itself; its store may be gone with it."""
 
 
-def meet(config: Config, place: Place) -> Store:
+def rendezvous(config: Config, place: RankAssignment) -> Store:
     """Connect to the store at rank 0 (or, under torchrun, its agent).
 
     Raises UserError if rank 0's port is taken.
@@ -89,7 +89,7 @@ def keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _listening_store(place: Place, more: dict[str, Any]) -> TCPStore:
+def _listening_store(place: RankAssignment, more: dict[str, Any]) -> TCPStore:
     """Rank 0's store, on MASTER_ADDR's address alone; on all where it is none of this machine's."""
     one_host = place.launcher == "slurm" and place.world_size == place.local_world_size
     loopback = one_host or is_loopback(place.master_addr)
@@ -110,7 +110,7 @@ def _attempt() -> int:
 
 
 def agree_on_run(
-    app: str, config: Config, place: Place, worker: Worker, store: Store, kind: str
+    app: str, config: Config, place: RankAssignment, worker: Worker, store: Store, kind: str
 ) -> Config:
     """Make or take the run directory on rank 0 and make it known; the others learn the run.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from parallel3d.comm.job_store import get_all, put, seal, unseal
+from parallel3d.comm.job_store import get_all, put, sign, verify
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.directory import PLACEMENT_FILE
@@ -29,7 +29,7 @@ RANKS_KEY = "parallel3d/ranks"
 RANKS_SEEN_KEY = "parallel3d/ranks_seen"
 
 
-def take_rank(
+def assign_rank(
     config: Config, worker: Worker, store: Store, environ: Mapping[str, str], app: str
 ) -> None:
     """Set `worker.rank` and `worker.placement`; every launched process calls it once.
@@ -57,7 +57,7 @@ def take_rank(
         _decide(config, worker, store, environ, needs_cluster, moves)
     if not moves:
         return
-    word = unseal(RANKS_KEY, store.get(RANKS_KEY))
+    word = verify(RANKS_KEY, store.get(RANKS_KEY))
     if launch_rank > 0:
         store.add(RANKS_SEEN_KEY, 1)
     if word.startswith(b"error:"):
@@ -81,11 +81,11 @@ def _decide(
         cluster = find_cluster(config, processes, environ) if needs_cluster else None
         placed = placed_ranks.place_processes(config, processes, cluster)
     except UserError as error:
-        store.set(RANKS_KEY, seal(RANKS_KEY, b"error:" + str(error).encode()))
+        store.set(RANKS_KEY, sign(RANKS_KEY, b"error:" + str(error).encode()))
         wait_for_readers(store, RANKS_SEEN_KEY, worker.world_size - 1)
         return
     if moves:
-        store.set(RANKS_KEY, seal(RANKS_KEY, placed_ranks.to_word(placed)))
+        store.set(RANKS_KEY, sign(RANKS_KEY, placed_ranks.to_word(placed)))
     _tell(placed)
     placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.run.directory import keep_failures
-from parallel3d.run.failure import Failure
+from parallel3d.run.failure import RankFailure
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Restarts:
     count: int = 0
     last: tuple[str, str] | None = None
 
-    def decide(self, cause: Failure) -> bool:
+    def decide(self, cause: RankFailure) -> bool:
         """Whether to start again; says so and puts the records of the failure aside."""
         if self.count >= self.limit or not self._has_hope(cause):
             return False
@@ -50,7 +50,7 @@ class Restarts:
         self.say(f"{cause.sentence().rstrip('.')}; {restart}")
         return True
 
-    def _has_hope(self, cause: Failure) -> bool:
+    def _has_hope(self, cause: RankFailure) -> bool:
         if cause.kind in ("user", "decided"):
             return False
         return cause.kind == "killed" or self.last != (cause.phase, cause.error)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from parallel3d.errors import say
+from parallel3d.errors import print_line
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
         except RuntimeError:
             return  # the store is gone
         except Exception as error:
-            say(f"watchdog: {type(error).__name__}: {error}")
+            print_line(f"watchdog: {type(error).__name__}: {error}")
 
     started(run).join(seconds)
     return answers[0] if answers else otherwise
@@ -41,7 +41,7 @@ def or_end(seconds: float, sentence: str) -> Iterator[None]:
     """
 
     def end() -> None:
-        say(sentence)
+        print_line(sentence)
         os._exit(1)
 
     timer = threading.Timer(seconds, end)

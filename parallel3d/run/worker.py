@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from parallel3d.comm.job_store import one_host_environment
 from parallel3d.config.checks.groups import parse_nccl_env
 from parallel3d.config.schema import Config
-from parallel3d.errors import USER_ERROR, UserError, say
-from parallel3d.host.devices import PRETEND, Choice, device_of_rank
+from parallel3d.errors import USER_ERROR, UserError, print_line
+from parallel3d.host.devices import PRETEND, DeviceChoice, device_of_rank
 from parallel3d.host.gpu_environment import gpu_environment
 from parallel3d.host.host_memory import give_back_freed_memory, keep_freed_memory, nothing_collected
 from parallel3d.host.numa import bind_near
@@ -25,19 +25,19 @@ from parallel3d.host.standard_streams import drop_failed_output
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
 from parallel3d.run.endings import (
-    ANSWER,
     END_SIGNAL,
+    EXIT_COMMAND_RESULT,
     STOPPABLE,
-    close_books,
     code_of_stop,
     leave,
-    report,
-    tell_hang,
+    report_end,
+    report_failure,
+    report_hang,
 )
-from parallel3d.run.launch import Place, Worker, detect
+from parallel3d.run.launch import RankAssignment, Worker, detect
 from parallel3d.run.local_workers import run_local_workers
-from parallel3d.run.meeting import agree_on_run, keeps_store, meet
-from parallel3d.run.rank_exchange import take_rank
+from parallel3d.run.meeting import agree_on_run, keeps_store, rendezvous
+from parallel3d.run.rank_exchange import assign_rank
 from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers
 from parallel3d.topology.layout import layout_of
 
@@ -56,7 +56,13 @@ APPS = {
 
 
 def run_here(
-    app: str, config: Config, run_dir: Path, world_size: int, device: Choice, *, again: bool = False
+    app: str,
+    config: Config,
+    run_dir: Path,
+    world_size: int,
+    device: DeviceChoice,
+    *,
+    again: bool = False,
 ) -> int:
     """Run all ranks of a world on this host: one in this process, several in their own.
 
@@ -65,7 +71,7 @@ def run_here(
     """
     drop_failed_output()
     if device.note:
-        say(device.note)
+        print_line(device.note)
     try:
         if world_size == 1 and not again:
             return run_alone(app, config, run_dir, device.kind)
@@ -98,7 +104,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
             return _after(worker, _work(app, config, worker, HashStore()))
         except Exception as error:
             failed = failure.from_exception(config, worker, error)
-            return close_books(failure.write(failed, error, run_dir), run_dir)
+            return report_end(failure.write(failed, error, run_dir), run_dir)
 
 
 def begin_on(kind: str) -> None:
@@ -116,7 +122,7 @@ def _after(worker: Worker, code: int) -> int:
     return code
 
 
-def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
+def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> int:
     """Run this process's rank among those that torchrun or srun started, on a device of `kind`.
 
     Rank 0 names and makes the run directory and tells the others through the store. Every failing
@@ -140,12 +146,12 @@ def run_joined(app: str, config: Config, place: Place, kind: str) -> int:
     if app in STOPPABLE:
         worker.stop.install()
     try:
-        store = meet(config, place)
+        store = rendezvous(config, place)
         config = agree_on_run(app, config, place, worker, store, kind)
         return _after(worker, _work(app, config, worker, store))
     except Exception as error:
-        tell_hang(worker, error)
-        report(config, worker, error, store)
+        report_hang(worker, error)
+        report_failure(config, worker, error, store)
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
 
@@ -183,10 +189,10 @@ def local_worker_main(
         worker.stop.install(ASKING)
     try:
         worker.device = device_of_rank(kind, place.local_rank)
-        code = _work(app, config, worker, meet(config, place))
-        return ANSWER + code if code else 0
+        code = _work(app, config, worker, rendezvous(config, place))
+        return EXIT_COMMAND_RESULT + code if code else 0
     except Exception as error:
-        tell_hang(worker, error)
+        report_hang(worker, error)
         failure.write(failure.from_exception(config, worker, error), error, directory)
         leave(USER_ERROR if isinstance(error, UserError) else 1, worker)
 
@@ -200,7 +206,7 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
 
     worker.store = store if worker.world_size > 1 else None
     worker.phase = "placing the ranks"
-    take_rank(config, worker, store, os.environ, app)
+    assign_rank(config, worker, store, os.environ, app)
     worker.phase = "starting torch.distributed"
     device = torch.device(worker.device)
     if is_accelerator(device):

@@ -97,7 +97,7 @@ def action(kind: Kind, microbatch: int, chunk: int = 0) -> Action:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def line(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
+def actions_of(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
     """One kind of action of one chunk, for the micro-batches 0 to `count` - 1."""
     return tuple(action(kind, m, chunk) for m in range(count))
 
@@ -105,14 +105,14 @@ def line(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
 @functools.lru_cache(maxsize=1 << 12)
 def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...], ...]:
     """The messages of `line`, each a group of its own."""
-    return tuple((message,) for message in line(kind, chunk, count))
+    return tuple((message,) for message in actions_of(kind, chunk, count))
 
 
 # orders[rank] lists what that rank computes, in order: all that tells one schedule from another.
-Orders: TypeAlias = list[list[Action]]
+ComputeSchedule: TypeAlias = list[list[Action]]
 # A group is posted as one batch: all of its sends and receives are in flight together.
 CommGroup: TypeAlias = tuple[Action, ...]
 # A step is either a compute action (an Action) or a group of messages (a tuple).
 Step: TypeAlias = Action | CommGroup
 # plan[rank] lists the steps of that pipeline rank in order.
-Plan: TypeAlias = list[list[Step]]
+PipelineProgram: TypeAlias = list[list[Step]]

@@ -14,8 +14,8 @@ import functools
 from itertools import count, product
 from typing import NamedTuple
 
-from parallel3d.schedules.actions import Kind, Orders, action
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.actions import ComputeSchedule, Kind, action
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import Costs, clock
 
 FULL = 6  # units from one micro-batch to the next where none stays idle
@@ -51,13 +51,13 @@ class _Pattern(NamedTuple):
         )
 
 
-def v_half(ranks: int, microbatches: int) -> Orders:
+def v_half(ranks: int, microbatches: int) -> ComputeSchedule:
     """V-Half: about half of 1F1B's activations, two chunks as a V; from four ranks on for about
     half of its bubble, on two and three for more than twice of it."""
     return _orders(_pattern(ranks), microbatches)
 
 
-def _orders(pattern: _Pattern, microbatches: int) -> Orders:
+def _orders(pattern: _Pattern, microbatches: int) -> ComputeSchedule:
     """What the micro-batches do when each starts a period after the one before, in order."""
     return [
         [
@@ -85,7 +85,7 @@ def _pattern(ranks: int) -> _Pattern:
                     found.append((pattern.length, pattern.peak, pattern))
         if found:
             break
-    placement = Placement(ranks, 2, "v")
+    placement = StageAssignment(ranks, 2, "v")
     costs = Costs.even(placement)
 
     def seconds(choice: tuple[int, int, _Pattern]) -> float:

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.reasons import raise_reason
 from parallel3d.schedules.simulate import ScheduleError, run_all
 
-__all__ = ["Report", "ScheduleError", "check"]
+__all__ = ["ScheduleError", "ScheduleReport", "check"]
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """What a sound plan costs.
 
     `peak_live[rank]` is the most chunk-activations that this rank holds at once: those of one
@@ -32,7 +32,7 @@ class Report:
     `messages` counts the messages sent by all ranks together.
     """
 
-    placement: Placement
+    placement: StageAssignment
     microbatches: int
     peak_live: tuple[int, ...]
     messages: int
@@ -52,8 +52,8 @@ class Report:
 def check(
     plan: Sequence[Sequence[Step]],
     microbatches: int | None = None,
-    placement: Placement | None = None,
-) -> Report:
+    placement: StageAssignment | None = None,
+) -> ScheduleReport:
     """Prove `plan` (plan[rank] = steps of that rank) sound and return its costs.
 
     `microbatches` is how many there should be; without it, the highest number in the plan counts.
@@ -66,7 +66,7 @@ def check(
     posted (deadlock; so does a transport that buffers nothing, the worst that can be met: where
     sends end at once, ranks wait for a part of the same, and never for ever either).
     """
-    placement = placement or Placement(len(plan) or 1)
+    placement = placement or StageAssignment(len(plan) or 1)
     if len(plan) not in (0, placement.ranks):
         raise ScheduleError(f"the plan has {len(plan)} ranks, and its placement {placement.ranks}")
     expected = _highest(plan) + 1 if microbatches is None else microbatches
@@ -75,7 +75,7 @@ def check(
         raise_reason(plan, microbatches, placement)
         raise AssertionError(f"no fault was found in a plan that could not be proven: {plan}")
     sends = sum(map(len, proof.sent.values()))
-    return Report(placement, expected, tuple(proof.peaks), sends)
+    return ScheduleReport(placement, expected, tuple(proof.peaks), sends)
 
 
 def _highest(plan: Sequence[Sequence[Step]]) -> int:
@@ -164,7 +164,7 @@ class _Proof:
     """
 
     def __init__(
-        self, plan: Sequence[Sequence[Step]], placement: Placement, microbatches: int
+        self, plan: Sequence[Sequence[Step]], placement: StageAssignment, microbatches: int
     ) -> None:
         self.plan, self.placement, self.microbatches = plan, placement, microbatches
         self.sent: dict[tuple[int, int], _Flow] = {}

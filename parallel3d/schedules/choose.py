@@ -11,11 +11,11 @@ from typing import TypeAlias
 
 from parallel3d.errors import UserError
 from parallel3d.files.reading import plain, read_bounded
-from parallel3d.schedules.actions import Kind, Orders
+from parallel3d.schedules.actions import ComputeSchedule, Kind
 from parallel3d.schedules.listed import Rule, list_schedule
 from parallel3d.schedules.orders import interleaved_zero_bubble
-from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, clock
 from parallel3d.schedules.table import read_table
 
@@ -27,7 +27,7 @@ LARGEST_TABLE = 1 << 26  # bytes of `schedule.file`, some six million actions
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """A schedule with what it costs: the step beyond its busiest rank's compute, the idle share of
     all ranks, and the peak of live activations as a fraction of 1F1B's."""
 
@@ -45,7 +45,7 @@ Weights: TypeAlias = Sequence[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What a rank computes per micro-batch: seconds of all its layers.
 
     They are spread evenly over its chunks, or as `weights` says of a placement; None says that no
@@ -56,13 +56,13 @@ class Work:
     input: float = 1.0
     weight: float = 1.0
     hop: float = 0.0
-    weights: Callable[[Placement], Weights | None] | None = None
+    weights: Callable[[StageAssignment], Weights | None] | None = None
 
-    def fits(self, placement: Placement) -> bool:
+    def fits(self, placement: StageAssignment) -> bool:
         """Whether there are costs for it."""
         return self.weights is None or self.weights(placement) is not None
 
-    def costs(self, placement: Placement) -> Costs:
+    def costs(self, placement: StageAssignment) -> Costs:
         """Seconds by stage; `placement` must fit."""
         if self.weights is None:
             return Costs.even(placement, self.forward, self.input, self.weight, self.hop)
@@ -83,7 +83,7 @@ def wanted(
     microbatches: int,
     chunks: int,
     file: str | None = None,
-    work: Work = Work(),
+    work: RankWork = RankWork(),
     memory: float = 1.0,
 ) -> Schedule:
     """The schedule `name`: one of FORMS, "auto" (see `choose`) or "file" (see `read_table`).
@@ -104,7 +104,9 @@ def wanted(
 
 
 @functools.lru_cache(maxsize=8)
-def chosen(ranks: int, microbatches: int, chunks: int, work: Work, memory: float) -> Choice:
+def chosen(
+    ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
+) -> ScheduleChoice:
     """`choose`, a search of seconds, for which a run asks several times."""
     check_search(ranks, microbatches, chunks, memory)
     return choose(ranks, microbatches, chunks, work, memory)
@@ -147,7 +149,7 @@ def _of_file(file: str | None, ranks: int, microbatches: int, chunks: int) -> Sc
     return read_table(table, said, ranks, microbatches, chunks if chunks > 1 else None)
 
 
-def measure(schedule: Schedule, work: Work) -> Choice:
+def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
     """Time a schedule and count its activations. Raises ScheduleError for what can never run."""
     costs = work.costs(schedule.placement)
     placement, count = schedule.placement, schedule.microbatches
@@ -159,7 +161,7 @@ def measure(schedule: Schedule, work: Work) -> Choice:
     ):
         busy[rank] += sum(stage) * count
     most = min(placement.ranks, count) * placement.chunks
-    return Choice(
+    return ScheduleChoice(
         schedule,
         seconds,
         seconds / max(busy) - 1,
@@ -168,13 +170,15 @@ def measure(schedule: Schedule, work: Work) -> Choice:
     )
 
 
-def measured_forms(ranks: int, microbatches: int, chunks: int, work: Work) -> list[Choice]:
+def measured_forms(
+    ranks: int, microbatches: int, chunks: int, work: RankWork
+) -> list[ScheduleChoice]:
     """All fixed forms that there are costs for, timed."""
     forms = fixed_forms(ranks, microbatches, chunks)
     return [measure(form, work) for form in forms if work.fits(form.placement)]
 
 
-def peak_live(orders: Orders) -> int:
+def peak_live(orders: ComputeSchedule) -> int:
     """The most chunk-activations that a rank holds at once, from F to the end of B or W."""
     most = 0
     for order in orders:
@@ -191,7 +195,7 @@ def peak_live(orders: Orders) -> int:
 def fixed_forms(ranks: int, microbatches: int, chunks: int) -> list[Schedule]:
     """Every schedule with a name, each with the chunks that it can have of `chunks`."""
     found = []
-    for name in FORMS:
+    for name in NAMED_SCHEDULES:
         if name in V_SHAPED:
             found.append(make(name, ranks, microbatches, 2))
         elif name not in LOOPED:
@@ -205,10 +209,10 @@ def choose(
     ranks: int,
     microbatches: int,
     chunks: int,
-    work: Work,
+    work: RankWork,
     memory: float = 1.0,
-    forms: Sequence[Choice] | None = None,
-) -> Choice:
+    forms: Sequence[ScheduleChoice] | None = None,
+) -> ScheduleChoice:
     """The fastest on the clock that holds at most `memory` times 1F1B's peak of activations.
 
     Tried: all fixed forms (`forms`, where they have been measured), and list schedules of up to
@@ -230,23 +234,23 @@ def choose(
             f"schedule.memory={memory:g}: no schedule of pp={ranks} and num_microbatches="
             f"{microbatches} holds as little; the nearest is schedule.memory=1."
         )
-    return Choice(best.schedule, *_figures(best), why=_why(best, fitting, memory))
+    return ScheduleChoice(best.schedule, *_figures(best), why=_why(best, fitting, memory))
 
 
 def _rounded_up(value: float) -> float:
     return -(-value * 1000 // 1) / 1000
 
 
-def _figures(choice: Choice) -> tuple[float, float, float, float]:
+def _figures(choice: ScheduleChoice) -> tuple[float, float, float, float]:
     return choice.seconds, choice.overhead, choice.bubble, choice.peak_live
 
 
-def _merit(choice: Choice) -> tuple[float, float, int]:
+def _merit(choice: ScheduleChoice) -> tuple[float, float, int]:
     return round(choice.seconds, 9), choice.peak_live, choice.schedule.placement.chunks
 
 
-def _why(best: Choice, fitting: Sequence[Choice], memory: float) -> str:
-    def said(choice: Choice) -> str:
+def _why(best: ScheduleChoice, fitting: Sequence[ScheduleChoice], memory: float) -> str:
+    def said(choice: ScheduleChoice) -> str:
         return f"{choice.schedule.name} ({choice.overhead:.1%})"
 
     others = [form for form in fitting if form.schedule != best.schedule][:2]
@@ -261,7 +265,7 @@ def _why(best: Choice, fitting: Sequence[Choice], memory: float) -> str:
 
 
 def _lists(
-    ranks: int, microbatches: int, chunks: int, work: Work, memory: float
+    ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> Iterator[Schedule]:
     """List schedules over interleaved orders: several chunks, groups and rules, the likeliest
     first, until WORK is done."""
@@ -274,7 +278,7 @@ def _lists(
         if left < actions:
             return
         left -= actions
-        placement = Placement(ranks, count)
+        placement = StageAssignment(ranks, count)
         if not work.fits(placement):
             continue
         most = int(memory * min(ranks, microbatches) * count + SAME)

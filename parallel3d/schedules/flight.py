@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.messages import peer_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 
 def peak_in_flight(
-    plan: Sequence[Sequence[Step]], placement: Placement
+    plan: Sequence[Sequence[Step]], placement: StageAssignment
 ) -> dict[tuple[int, int], int]:
     """(sender, receiver) → the most messages that can be sent and not yet received.
 
@@ -35,7 +35,7 @@ def peak_in_flight(
     return run.peaks
 
 
-def enough_slots(plan: Sequence[Sequence[Step]], placement: Placement, slots: int) -> int:
+def enough_slots(plan: Sequence[Sequence[Step]], placement: StageAssignment, slots: int) -> int:
     """`slots` messages for each directed pair, or as much more as the plan cannot do without.
 
     For a transport with so many places on each way from rank to rank: a send waits until one is
@@ -54,7 +54,7 @@ _Pair = tuple[int, int]
 _Deed = tuple[_Pair, int]
 
 
-def _work(steps: Sequence[Step], rank: int, placement: Placement) -> list[_Deed]:
+def _work(steps: Sequence[Step], rank: int, placement: StageAssignment) -> list[_Deed]:
     """What a rank does with messages, in its order."""
     deeds: list[_Deed] = []
     expected: dict[_Pair, int] = {}
@@ -110,7 +110,7 @@ class _Run:
     knows[a][b]: the last step of b that a knows to be behind b.
     """
 
-    def __init__(self, plan: Sequence[Sequence[Step]], placement: Placement) -> None:
+    def __init__(self, plan: Sequence[Sequence[Step]], placement: StageAssignment) -> None:
         ranks = placement.ranks
         self.position, self.posted = [0] * ranks, [-1] * ranks
         self.knows = [[-1] * ranks for _ in range(ranks)]

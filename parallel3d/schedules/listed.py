@@ -13,8 +13,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel3d.schedules.actions import Action, Kind, Orders, action
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import Costs
 
 _LATER = 1e-9  # of a step: what comes closer than this has come
@@ -36,8 +36,8 @@ class Rule:
 
 
 def list_schedule(
-    base: Sequence[Sequence[Action]], placement: Placement, costs: Costs, rule: Rule
-) -> Orders | None:
+    base: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs, rule: Rule
+) -> ComputeSchedule | None:
     """The orders that follow from `rule`; each kind of action in the order that `base` has it in.
 
     None where the caps leave no rank anything to do before all is done.
@@ -56,7 +56,7 @@ class _Run:
     def __init__(
         self,
         base: Sequence[Sequence[Action]],
-        placement: Placement,
+        placement: StageAssignment,
         costs: Costs,
         rule: Rule,
     ) -> None:
@@ -69,7 +69,7 @@ class _Run:
         }  # when the input of (is backward, rank, chunk, micro-batch) came
         self.free = [0.0] * placement.ranks
         self.last_was_input = [False] * placement.ranks
-        self.orders: Orders = [[] for _ in base]
+        self.orders: ComputeSchedule = [[] for _ in base]
         self.events = [(0.0, rank) for rank in range(placement.ranks)]
 
     def is_done(self, rank: int) -> bool:

@@ -9,13 +9,13 @@ from parallel3d.schedules.actions import (
     Action,
     CommGroup,
     Kind,
-    Plan,
+    PipelineProgram,
     Step,
+    actions_of,
     groups_of_one,
-    line,
     row_of,
 )
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import Costs, clock
 
 # The computations that make a message and read it, whether it goes forward, its names.
@@ -26,8 +26,8 @@ _FLOWS = (
 
 
 def add_communication(
-    compute: Sequence[Sequence[Action]], placement: Placement | None = None
-) -> Plan:
+    compute: Sequence[Sequence[Action]], placement: StageAssignment | None = None
+) -> PipelineProgram:
     """Lower a compute order to a plan: one group of messages between two consecutive actions.
 
     A group's messages must be in flight together: in the steady state of 1F1B a stage sends an
@@ -47,7 +47,7 @@ def add_communication(
     """
     count = 1 + max((max([s.microbatch for s in order], default=0) for order in compute), default=0)
     if placement is None:
-        placement = Placement(len(compute) or 1)
+        placement = StageAssignment(len(compute) or 1)
         return [
             _before_readers(order, _links(rank, placement, count))
             for rank, order in enumerate(compute)
@@ -55,7 +55,7 @@ def add_communication(
     return _as_sent(compute, placement, count)
 
 
-def peer_of(message: Action, rank: int, placement: Placement) -> int:
+def peer_of(message: Action, rank: int, placement: StageAssignment) -> int:
     """The rank at the other end of a message of `rank`; there must be one."""
     offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
     place = placement.neighbour(rank, message.chunk, offset)
@@ -73,14 +73,14 @@ class _Links(NamedTuple):
     targets: dict[int, tuple[int, tuple[Action, ...]]]
 
 
-def _links(rank: int, placement: Placement, count: int) -> _Links:
+def _links(rank: int, placement: StageAssignment, count: int) -> _Links:
     found = _Links({}, {}, {})
     for chunk, (_, before, after) in enumerate(placement.around(rank)):
         for kinds, is_forward, send, receive in _FLOWS:
             maker, reader = (before, after) if is_forward else (after, before)
             if reader is not None and reader[0] != rank:
                 sends = groups_of_one(send, chunk, count)
-                target = reader[0], line(receive, reader[1], count)
+                target = reader[0], actions_of(receive, reader[1], count)
                 for kind in kinds:
                     found.sent[row_of(kind, chunk)] = sends
                     found.targets[row_of(kind, chunk)] = target
@@ -104,7 +104,9 @@ def _before_readers(order: Sequence[Action], links: _Links) -> list[Step]:
     return [*steps, group] if group else steps
 
 
-def _as_sent(compute: Sequence[Sequence[Action]], placement: Placement, count: int) -> Plan:
+def _as_sent(
+    compute: Sequence[Sequence[Action]], placement: StageAssignment, count: int
+) -> PipelineProgram:
     """All ranks' steps, each receive where its message comes.
 
     A message that is made at a time stands on both ranks before the first action that starts at

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from parallel3d.schedules.actions import Action, Kind, Orders, line
+from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, actions_of
 
 
-def gpipe(ranks: int, microbatches: int) -> Orders:
+def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
     """All forwards, then all backwards, first micro-batch first.
 
     Last-in-first-out backwards would free no more memory: every stage holds all micro-batches at
@@ -21,11 +21,11 @@ def gpipe(ranks: int, microbatches: int) -> Orders:
     summed in the same order as under 1F1B and on a single process, so the sums are bit-identical,
     and the last backward is the last micro-batch's everywhere, where gradient reduction starts.
     """
-    order = [*line(Kind.F, 0, microbatches), *line(Kind.B, 0, microbatches)]
+    order = [*actions_of(Kind.F, 0, microbatches), *actions_of(Kind.B, 0, microbatches)]
     return [order.copy() for _ in range(ranks)]
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Orders:
+def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
     """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
     A stage never holds more than ranks - rank micro-batches: just as many as it needs to stay busy
@@ -37,7 +37,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Orders:
     ]
 
 
-def interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
+def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     """1F1B over chunks: a group of micro-batches passes a chunk before any enters the next one.
 
     The groups have `ranks` micro-batches where these divide the micro-batches, else up to twice as
@@ -57,7 +57,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Orders:
 
 def interleaved_zero_bubble(
     ranks: int, chunks: int, microbatches: int, group: int | None = None
-) -> Orders:
+) -> ComputeSchedule:
     """ZB-H1, over chunks as `interleaved`: half its way back to the first gradient, W at the end.
 
     Only the gradients of inputs have to travel back before a rank can go on, so that the warm-up
@@ -87,7 +87,7 @@ def interleaved_zero_bubble(
     return orders
 
 
-def zero_bubble_v(ranks: int, microbatches: int) -> Orders:
+def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
     """ZB-V: two chunks a rank, placed as a V; no idle time in the middle where F = I = W.
 
     Fewer micro-batches than 2 ranks - 1 take the order of that many with the rest left out.
@@ -112,7 +112,7 @@ def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
         + ["I0", "W0"] * below
     )
     count = max(2 * ranks - 1, microbatches)
-    lines = {f"{kind}{chunk}": line(kind, chunk, count)
+    lines = {f"{kind}{chunk}": actions_of(kind, chunk, count)
              for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}  # fmt: skip
     coming = {word: iter(of) for word, of in lines.items()}
     order = [next(coming[word]) for word in pattern]
@@ -141,7 +141,7 @@ def _by_group(kind: Kind, groups: Sequence[int], chunks: Sequence[int]) -> list[
     first, count = 0, sum(groups)
     for size in groups:
         for chunk in chunks:
-            order += line(kind, chunk, count)[first : first + size]
+            order += actions_of(kind, chunk, count)[first : first + size]
         first += size
     return order
 

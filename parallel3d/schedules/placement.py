@@ -9,7 +9,7 @@ SHAPES = ("loop", "v")
 
 
 @dataclass(frozen=True)
-class Placement:
+class StageAssignment:
     """Stages over ranks: `chunks` stages on each of `ranks` ranks.
 
     "loop": stage s lies on rank s mod p as its chunk s // p (Narayanan et al. 2021): what leaves
@@ -66,7 +66,7 @@ _Around = tuple[int, _Place | None, _Place | None]
 
 
 @lru_cache(maxsize=1 << 12)
-def _around(placement: Placement, rank: int) -> tuple[_Around, ...]:
+def _around(placement: StageAssignment, rank: int) -> tuple[_Around, ...]:
     return tuple(
         (
             placement.stage(rank, chunk),

@@ -12,7 +12,7 @@ from itertools import product
 from typing import TypeAlias
 
 from parallel3d.schedules.actions import Action, Kind, Step
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import ScheduleError
 
 # A message of a group: its action, the rank at its other end, whether it is the send, and its
@@ -24,7 +24,7 @@ _Name: TypeAlias = tuple[bool, int, int]
 
 
 def raise_reason(
-    plan: Sequence[Sequence[Step]], microbatches: int | None, placement: Placement
+    plan: Sequence[Sequence[Step]], microbatches: int | None, placement: StageAssignment
 ) -> None:
     """Raise ScheduleError for the first fault of `plan`, in the order of `check`'s promises."""
     ranks = [_Rank(rank, steps, placement) for rank, steps in enumerate(plan)]
@@ -47,7 +47,7 @@ class _Rank:
     groups: the members of each group of messages, for the search for deadlocks.
     """
 
-    def __init__(self, rank: int, steps: Sequence[Step], placement: Placement) -> None:
+    def __init__(self, rank: int, steps: Sequence[Step], placement: StageAssignment) -> None:
         self.rank, self.placement = rank, placement
         self.stages = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
         self.peers = _peers(rank, placement)
@@ -190,7 +190,7 @@ class _Rank:
 _OFFSET = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
 
 
-def _peers(rank: int, placement: Placement) -> dict[tuple[Kind, int], int | None]:
+def _peers(rank: int, placement: StageAssignment) -> dict[tuple[Kind, int], int | None]:
     """The rank at the other end of each kind of message of each chunk; None where there is none."""
     peers: dict[tuple[Kind, int], int | None] = {}
     for chunk in range(placement.chunks):
@@ -220,7 +220,7 @@ def _check_pairs(ranks: Sequence[_Rank]) -> None:
             )
 
 
-def _message(name: _Name, placement: Placement, is_send: bool) -> Action:
+def _message(name: _Name, placement: StageAssignment, is_send: bool) -> Action:
     is_backward, reader, m = name
     maker = reader + 1 if is_backward else reader - 1
     chunk = placement.place(maker if is_send else reader)[1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from parallel3d.schedules.actions import Kind, Step
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import Span, Timeline, simulate
 
 _FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
@@ -124,7 +124,7 @@ def render_svg(
     timeline: Timeline,
     title: str = "Pipeline schedule",
     width: int = 1200,
-    placement: Placement | None = None,
+    placement: StageAssignment | None = None,
     hop: float = 0.0,
     unit: str = " s",
     until: float | None = None,
@@ -225,7 +225,7 @@ def _shade(kind: Kind, chunk: int, chunks: int) -> str:
 
 def _ways(
     timeline: Timeline,
-    placement: Placement,
+    placement: StageAssignment,
     hop: float,
     where: tuple[int, int, int, int, float],
 ) -> Iterator[str]:

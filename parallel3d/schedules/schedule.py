@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from parallel3d.errors import UserError, nearest
 from parallel3d.schedules import orders
-from parallel3d.schedules.actions import Kind, Orders, Plan
+from parallel3d.schedules.actions import ComputeSchedule, Kind, PipelineProgram
 from parallel3d.schedules.blocks import v_half
 from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
 LOOPED = ("interleaved", "interleaved_zb")
 V_SHAPED = ("zbv", "v_half")
-FORMS = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
+NAMED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
 # They need messages in the order in which these are made: a receive stands before its reader.
 IN_ORDER = ("gpipe", "1f1b")
 
@@ -24,24 +24,24 @@ class Schedule:
     """What each rank computes, in order, and which stages it holds."""
 
     name: str
-    placement: Placement
+    placement: StageAssignment
     microbatches: int
-    orders: Orders
+    orders: ComputeSchedule
 
     @property
     def splits_backward(self) -> bool:
         """Whether some backward is made as I and W."""
         return any(step.kind == Kind.I for order in self.orders for step in order)
 
-    def plan(self) -> Plan:
+    def plan(self) -> PipelineProgram:
         """The orders with their messages. Raises ScheduleError where ranks wait for each other."""
         return self._with_messages(self.orders)
 
-    def forwards(self) -> Plan:
+    def forwards(self) -> PipelineProgram:
         """The plan of an evaluation: the forwards alone, in the same order."""
         return self._with_messages([[s for s in o if s.kind == Kind.F] for o in self.orders])
 
-    def _with_messages(self, orders: Orders) -> Plan:
+    def _with_messages(self, orders: ComputeSchedule) -> PipelineProgram:
         return add_communication(orders, None if self.name in IN_ORDER else self.placement)
 
 
@@ -57,14 +57,14 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
             f"a schedule needs a rank, a chunk and a micro-batch, not {ranks=}, {chunks=}, "
             f"{microbatches=}"
         )
-    if name not in FORMS:
-        choice = nearest(name, FORMS) or "1f1b"
+    if name not in NAMED_SCHEDULES:
+        choice = nearest(name, NAMED_SCHEDULES) or "1f1b"
         raise UserError(
-            f"schedule={name} is not known: choose one of {', '.join(FORMS)} (nearest: {choice})."
+            f"schedule={name} is not known: choose one of {', '.join(NAMED_SCHEDULES)} (nearest: {choice})."
         )
     check_vpp(name, chunks)
-    placement = Placement(ranks, chunks, "v" if name in V_SHAPED else "loop")
-    made: Orders
+    placement = StageAssignment(ranks, chunks, "v" if name in V_SHAPED else "loop")
+    made: ComputeSchedule
     if name == "gpipe":
         made = orders.gpipe(ranks, microbatches)
     elif name == "1f1b":

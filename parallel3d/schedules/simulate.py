@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 _ENDED = 1 << 60  # more than any run yields
 
@@ -41,7 +41,7 @@ class Costs:
     @classmethod
     def even(
         cls,
-        placement: Placement,
+        placement: StageAssignment,
         forward: float = 1.0,
         input: float = 1.0,
         weight: float = 1.0,
@@ -122,10 +122,12 @@ def simulate(
     orders = [[step for step in steps if isinstance(step, Action)] for steps in plan]
     if not orders:
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
-    return time_orders(orders, Placement(len(plan)), Costs(forward, half, half, hop_s))
+    return time_orders(orders, StageAssignment(len(plan)), Costs(forward, half, half, hop_s))
 
 
-def time_orders(orders: Sequence[Sequence[Action]], placement: Placement, costs: Costs) -> Timeline:
+def time_orders(
+    orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
+) -> Timeline:
     """When each rank computes what, as early as the order of each rank and its inputs allow.
 
     An action starts when its rank is free and its input has come: the result of the stage before
@@ -144,7 +146,7 @@ def time_orders(orders: Sequence[Sequence[Action]], placement: Placement, costs:
 
 
 def clock(
-    orders: Sequence[Sequence[Action]], placement: Placement, costs: Costs
+    orders: Sequence[Sequence[Action]], placement: StageAssignment, costs: Costs
 ) -> tuple[list[list[float]], list[list[float]]]:
     """(starts, ends) of every rank's actions, without the objects around them. See `time_orders`.
 
@@ -210,7 +212,7 @@ def _run(
             target[m] = now
 
 
-def _describe_waiting(stuck: dict[int, Action], placement: Placement) -> str:
+def _describe_waiting(stuck: dict[int, Action], placement: StageAssignment) -> str:
     """Who waits for what, from one rank to the one that should make it, as far as that waits."""
     rank = min(stuck)
     sentence = f"rank {rank} waits for ever for the input of {stuck[rank]}"
@@ -231,7 +233,9 @@ _Times = dict[int, float]  # when a micro-batch's result was made
 _Row = tuple[_Times | None, float, _Times | None, _Times | None, float]
 
 
-def _rows(rank: int, placement: Placement, costs: Costs, made: Sequence[_Times]) -> dict[int, _Row]:
+def _rows(
+    rank: int, placement: StageAssignment, costs: Costs, made: Sequence[_Times]
+) -> dict[int, _Row]:
     """By kind and chunk: where the input is found and its delay, what of the rank itself must hold
     the micro-batch, where the result goes, and the cost."""
     rows: dict[int, _Row] = {}

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 
 from parallel3d.errors import UserError
-from parallel3d.schedules.actions import Action, Kind, Orders, action
+from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, action
 from parallel3d.schedules.check import check
 from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.placement import SHAPES, Placement
+from parallel3d.schedules.placement import SHAPES, StageAssignment
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.simulate import ScheduleError
 
@@ -64,7 +64,9 @@ def read_table(
     return Schedule("file", placement, microbatches, orders)
 
 
-def check_orders(orders: Orders, placement: Placement, microbatches: int, key: str) -> None:
+def check_orders(
+    orders: ComputeSchedule, placement: StageAssignment, microbatches: int, key: str
+) -> None:
     """Prove orders without messages sound; raises UserError with the place and the reason."""
     try:
         for rank, order in enumerate(orders):
@@ -74,12 +76,14 @@ def check_orders(orders: Orders, placement: Placement, microbatches: int, key: s
         raise UserError(f"{key} cannot run: {_in_stages(str(error), placement)}.") from None
 
 
-def check_rank(rank: int, order: Sequence[Action], placement: Placement, microbatches: int) -> None:
+def check_rank(
+    rank: int, order: Sequence[Action], placement: StageAssignment, microbatches: int
+) -> None:
     """One rank's actions are complete, none of them doubled, and those of a micro-batch in order.
 
     Raises ScheduleError.
     """
-    single = Placement(1, 1)
+    single = StageAssignment(1, 1)
     for chunk in range(placement.chunks):
         mine = [Action(s.kind, s.microbatch) for s in order if s.chunk == chunk]
         try:
@@ -89,7 +93,7 @@ def check_rank(rank: int, order: Sequence[Action], placement: Placement, microba
             raise ScheduleError(words.replace("rank 0 ", f"rank {rank} ", 1)) from None
 
 
-def _in_stages(sentence: str, placement: Placement) -> str:
+def _in_stages(sentence: str, placement: StageAssignment) -> str:
     """The checker's actions, `F3.1` of the rank named before, as the table spells them."""
     rank = 0
 
@@ -119,19 +123,19 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
     return cells
 
 
-def _placement(rows: Sequence[Sequence[Cell]], key: str) -> Placement:
+def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     """Loops or a V, whichever has every stage on the rank where the table has it."""
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
     for shape in SHAPES:
-        placement = Placement(len(rows), chunks, shape)
+        placement = StageAssignment(len(rows), chunks, shape)
         wanted = [
             {placement.stage(rank, chunk) for chunk in range(chunks)} for rank in range(len(rows))
         ]
         if wanted == held:
             return placement
     best = min(
-        (Placement(len(rows), chunks, shape) for shape in SHAPES),
+        (StageAssignment(len(rows), chunks, shape) for shape in SHAPES),
         key=lambda p: sum(len(held[r] ^ _stages(p, r)) for r in range(len(rows))),
     )
     rank = next(r for r in range(len(rows)) if held[r] != _stages(best, r))
@@ -142,7 +146,7 @@ def _placement(rows: Sequence[Sequence[Cell]], key: str) -> Placement:
     )
 
 
-def _stages(placement: Placement, rank: int) -> set[int]:
+def _stages(placement: StageAssignment, rank: int) -> set[int]:
     return {placement.stage(rank, chunk) for chunk in range(placement.chunks)}
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from parallel3d.errors import UserError
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 
 def balance_chunks(
     cost: float,
     layers: int,
-    placement: Placement,
+    placement: StageAssignment,
     first_extra: float = 0.0,
     last_extra: float = 0.0,
 ) -> list[int]:
@@ -58,7 +58,7 @@ def balance_chunks(
 
 
 def _room(
-    unit: int, layers: int, placement: Placement, ranks: Sequence[int], extras: Sequence[int]
+    unit: int, layers: int, placement: StageAssignment, ranks: Sequence[int], extras: Sequence[int]
 ) -> list[int]:
     """How many layers each rank may take beyond one a chunk, if none is to cost more than must be.
 
@@ -113,7 +113,7 @@ def layers_per_stage_given(
     """The user's `schedule.layers_per_stage`, if it is a split of the model; else UserError."""
     _refuse_empty_stages(num_layers, pp, vpp)
     said = f"schedule.layers_per_stage={list(given)}".replace(" ", "")
-    fair = str(balance_chunks(1.0, num_layers, Placement(pp * vpp))).replace(" ", "")
+    fair = str(balance_chunks(1.0, num_layers, StageAssignment(pp * vpp))).replace(" ", "")
     if len(given) != pp * vpp:
         sizes = f"pp={pp}" if vpp == 1 else f"pp={pp} × vpp={vpp}"
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel3d.config.schema import Config
-from parallel3d.schedules.choose import Work, chosen, wanted
+from parallel3d.schedules.choose import RankWork, chosen, wanted
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sizes.stage_costs import StageWeights
 
@@ -32,7 +32,7 @@ def why_chosen(config: Config) -> str:
     return chosen(config.pp, config.num_microbatches, config.vpp, *_costs(config)).why
 
 
-def _costs(config: Config) -> tuple[Work, float]:
+def _costs(config: Config) -> tuple[RankWork, float]:
     keys = config.schedule
-    work = Work(*keys.costs, keys.hop, StageWeights.of_run(config))
+    work = RankWork(*keys.costs, keys.hop, StageWeights.of_run(config))
     return work, 1.0 if keys.memory is None else keys.memory

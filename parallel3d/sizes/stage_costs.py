@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.schedules.choose import Weights
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.recompute import flops_again, layer_flops, recomputing
 
@@ -57,7 +57,7 @@ class StageWeights:
         some = tuple(config.recompute_layers or ())
         return cls(model.num_layers, *costs, config.pp, kept, balances, again, some)
 
-    def __call__(self, placement: Placement) -> Weights | None:
+    def __call__(self, placement: StageAssignment) -> Weights | None:
         """None: the model cannot be laid out so."""
         stages, layers = placement.stages, self.layers
         is_given = self.given is not None and len(self.given) == stages

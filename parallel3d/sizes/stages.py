@@ -7,8 +7,8 @@ from itertools import accumulate
 
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
-from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import FORMS, V_SHAPED
+from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, V_SHAPED
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.recompute import flops_again, recomputing
 from parallel3d.sizes.run_schedule import run_schedule
@@ -16,12 +16,12 @@ from parallel3d.sizes.stage_costs import head_cost, layer_cost
 from parallel3d.topology.layout import Layout, layout_of
 
 
-def placement_of(config: Config) -> Placement:
+def placement_of(config: Config) -> StageAssignment:
     """Which rank of the pipeline holds which stage: vpp stages each, in loops or as a V."""
     name = config.schedule.name
-    if name not in FORMS:
+    if name not in NAMED_SCHEDULES:
         return run_schedule(config).placement
-    return Placement(config.pp, config.vpp, "v" if name in V_SHAPED else "loop")
+    return StageAssignment(config.pp, config.vpp, "v" if name in V_SHAPED else "loop")
 
 
 def layout_with_loops(config: Config) -> Layout:

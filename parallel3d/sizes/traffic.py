@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
 from parallel3d.sizes.layer_traffic import layer_transfers
 from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
@@ -75,7 +75,7 @@ def pipeline_ranks(config: Config, layout: Layout) -> list[PipelineRank]:
     return [PipelineRank(config, layout, i, placement, split) for i in range(layout.pp)]
 
 
-def _most_boundaries(placement: Placement) -> int:
+def _most_boundaries(placement: StageAssignment) -> int:
     """The most boundaries of stages that any two ranks have between them."""
     ranks = [rank for rank, _ in placement.places]
     between = Counter(frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1])

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
 from parallel3d.sizes.recompute import recomputing
@@ -65,7 +65,7 @@ class PipelineRank:
     config: Config
     layout: Layout
     index: int
-    placement: Placement
+    placement: StageAssignment
     split: Sequence[range]
 
     @property

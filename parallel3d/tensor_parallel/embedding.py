@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 
 
@@ -81,7 +81,7 @@ def word_table(
     real = max(0, min(rows, vocab_size - start))
     pieces = ()
     if real:
-        pieces = (Piece(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
+        pieces = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
     whole = replicated or group.size == 1
     return init.parameter(ParameterSpec((rows, hidden), pieces, whole, tied_copy, uses))
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
-from parallel3d.device.products import product
+from parallel3d.device.products import matmul
 from parallel3d.parameters.gradients import add_product
 from parallel3d.sizes.loss_chunks import loss_chunks
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
@@ -148,7 +148,7 @@ class _Run:
     def forward(self, chunk: slice) -> ChunkLoss:
         """Writes the losses of a chunk; one collective."""
         group, rows = self.head.group, self.table.shape[0]
-        logits = product(self.x[chunk], self.table.t())
+        logits = matmul(self.x[chunk], self.table.t())
         if self.head.gather_logits and group.size > 1:
             parts = collectives.all_gather(logits.unsqueeze(0), group)
             logits = torch.cat(parts.unbind(0), dim=1)
@@ -169,13 +169,13 @@ class _Run:
         wide = torch.promote_types(self.table.dtype, torch.float32)
         out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
         factor = self.mask * loss_scale.to(self.mask.dtype)
-        work, reduced = Done(), grad_x
+        work, reduced = CompletedWork(), grad_x
         for chunk in chunks:
             grad = self._gradient(chunk, factor)
             if accelerator.is_on_accelerator(grad):
                 torch.mm(grad, self.table, out=grad_x[chunk])
             else:  # on a CPU not every product can be written in place
-                grad_x[chunk] = product(grad, self.table)
+                grad_x[chunk] = matmul(grad, self.table)
             if chunk is chunks[-1]:  # travels while the last weight-gradient GEMM runs
                 reduced, work = self._reduce(grad_x.view_as(self.full))
             add_product(out, grad, self.x[chunk])

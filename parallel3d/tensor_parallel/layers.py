@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.group import Group
 from parallel3d.parameters.gradients import add_gradient
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.linear_nodes import (
     ColumnNode,
@@ -88,8 +88,10 @@ class ColumnParallelLinear(nn.Module):
             start = group.index // shared * local
             full = f"{prefix}.{name}"
             box = ((rows, inputs), (start, 0), (local, inputs))
-            weights.append(Piece(f"{full}.weight", *box, row, std, copies=shared))
-            biases.append(Piece(f"{full}.bias", (rows,), (start,), (local,), row, copies=shared))
+            weights.append(ShardSpec(f"{full}.weight", *box, row, std, copies=shared))
+            biases.append(
+                ShardSpec(f"{full}.bias", (rows,), (start,), (local,), row, copies=shared)
+            )
             row += local
         self.sizes = [piece.shape[0] for piece in weights]
         split = group.size == 1
@@ -101,7 +103,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
-            return linear_ops.linear(x, self.handle, self.weight.shape[0], gather, 1)
+            return linear_ops.linear_operator(x, self.handle, self.weight.shape[0], gather, 1)
         return self.node(x, self.weight, self.bias, self.group, self.sp)
 
     def run_forward(self, x: Tensor) -> Tensor:
@@ -145,19 +147,19 @@ class RowParallelLinear(nn.Module):
         self.group, self.sp = group, _pieces(sp, group, chunks)
         self.node = row_node if recomputed else RowNode.apply
         local = inputs // group.size
-        piece = Piece(
+        piece = ShardSpec(
             f"{name}.weight", (outputs, inputs), (0, local * group.index), (outputs, local), std=std
         )
         replicated = group.size == 1
         self.weight = init.parameter(ParameterSpec((outputs, local), (piece,), replicated))
-        whole = Piece(f"{name}.bias", (outputs,), (0,), (outputs,))
+        whole = ShardSpec(f"{name}.bias", (outputs,), (0,), (outputs,))
         self.bias = init.parameter(ParameterSpec((outputs,), (whole,), True)) if bias else None
         self.handle = linear_ops.register(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             split = 1 if self.sp is None else self.group.size
-            y = linear_ops.linear(x, self.handle, self.weight.shape[0], 1, split)
+            y = linear_ops.linear_operator(x, self.handle, self.weight.shape[0], 1, split)
         else:
             y = self.node(x, self.weight, self.group, self.sp)
         return y if self.bias is None else y + self.bias

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.device.products import linear, product
+from parallel3d.device.products import linear, matmul
 from parallel3d.parameters.gradients import add_weight_gradient, waiting_jobs
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 from parallel3d.tensor_parallel.overlap import gather_linear, linear_scatter
@@ -43,19 +43,19 @@ def column_backward(
     rows = grad.flatten(0, -2)
     if sp is not None and waiting_jobs(weight) is not None:
         grad_x, reducing = collectives.reduce_scatter_async(
-            sequence_first(product(grad, weight)), group
+            sequence_first(matmul(grad, weight)), group
         )
         add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
         reducing.wait()
         return grad_x.transpose(0, 1).contiguous(), None
     if sp is not None:
         gathered, gathering = collectives.all_gather_async(sequence_first(x), group)
-        grad_full = sequence_first(product(grad, weight))
+        grad_full = sequence_first(matmul(grad, weight))
         gathering.wait()
         grad_x, reducing = collectives.reduce_scatter_async(grad_full, group)
         full = gathered.transpose(0, 1)
     else:
-        grad_x, full = product(grad, weight), x
+        grad_x, full = matmul(grad, weight), x
         reducing = collectives.all_reduce_async(grad_x, group)
     grad_weight = add_weight_gradient(weight, rows, full.flatten(0, -2))
     reducing.wait()
@@ -74,7 +74,7 @@ def row_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and, without a bucket, of the weight."""
     if sp is None:
-        grad_x, full = product(grad, weight), grad
+        grad_x, full = matmul(grad, weight), grad
     else:
         grad_x, full = gather_linear(grad, weight.t(), None, group, sp, keep=True)
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
@@ -83,7 +83,7 @@ def row_backward(
 NOTHING = (None, None, None)  # gradients of a group, of what communicates over it, of what is kept
 
 
-class Kept:
+class SavedOperands:
     """What a `_Keep` node saved, for the node behind it."""
 
     node: Any
@@ -102,7 +102,7 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Kept) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kept: SavedOperands) -> Tensor:
         ctx.save_for_backward(x)
         kept.node = ctx
         return x.view_as(x)
@@ -132,7 +132,7 @@ class ColumnNode(torch.autograd.Function):
         bias: Tensor | None,
         group: Group,
         sp: int | None,
-        kept: Kept | None = None,
+        kept: SavedOperands | None = None,
     ) -> Tensor:
         ctx.weight, ctx.group, ctx.sp, ctx.has_bias = weight, group, sp, bias is not None
         ctx.kept = kept
@@ -156,7 +156,7 @@ def column_node(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
     """`ColumnNode` that may end what is recomputed; x needs a gradient."""
-    kept = Kept()
+    kept = SavedOperands()
     return ColumnNode.apply(_Keep.apply(x, kept), weight, bias, group, sp, kept)
 
 
@@ -170,7 +170,7 @@ class RowNode(torch.autograd.Function):
         weight: Tensor,
         group: Group,
         sp: int | None,
-        kept: Kept | None = None,
+        kept: SavedOperands | None = None,
     ) -> Tensor:
         ctx.kept, ctx.weight, ctx.group, ctx.sp = kept, weight, group, sp
         if kept is None:
@@ -185,5 +185,5 @@ class RowNode(torch.autograd.Function):
 
 def row_node(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
     """`RowNode` that may end what is recomputed."""
-    kept = Kept()
+    kept = SavedOperands()
     return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)

@@ -42,7 +42,7 @@ def register(layer: LinearLayer) -> Tensor:
     return torch.tensor(number)
 
 
-def linear(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
+def linear_operator(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     """The layer's forward: (b, s, in) → (b, s · gather / split, outputs).
 
     Args:

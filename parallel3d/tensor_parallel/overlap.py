@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import Done, Work
+from parallel3d.comm.collectives import CompletedWork, Work
 from parallel3d.comm.group import Group
 from parallel3d.device.products import linear
 from parallel3d.tensor_parallel.mappings import (
@@ -82,7 +82,7 @@ def _gather_linear_in_pieces(
 def _linear_scatter_in_pieces(x: Tensor, weight: Tensor, group: Group, chunks: int) -> Tensor:
     whole = x.unflatten(1, (group.size, chunks, -1))
     scattered: list[Tensor] = []
-    reducing: Work = Done()
+    reducing: Work = CompletedWork()
     for i in range(chunks):
         y = linear(_take(whole, i), weight)  # runs while the piece before is summed
         reducing.wait()

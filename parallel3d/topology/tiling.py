@@ -86,7 +86,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankMapping:
     """`slots[rank]` is the GPU of `rank`; `how` says in a few words where the map comes from.
 
     Raises:
@@ -116,7 +116,7 @@ class Placement:
         tiling: Tiling,
         slots: Slots | None = None,
         how: str | None = None,
-    ) -> Placement:
+    ) -> RankMapping:
         """`tiling` counted over `slots` (all of the cluster's, in order, where None)."""
         free = np.arange(cluster.size) if slots is None else slots
         if free.size < layout.world_size:

@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.parameters.gather import gather_boxes
-from parallel3d.parameters.pieces import Piece
+from parallel3d.parameters.pieces import ShardSpec
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (
@@ -132,7 +132,7 @@ def run_cases(
 
 
 def worst_replica(
-    full: Mapping[str, Tensor], boxes: Sequence[tuple[int, Piece, Tensor]]
+    full: Mapping[str, Tensor], boxes: Sequence[tuple[int, ShardSpec, Tensor]]
 ) -> tuple[float, str]:
     """The largest max|box - full| / max|full| over all boxes of all ranks, and where it is."""
     worst = (0.0, "")

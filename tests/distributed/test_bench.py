@@ -21,10 +21,10 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import rows as bench_rows
 from parallel3d.commands.bench.comm import bench_comm
 from parallel3d.commands.bench.measure import Measurement
-from parallel3d.commands.bench.operations import Operation, WrongResult
+from parallel3d.commands.bench.operations import BenchOperation, WrongResult
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.bench.probe import exchange, probe
-from parallel3d.commands.bench.rows import Row
+from parallel3d.commands.bench.rows import BenchRow
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
 from parallel3d.run.launch import Worker
@@ -58,10 +58,12 @@ class Bench:
         self.where = Where.find(self.config, self.worker, self.groups.layout)
         self.sites = bench_rows.sites(self.groups, CPU, self.config.launch)
 
-    def measurement(self, rows: list[Row], calls: int = 1, budget_s: float = 60.0) -> Measurement:
+    def measurement(
+        self, rows: list[BenchRow], calls: int = 1, budget_s: float = 60.0
+    ) -> Measurement:
         return Measurement(rows, self.sites, self.where, 0, calls, budget_s)
 
-    def rows(self, *sizes: int) -> list[Row]:
+    def rows(self, *sizes: int) -> list[BenchRow]:
         return bench_rows.all_rows(self.sites, sizes, self.groups.layout)
 
     def close(self) -> None:
@@ -149,7 +151,7 @@ def test_the_path_is_named_as_training_takes_it(pool: Pool) -> None:
 
 def priced_links(cluster: ClusterConfig) -> dict[str, tuple]:
     bench = Bench(cluster=cluster)
-    rows = [Row(dim, Operation("all_gather"), 4096, "alone") for dim in ("tp", "dp")]
+    rows = [BenchRow(dim, BenchOperation("all_gather"), 4096, "alone") for dim in ("tp", "dp")]
     done = [row for _, rows in bench.measurement(rows).results() for row in rows]
     bench.close()
     return {row["dim"]: (row["link"], row["priced_s"]) for row in done}
@@ -246,7 +248,7 @@ def wrong_result(name: str) -> str | None:
     """What is said of a row whose collective is wrong, by the ranks that can see it."""
     words = name.split()
     reduction = words[1] if len(words) > 1 else None
-    row = Row("tp", Operation(words[0], reduction, own=len(words) > 2), 4096, "together")
+    row = BenchRow("tp", BenchOperation(words[0], reduction, own=len(words) > 2), 4096, "together")
     module, function, spoil, _ = WRONG[name]
     bench = Bench(tp=2, dp=1)
     measurement = bench.measurement([row])

@@ -8,7 +8,7 @@ from parallel3d.commands.calibrate.command import calibrate
 from parallel3d.commands.calibrate.kernels import Grids
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.plan.measured.machine import TABLES, Machine, read
+from parallel3d.plan.measured.machine import TABLES, MeasuredMachine, read
 from parallel3d.plan.measured.steps import step_parts
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
@@ -34,7 +34,7 @@ def be_rank(rank_dir: str, file: str) -> int:
     return calibrate(config, worker, FEW)
 
 
-def step(machine: Machine, dp: int = 1, **sizes: int) -> float:
+def step(machine: MeasuredMachine, dp: int = 1, **sizes: int) -> float:
     model = ModelConfig(num_attention_heads=4, **({"hidden_size": 128, "num_layers": 2} | sizes))
     config = Config(dp=dp, global_batch_size=8, micro_batch_size=2, model=model)
     return step_parts(check_config(config, dp, own_samples=True), machine).core

@@ -19,7 +19,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.parts.ddp import ddp, transport
-from parallel3d.parts.ddp.reducer import Reducer
+from parallel3d.parts.ddp.reducer import DDPReducer
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.topology.layout import Layout
 from tests.distributed.ddp_cases import (
@@ -156,7 +156,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 def sums() -> AbstractContextManager[None]:
     """Gradients are summed, not averaged."""
-    return replaced(Reducer, "scale", property(lambda self: 1.0, lambda self, value: None))
+    return replaced(DDPReducer, "scale", property(lambda self: 1.0, lambda self, value: None))
 
 
 def unsent() -> AbstractContextManager[None]:
@@ -166,32 +166,32 @@ def unsent() -> AbstractContextManager[None]:
 
 def leftover() -> AbstractContextManager[None]:
     """What has no gradient in a backward keeps what its bucket held before."""
-    sound = Reducer._take
+    sound = DDPReducer._take
 
-    def take(self: Reducer, number: int) -> None:
+    def take(self: DDPReducer, number: int) -> None:
         _, view = self.place_of[number]
         kept = view.clone()
         sound(self, number)
         if self.parameters[number].grad is None:
             view.copy_(kept)
 
-    return replaced(Reducer, "_take", take)
+    return replaced(DDPReducer, "_take", take)
 
 
 def touched() -> AbstractContextManager[None]:
     """A parameter that no rank used gets a gradient of zero."""
-    sound = Reducer._write_flags
+    sound = DDPReducer._write_flags
 
-    def write(self: Reducer, flags: list[bool]) -> None:
+    def write(self: DDPReducer, flags: list[bool]) -> None:
         sound(self, [True] * (len(flags) - 1) + flags[-1:])
 
-    return replaced(Reducer, "_write_flags", write)
+    return replaced(DDPReducer, "_write_flags", write)
 
 
 def hasty() -> AbstractContextManager[None]:
     """The first of several gradients of a backward is taken for all."""
 
-    def arrived(self: Reducer, number: int) -> None:
+    def arrived(self: DDPReducer, number: int) -> None:
         self.counting = False
         self.expected = [1] * len(self.parameters)
         if not self.running:
@@ -200,7 +200,7 @@ def hasty() -> AbstractContextManager[None]:
             self.left[number] = 0
             self._take(number)
 
-    return replaced(Reducer, "_arrived", arrived)
+    return replaced(DDPReducer, "_arrived", arrived)
 
 
 def half() -> AbstractContextManager[None]:

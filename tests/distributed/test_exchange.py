@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel3d.comm import exchange
 from parallel3d.parameters import gather
-from parallel3d.parameters.pieces import Piece
+from parallel3d.parameters.pieces import ShardSpec
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
@@ -67,7 +67,7 @@ def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
         full = trainer.full_parameters()
     groups.close()
     for _, piece, box in boxes:
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, ShardSpec)
         assert torch.equal(box, piece.of_full(full[piece.name]))
     return [(rank, piece.name, box.flatten()[:2].tolist()) for rank, piece, box in boxes]
 
@@ -85,7 +85,7 @@ def mixed_types() -> list[tuple[str, int]]:
     groups = plain_groups(Layout(tp=2))
     types = (torch.uint8, torch.bfloat16, torch.float64)
     boxes = [
-        (Piece(f"p{i}", (3,), (0,), (3,)), torch.full((3,), groups.rank + 1).to(dtype))
+        (ShardSpec(f"p{i}", (3,), (0,), (3,)), torch.full((3,), groups.rank + 1).to(dtype))
         for i, dtype in enumerate(types)
     ]
     found = gather._gather(boxes, CPU, groups)

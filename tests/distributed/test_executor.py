@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from parallel3d.schedules.check import check
-from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from tests.distributed.pool import Pool
 from tests.tools.sleeping_stages import Ran, run_all
 
@@ -18,7 +18,7 @@ LARGE = (1, 1024, 16384)  # 64 MiB
 
 def forms(ranks: int, microbatches: int) -> list[Schedule]:
     chunks = dict.fromkeys(V_SHAPED, 2) | dict.fromkeys(LOOPED, 3)
-    return [make(name, ranks, microbatches, chunks.get(name, 1)) for name in FORMS]
+    return [make(name, ranks, microbatches, chunks.get(name, 1)) for name in NAMED_SCHEDULES]
 
 
 def is_right(by_rank: list[Ran], schedule: Schedule) -> None:

@@ -15,12 +15,12 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group_options import GLOO_ON, Interfaces
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.pipeline.p2p import Route, post
+from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules import placement
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 from tests.distributed.pool import Pool
 
 LAYOUT = Layout(tp=2, pp=2, dp=2)
@@ -30,7 +30,7 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 def on_loopback(layout: Layout) -> ProcessGroups:
     cluster = Cluster("test", 4, 2, 2, 2, *SPEEDS)
-    placement = Placement(cluster, layout, np.arange(layout.world_size), "test")
+    placement = RankMapping(cluster, layout, np.arange(layout.world_size), "test")
     interfaces = Interfaces(placement, LOOPBACK, f"{LOOPBACK}*")
     return ProcessGroups.create(layout, "cpu", 30.0, LaunchConfig(shared_memory=False), interfaces)
 
@@ -57,7 +57,7 @@ def everything_works() -> dict[str, object]:
         calls = [(Action(Kind.SEND_F, 0), forward), (Action(Kind.RECV_B, 0), inbox)]
     else:
         calls = [(Action(Kind.RECV_F, 0), inbox), (Action(Kind.SEND_B, 0), backward)]
-    for transfer in post(calls, Route(groups.pp, placement.Placement(2))):
+    for transfer in post(calls, P2PRoute(groups.pp, placement.StageAssignment(2))):
         transfer.work.wait()
     peer = groups.pp.ranks[1 - groups.pp.index]
     assert inbox.tolist() == [peer if peer < rank else -peer] * 3

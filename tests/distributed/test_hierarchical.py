@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.hierarchical import HierarchicalAllReduce
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price.links import two_levels
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases
 from tests.distributed.pool import Pool
@@ -21,11 +21,11 @@ from tests.distributed.pool import Pool
 WIRE = Link(10.0, 1.0)
 
 
-def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> Placement:
+def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> RankMapping:
     """`layout` on nodes of four GPUs, a domain and four rails each."""
     nodes = layout.world_size // 4
     cluster = Cluster("nodes of four", nodes, 4, 4, 4, WIRE, WIRE, WIRE)
-    return Placement.tiled(cluster, layout, Tiling.parse(tiling, layout))
+    return RankMapping.tiled(cluster, layout, Tiling.parse(tiling, layout))
 
 
 def in_two_levels(layout: Layout) -> ProcessGroups:
@@ -62,7 +62,7 @@ def sums(elements: int) -> tuple[np.ndarray, list[int]]:
     groups = in_two_levels(Layout(dp=8))
     tensor = (groups.rank + 1) * torch.arange(1.0, elements + 1, dtype=torch.float64)
     sent: list[int] = []
-    reduce = TwoLevels(groups.dp_inner, groups.dp_outer)
+    reduce = HierarchicalAllReduce(groups.dp_inner, groups.dp_outer)
     started = reduce(tensor, groups.dp)
     sent.append(started.shard.numel())
     started.wait()

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import parallel3d.optim.optimizer
 import parallel3d.trainer
-from parallel3d.comm.collectives import Done
+from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 from parallel3d.parameters.segments import Segment
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.schedules.actions import Action, Kind
@@ -103,7 +103,7 @@ def exchanged_receives(kind: Kind) -> Iterator[None]:
             inbox = self.receiving
             for action in (first, second):
                 inbox[action].work.wait()
-                inbox[action].work = Done()
+                inbox[action].work = CompletedWork()
             inbox[first], inbox[second] = inbox[second], inbox[first]
         else:
             sound(self, [action for action in group if action != second])
@@ -129,7 +129,7 @@ def clones_over_tp() -> Iterator[None]:
     """Every tp rank draws the slice of tp rank 0, whose boxes start at 0."""
     sound = Initializer.fill
 
-    def fill(self: Initializer, piece: Piece, out: Tensor) -> None:
+    def fill(self: Initializer, piece: ShardSpec, out: Tensor) -> None:
         sound(self, dataclasses.replace(piece, start=(0,) * len(piece.start)), out)
 
     with patch.object(Initializer, "fill", fill):

@@ -23,7 +23,7 @@ from parallel3d.data_parallel.bucketed import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters.pieces import Initializer, Piece
+from parallel3d.parameters.pieces import Initializer, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, plain_groups, run_cases
@@ -182,7 +182,7 @@ def replicas_start_apart() -> Iterator[None]:
     """Initial values depend on the data-parallel rank, and nobody broadcasts those of the first."""
     sound = Initializer.fill
 
-    def fill(self: Initializer, piece: Piece, out: Tensor) -> None:
+    def fill(self: Initializer, piece: ShardSpec, out: Tensor) -> None:
         sound(replace(self, seed=self.seed + dist.get_rank()), piece, out)
 
     with patch.object(Initializer, "fill", fill):

@@ -28,7 +28,7 @@ from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters import gradients
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.p2p import Route
+from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.pretend.device import this_machine
 from parallel3d.pretend.records import Kernel, Observer
 from parallel3d.tensor_parallel import embedding
@@ -180,13 +180,13 @@ def a_tensor_of_the_host_is_summed() -> Iterator[None]:
 @contextmanager
 def one_stage_sends_in_another_order() -> Iterator[None]:
     """Two activations change places in the list of the first stage."""
-    plain = Route.tag
+    plain = P2PRoute.tag
 
-    def tag(self: Route, action: Any) -> int:
+    def tag(self: P2PRoute, action: Any) -> int:
         # Two stages: a number of a micro-batch more is four of the tag.
         return plain(self, action) ^ 4 if dist.get_rank() == 0 else plain(self, action)
 
-    with patch.object(Route, "tag", tag):
+    with patch.object(P2PRoute, "tag", tag):
         yield
 
 

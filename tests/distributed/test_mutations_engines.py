@@ -59,8 +59,8 @@ def gather_split_in_the_backward() -> Iterator[None]:
     sound = linear_nodes.column_backward
 
     def column_backward(*args: Any) -> Any:
-        def own_part(tensor: Tensor, group: Group) -> tuple[Tensor, collectives.Done]:
-            return tensor.chunk(group.size)[group.index].clone(), collectives.Done()
+        def own_part(tensor: Tensor, group: Group) -> tuple[Tensor, collectives.CompletedWork]:
+            return tensor.chunk(group.size)[group.index].clone(), collectives.CompletedWork()
 
         with patch.object(collectives, "reduce_scatter_async", own_part):
             return sound(*args)
@@ -87,10 +87,12 @@ def weight_gradient_of_the_own_tokens() -> Iterator[None]:
     sound = linear_nodes.column_backward
 
     def column_backward(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Any) -> Any:
-        def nothing_of_others(tensor: Tensor, group: Group) -> tuple[Tensor, collectives.Done]:
+        def nothing_of_others(
+            tensor: Tensor, group: Group
+        ) -> tuple[Tensor, collectives.CompletedWork]:
             out = tensor.new_zeros(group.size * tensor.shape[0], *tensor.shape[1:])
             out.chunk(group.size)[group.index].copy_(tensor)
-            return out, collectives.Done()
+            return out, collectives.CompletedWork()
 
         with patch.object(collectives, "all_gather_async", nothing_of_others):
             return sound(grad, x, weight, group, sp)
@@ -105,7 +107,7 @@ def input_gradient_not_reduced() -> Iterator[None]:
     sound = linear_nodes.column_backward
 
     def column_backward(*args: Any) -> Any:
-        with patch.object(collectives, "all_reduce_async", lambda *_: collectives.Done()):
+        with patch.object(collectives, "all_reduce_async", lambda *_: collectives.CompletedWork()):
             return sound(*args)
 
     with patch.object(linear_nodes, "column_backward", column_backward):

@@ -14,16 +14,16 @@ import pytest
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.collectives import Done
+from parallel3d.comm.collectives import CompletedWork
 from parallel3d.comm.group import Group
 from parallel3d.models import compilation, transformer
 from parallel3d.parameters.gradients import add_product, waiting_jobs
 from parallel3d.parameters.pieces import Initializer
 from parallel3d.pipeline.executor import Executor
-from parallel3d.schedules.actions import Action, Kind, Plan, Step
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import ScheduleError, check
 from parallel3d.schedules.messages import peer_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.tensor_parallel import linear_nodes
 from parallel3d.trainer import Trainer
@@ -34,7 +34,7 @@ from tests.distributed.pool import Pool
 ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 
-def swapped(steps: list[Step], rank: int, placement: Placement) -> list[Step]:
+def swapped(steps: list[Step], rank: int, placement: StageAssignment) -> list[Step]:
     """A rank's steps with two receives of a kind and from one peer exchanged, the first pair of
     which none is needed in between: neither is missed, and each gets the other's data."""
     for kind, reader in ((Kind.RECV_F, Kind.F), (Kind.RECV_B, Kind.I)):
@@ -56,7 +56,7 @@ def swapped(steps: list[Step], rank: int, placement: Placement) -> list[Step]:
     return steps
 
 
-def with_swapped(plan: Plan, placement: Placement) -> Plan:
+def with_swapped(plan: PipelineProgram, placement: StageAssignment) -> PipelineProgram:
     return [swapped(steps, rank, placement) for rank, steps in enumerate(plan)]
 
 
@@ -114,9 +114,9 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
         weight.gradient_added()
         return None
 
-    def at_once(tensor: Tensor, group: Group) -> Done:
+    def at_once(tensor: Tensor, group: Group) -> CompletedWork:
         collectives.all_reduce(tensor, group)
-        return Done()
+        return CompletedWork()
 
     with (
         patch.object(linear_nodes, "add_weight_gradient", early),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d as p3d
-from parallel3d.schedules.schedule import FORMS
+from parallel3d.schedules.schedule import NAMED_SCHEDULES
 
 MICROBATCHES = 6
 TOLERANCE = 1e-9  # fp64
@@ -109,7 +109,7 @@ def agrees(got: tuple[list[float], dict], wanted: tuple[list[float], dict], what
 
 def every_schedule(ranks: int) -> None:
     groups, wanted = p3d.init(pp=ranks), alone()
-    for schedule in FORMS:
+    for schedule in NAMED_SCHEDULES:
         for shared_memory in (True, False):
             pipe = p3d.Pipeline(
                 [m.double() for m in modules()],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel3d.pretend.device import PretendedModule
-from parallel3d.pretend.machine import Machine
+from parallel3d.pretend.machine import SimulatedMachine
 from parallel3d.pretend.races import Race
 from tests.distributed.pretended import PretendedPool, here
 
@@ -23,7 +23,7 @@ OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
 
 def test_the_module_has_no_name_that_torch_cuda_lacks() -> None:
     """What runs on it must not rely on more than there is on a GPU."""
-    names = {name for name in dir(PretendedModule(Machine())) if not name.startswith("__")}
+    names = {name for name in dir(PretendedModule(SimulatedMachine())) if not name.startswith("__")}
     assert names - OWN_NAMES <= set(dir(torch.cuda))
     for kind in ("Stream", "Event"):
         of_cuda = getattr(torch.cuda, kind)

@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel3d.comm import collectives, shared_collectives, shared_memory
 from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.pipeline.mailbox import SLOTS, Mailboxes
+from parallel3d.pipeline.mailbox import SLOTS, SharedMemoryP2P
 from parallel3d.topology.layout import Layout
 from tests.distributed.pool import Pool
 from tests.pace import in_time
@@ -233,7 +233,7 @@ def test_d9_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
 def messages_in_both_directions(size: int) -> list[bool]:
     """Each stage sends its neighbours numbered messages, at most SLOTS ahead, and checks theirs."""
     pp = ProcessGroups.create(Layout(pp=size), "cpu").pp
-    boxes = Mailboxes.open(pp.handle, pp.index, size, 30.0)
+    boxes = SharedMemoryP2P.open(pp.handle, pp.index, size, 30.0)
     assert boxes is not None
     neighbours = [peer for peer in (pp.index - 1, pp.index + 1) if 0 <= peer < size]
     own, right = random.Random(pp.index), []

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import trainer as trainer_module
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
@@ -86,7 +86,7 @@ def made_at_start(stage: int, precision: str, tied: bool) -> dict[str, float]:
     peak = Peak()
     fill, values, optimizer = Initializer.fill, Initializer.values, trainer_module.Optimizer
 
-    def counted_fill(self: Initializer, piece: Piece, out: torch.Tensor) -> None:
+    def counted_fill(self: Initializer, piece: ShardSpec, out: torch.Tensor) -> None:
         found["drawn"] += out.numel()
         fill(self, piece, out)
 

@@ -24,7 +24,7 @@ from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 from tests.e2e.command import Shell
 from tests.e2e.forked import Forked
 from tests.e2e.rails import Rails, Ran, why_not
@@ -106,7 +106,7 @@ def priced_bytes(folder: Path) -> dict[LinkClass, float]:
     cluster = cluster_from_config(config.cluster, None)
     rows = Ran.map_in(folder)
     slots = [2 * (int(rows[rank]["host"][1:]) - 1) + rows[rank]["local_index"] for rank in rows]
-    placement = Placement(cluster, layout_of(config), np.array(slots), "read back")
+    placement = RankMapping(cluster, layout_of(config), np.array(slots), "read back")
     step = price_step(placement, transfers(config, placement.layout), algorithms=("ring",))
     sums = dict.fromkeys((LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE), 0.0)
     for dim, price in step.dims.items():

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from parallel3d.schedules.actions import Action, Kind, Plan, Step
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
+from parallel3d.schedules.placement import StageAssignment
 
 
-def corrupt(plan: Plan, rng: random.Random) -> Plan:
+def corrupt(plan: PipelineProgram, rng: random.Random) -> PipelineProgram:
     """A copy in which one action or group of one rank is swapped, missing, doubled or moved, or
     two messages of it have changed places."""
-    new: Plan = [list(steps) for steps in plan]
+    new: PipelineProgram = [list(steps) for steps in plan]
     steps = new[rng.choice([r for r, steps in enumerate(new) if len(steps) > 1])]
     i, j = rng.randrange(len(steps)), rng.randrange(len(steps))
     how = rng.choice(("swapped", "missing", "doubled", "moved", "exchanged", "renamed"))
@@ -56,7 +56,7 @@ def _exchange_messages(steps: list[Step], rng: random.Random, named: bool) -> No
         steps[index] = tuple(group)
 
 
-def is_sound(plan: Plan, placement: Placement, microbatches: int) -> bool:
+def is_sound(plan: PipelineProgram, placement: StageAssignment, microbatches: int) -> bool:
     """Whether the plan trains: run it with blocking groups, tensors being their own descriptions.
 
     Every rank posts a group at once and goes on when each of its messages has met one that came
@@ -72,7 +72,7 @@ class _WrongError(Exception):
     pass
 
 
-def _run(plan: Plan, placement: Placement, microbatches: int) -> bool:
+def _run(plan: PipelineProgram, placement: StageAssignment, microbatches: int) -> bool:
     held: list[dict] = [{} for _ in plan]  # rank → (what, stage, micro-batch) → value
     sends: dict = {}  # (from, to) → values that nobody has taken
     receives: dict = {}  # (from, to) → (rank's dict, key, ticket)
@@ -118,7 +118,7 @@ def _run(plan: Plan, placement: Placement, microbatches: int) -> bool:
     return True
 
 
-def _compute(step: Action, rank: int, mine: dict, placement: Placement) -> None:
+def _compute(step: Action, rank: int, mine: dict, placement: StageAssignment) -> None:
     if step.chunk >= placement.chunks:
         raise _WrongError
     stage, m = placement.stage(rank, step.chunk), step.microbatch

@@ -18,8 +18,8 @@ from parallel3d.data.batches import MicroBatch
 from parallel3d.parameters.gradients import waiting_jobs
 from parallel3d.pipeline.action_times import ActionTimes, Measured
 from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -122,8 +122,8 @@ def run(
     stages = [SleepingStage(n == 0, n == last, each, held, shape) for n in numbers]
     plans = schedule.plan(), schedule.forwards()
     launch, message = LaunchConfig(shared_memory=shared_memory), torch.empty(shape)
-    boxes = Mailboxes.of_plans(plans, placement, launch, pp, message)
-    executor = Executor(stages, Route(pp, placement), shape, torch.float32, CPU, boxes)
+    boxes = SharedMemoryP2P.of_plans(plans, placement, launch, pp, message)
+    executor = Executor(stages, P2PRoute(pp, placement), shape, torch.float32, CPU, boxes)
 
     def load(m: int) -> MicroBatch:
         return MicroBatch(None, None, None, torch.tensor([m]))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from math import prod
 
-from parallel3d.plan.measured.machine import NUMBERS, TABLES, Machine, Provenance
+from parallel3d.plan.measured.machine import NUMBERS, TABLES, CalibrationSource, MeasuredMachine
 from parallel3d.plan.measured.tables import Table
 
 AXIS = (16.0, 256.0, 4096.0)
@@ -14,7 +14,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 RATE = 50e9  # FLOP/s of a product
 MOVED = 2e9  # elements a second
 LATENCY = 20e-6
-MADE = Provenance("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01T00:00:00+00:00")
+MADE = CalibrationSource("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01T00:00:00+00:00")
 
 
 def seconds(name: str, at: tuple[float, ...]) -> float:
@@ -33,9 +33,9 @@ def seconds(name: str, at: tuple[float, ...]) -> float:
 
 def machine(
     of: Callable[[str, tuple[float, ...]], float] = seconds,
-    made: Provenance = MADE,
+    made: CalibrationSource = MADE,
     **numbers: float,
-) -> Machine:
+) -> MeasuredMachine:
     """The machine, a piece's seconds as `of` says."""
     tables = {}
     for name, count in TABLES.items():
@@ -46,4 +46,4 @@ def machine(
             axes = ((1.0, 2.0),)
         tables[name] = Table(axes, tuple(of(name, at) for at in product(*axes)))
     usual = dict.fromkeys(NUMBERS, 1e-6) | {"memory_gb": 8.0, "rank_gb": 0.2, "peak_tflops": 0.05}
-    return Machine(made, tables, usual | numbers)
+    return MeasuredMachine(made, tables, usual | numbers)

@@ -7,10 +7,10 @@ import numpy as np
 from parallel3d.plan.constants import ENGINES, NETWORKS, SPEEDS
 from parallel3d.plan.devices import DEVICES, FABRICS
 from parallel3d.plan.stages import split_evenly
-from parallel3d.plan.work import Work
+from parallel3d.plan.work import StepWork
 
 
-def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> Work:
+def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:
     """One `Work` of plain numbers."""
     card = DEVICES[device]
     made: dict[str, float] = dict(
@@ -31,4 +31,4 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
     part = split_evenly(int(made["layers"]), int(made["pp"]))
     made |= {"first": part.first, "middle": part.middle, "last": part.last}
     made |= {"live_stage": part.live_stage, "live_layers": part.live_layers}
-    return Work(**{name: np.array(float(value)) for name, value in made.items()})
+    return StepWork(**{name: np.array(float(value)) for name, value in made.items()})

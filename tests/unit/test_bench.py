@@ -11,24 +11,24 @@ import pytest
 from rich.console import Console
 
 from parallel3d.commands.bench.findings import Finding, Judging
-from parallel3d.commands.bench.fit import FITTED, Sample, fit
-from parallel3d.commands.bench.operations import Operation, pattern, reduced
+from parallel3d.commands.bench.fit import FITTED, MeasuredOperation, fit
+from parallel3d.commands.bench.operations import BenchOperation, pattern, reduced
 from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
 from parallel3d.commands.bench.probe import pairs_to_probe, turns
 from parallel3d.commands.bench.table import duration, size, table
-from parallel3d.commands.bench.timing import Plan, slowest_rank
+from parallel3d.commands.bench.timing import CallCounts, slowest_rank
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 # --- the plan --------------------------------------------------------------------------------
 
 
-def follow(plan: Plan, real: list[float]) -> tuple[list[int], float]:
+def follow(plan: CallCounts, real: list[float]) -> tuple[list[int], float]:
     """Timed calls of each row and seconds in all, when a call of row i really takes real[i]."""
     calls, total = [], 0.0
     for seconds in real:
@@ -40,7 +40,7 @@ def follow(plan: Plan, real: list[float]) -> tuple[list[int], float]:
 
 
 def test_with_time_enough_every_row_has_all_calls() -> None:
-    plan = Plan([0.01] * 40, 100.0, 2, 5)
+    plan = CallCounts([0.01] * 40, 100.0, 2, 5)
     assert follow(plan, [0.01] * 40)[0] == [5] * 40
     assert plan.cut == 0
 
@@ -52,7 +52,7 @@ def test_calls_are_cut_to_hold_the_budget_even_if_rows_take_longer_than_foreseen
     estimates = [random.Random(0).choice([0.001, 0.02, 0.1]) for _ in range(200)]
     real = [times * e for e in estimates]
     budget = 3.5 * sum(real)  # half of what 2 + 5 calls of every row take
-    plan = Plan(estimates, budget, 2, 5)
+    plan = CallCounts(estimates, budget, 2, 5)
     calls, total = follow(plan, real)
     assert min(calls) >= 1
     assert 0.6 * budget < total < 1.05 * budget
@@ -60,7 +60,7 @@ def test_calls_are_cut_to_hold_the_budget_even_if_rows_take_longer_than_foreseen
 
 
 def test_no_time_at_all_still_leaves_one_call() -> None:
-    assert follow(Plan([1.0] * 20, 0.0, 2, 5), [1.0] * 20)[0] == [1] * 20
+    assert follow(CallCounts([1.0] * 20, 0.0, 2, 5), [1.0] * 20)[0] == [1] * 20
 
 
 def test_the_slowest_rank_of_each_call_counts_and_of_the_calls_the_median() -> None:
@@ -80,9 +80,9 @@ def test_patterns_tell_members_and_places_apart() -> None:
 # --- the fit ---------------------------------------------------------------------------------
 
 
-def samples(link: Link) -> list[Sample]:
+def samples(link: Link) -> list[MeasuredOperation]:
     return [
-        Sample(op, n, nbytes, cost(n, nbytes, link))
+        MeasuredOperation(op, n, nbytes, cost(n, nbytes, link))
         for op, cost in FITTED.items()
         for n in (2, 8)
         for nbytes in (4096, 262144, 4194304)
@@ -111,9 +111,14 @@ def test_a_noisy_fit_prices_neither_too_high_nor_too_low() -> None:
 
 
 def test_a_fit_needs_two_sizes_and_never_leaves_the_possible() -> None:
-    assert fit([Sample("all_reduce", 2, 4096, 1e-3)] * 5) is None
+    assert fit([MeasuredOperation("all_reduce", 2, 4096, 1e-3)] * 5) is None
     # Large messages cheaper than small ones: no α and B ≥ 0 explain that.
-    odd = fit([Sample("send_recv", 2, 4096, 2e-3), Sample("send_recv", 2, 1 << 20, 1e-3)])
+    odd = fit(
+        [
+            MeasuredOperation("send_recv", 2, 4096, 2e-3),
+            MeasuredOperation("send_recv", 2, 1 << 20, 1e-3),
+        ]
+    )
     assert odd is not None
     assert odd.link.gb_per_s > 0
     assert odd.link.latency_us >= 0
@@ -195,7 +200,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
     link = Link(1.0, 1.0)
     cluster = Cluster("two", 2, 2, 2, 2, link, link, link)
     layout = Layout(tp=2, dp=2)
-    placement = Placement.tiled(cluster, layout, Tiling.from_order("tp-cp-dp-pp", layout))
+    placement = RankMapping.tiled(cluster, layout, Tiling.from_order("tp-cp-dp-pp", layout))
     where = Where(placement, ("alpha", "alpha", "beta", "beta"))
     sentence = Finding((3,), 4096, 4e-3, 1e-3).sentence(where)
     assert "rank 3 (pp 0, dp 1, tp 1) on beta, node1 GPU 1, rail 1" in sentence
@@ -205,7 +210,7 @@ def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
 
 
 def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None) -> GroupTime:
-    return GroupTime(dim, ranks, Operation("all_reduce", "sum"), 1 << 20, seconds, priced)
+    return GroupTime(dim, ranks, BenchOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
 
 
 def test_preflight_holds_each_group_against_its_price() -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from parallel3d.comm.clock import KINDS, Clock
+from parallel3d.comm.clock import KINDS, StepTimer
 from parallel3d.comm.group import Group
 from parallel3d.comm.timed import timed
 from parallel3d.metrics.breakdown import RankTimes, by_stage
@@ -71,7 +71,7 @@ def clock_time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return told
 
 
-def a_step(clock: Clock, told: Time) -> None:
+def a_step(clock: StepTimer, told: Time) -> None:
     """14 s: 1 before, a forward of 2 + 2 around 3 of tp, 4 of pp of which 1.5 is the floor, 2."""
     clock.start_step()
     told.now += 1
@@ -101,7 +101,7 @@ EXPECTED = dict.fromkeys(KINDS, 0.0) | {
 def test_what_is_inside_counts_once_and_idle_begins_at_the_floor(
     device: torch.device | None, clock_time: Time
 ) -> None:
-    clock = Clock(device)
+    clock = StepTimer(device)
     clock_time.passed = 1e9
     with clock.within("tp"):  # outside of a step: an evaluation
         clock_time.now += 50
@@ -111,7 +111,7 @@ def test_what_is_inside_counts_once_and_idle_begins_at_the_floor(
 
 
 def test_means_leave_the_warm_up_out_where_there_is_more(clock_time: Time) -> None:
-    clock = Clock()
+    clock = StepTimer()
     assert set(clock.means().values()) == {0.0}
     for seconds in (10.0, 10.0, 10.0, 1.0, 3.0):
         clock.start_step()
@@ -123,7 +123,7 @@ def test_means_leave_the_warm_up_out_where_there_is_more(clock_time: Time) -> No
 
 
 def test_a_gpu_is_read_when_it_has_passed_and_never_waited_for(clock_time: Time) -> None:
-    clock = Clock(CUDA)
+    clock = StepTimer(CUDA)
     a_step(clock, clock_time)
     assert clock.last is None  # the GPU has not begun
     end_of_first = clock_time.now
@@ -136,7 +136,7 @@ def test_a_gpu_is_read_when_it_has_passed_and_never_waited_for(clock_time: Time)
 
 
 def test_on_a_gpu_one_step_of_seven_is_marked_after_the_warm_up(clock_time: Time) -> None:
-    clock, marked, known = Clock(CUDA), [], []
+    clock, marked, known = StepTimer(CUDA), [], []
     for number in range(1, 20):
         before = clock_time.recorded
         a_step(clock, clock_time)
@@ -154,7 +154,7 @@ def test_on_a_gpu_one_step_of_seven_is_marked_after_the_warm_up(clock_time: Time
 
 def test_what_another_stream_does_takes_no_time_of_the_compute_stream(clock_time: Time) -> None:
     """FSDP2 calls its collectives while a stream of its own is current."""
-    clock = Clock(CUDA)
+    clock = StepTimer(CUDA)
     clock.start_step()
     with clock.within("backward"):
         clock_time.now += 2
@@ -180,7 +180,7 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
         clock_time.now += 2
         return Work()
 
-    clock = Clock(device)
+    clock = StepTimer(device)
     group = Group("tp", (0, 1), 0, None, clock=clock)
     clock.start_step()
     with clock.within("forward"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.checkpoint.boxes import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
-from parallel3d.parameters.pieces import ParameterSpec, Piece
+from parallel3d.parameters.pieces import ParameterSpec, ShardSpec
 
 
 @dataclass
@@ -32,8 +32,8 @@ def fused(rows: int, width: int, padding: int) -> tuple[ParameterSpec, dict[str,
         "b": -torch.arange(1.0, 1 + rows * (width + 3)).view(rows, width + 3),
     }
     pieces = (
-        Piece("a", (rows + 4, width), (2, 0), (rows, width), row=0),
-        Piece("b", (rows, width + 3), (0, 1), (rows, width), row=rows),
+        ShardSpec("a", (rows + 4, width), (2, 0), (rows, width), row=0),
+        ShardSpec("b", (rows, width + 3), (0, 1), (rows, width), row=rows),
     )
     padded = torch.zeros(padding, width)
     local = torch.cat((full["a"][2 : 2 + rows], full["b"][:, 1 : 1 + width], padded))
@@ -62,10 +62,10 @@ def test_any_cut_of_a_fused_matrix_is_at_most_three_boxes_a_piece() -> None:
 
 
 def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
-    vector = ParameterSpec((6,), (Piece("v", (12,), (6,), (6,)),), replicated=False)
+    vector = ParameterSpec((6,), (ShardSpec("v", (12,), (6,), (6,)),), replicated=False)
     ((_, box, at),) = boxes_of_range(vector, 2, 3)
     assert (box.offsets, box.sizes, at) == ((8,), (3,), 0)
-    cube = ParameterSpec((2, 2, 2), (Piece("c", (2, 2, 2), (0, 0, 0), (2, 2, 2)),), False)
+    cube = ParameterSpec((2, 2, 2), (ShardSpec("c", (2, 2, 2), (0, 0, 0), (2, 2, 2)),), False)
     with pytest.raises(ValueError, match="c: "):
         list(boxes_of_range(cube, 0, 8))
 
@@ -74,7 +74,9 @@ def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
 def test_holders_write_each_element_once_however_each_has_cut_it(rows: int) -> None:
     """A slice of few elements is one holder's, a large one is shared about evenly."""
     width, holders = 8, 4
-    spec = ParameterSpec((rows, width), (Piece("w", (rows, width), (0, 0), (rows, width)),), False)
+    spec = ParameterSpec(
+        (rows, width), (ShardSpec("w", (rows, width), (0, 0), (rows, width)),), False
+    )
     draw = random.Random(5)
     written = torch.zeros(rows * width)
     shares = []

@@ -24,7 +24,7 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from parallel3d.checkpoint.outcome import Part
+from parallel3d.checkpoint.outcome import WrittenFile
 from parallel3d.checkpoint.restoring import names_of_all, read_together
 from parallel3d.checkpoint.retention import bring_back, remove_leftovers
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
@@ -284,7 +284,7 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
     store = HashStore()
     monkeypatch.setattr(saver, "_store", lambda: store)
     first = Saver(tmp_path, CheckpointConfig(), 0, 2, "session", 5)
-    part = Part(None, {}, Outcome(3))
+    part = WrittenFile(None, {}, Outcome(3))
     of_this_save = Save(3, 1, {}, facts(3), 0)
     job_store.put(store, first._key(of_this_save, 1), part.to_json())
     assert first._parts_of_others(of_this_save) == [part]

@@ -20,7 +20,7 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import ModelConfig
 from parallel3d.data.corpora.blend import Blend, open_blend
-from parallel3d.data.corpora.blended import Blended, Stage
+from parallel3d.data.corpora.blended import Blended, WeightPeriod
 from parallel3d.data.corpora.reading import sources_of
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.sampler import Sampler
@@ -66,7 +66,11 @@ class Numbers:
 
 
 def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> None:
-    stages = [Stage(0, {0: 7, 1: 2, 2: 1}), Stage(37, {1: 1, 3: 1}), Stage(90, {0: 1, 2: 3, 3: 5})]
+    stages = [
+        WeightPeriod(0, {0: 7, 1: 2, 2: 1}),
+        WeightPeriod(37, {1: 1, 3: 1}),
+        WeightPeriod(90, {0: 1, 2: 3, 3: 5}),
+    ]
     blended = Blended([Numbers()] * 4, stages)
     expected: list[tuple[int, int]] = []
     had: Counter[int] = Counter()

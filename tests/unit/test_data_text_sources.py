@@ -19,7 +19,7 @@ from parallel3d.data.making import pieces
 from parallel3d.data.making.documents import Count, documents
 from parallel3d.data.making.inputs import digest_of, find_inputs
 from parallel3d.data.making.opening import opened
-from parallel3d.data.making.pieces import FIRST, PIECE, Place, cut
+from parallel3d.data.making.pieces import FIRST, PIECE, InputPosition, cut
 from parallel3d.errors import UserError
 from tests.tokenizers import lines
 
@@ -35,7 +35,7 @@ def parquet(texts: Sequence[object], **columns: Sequence[object]) -> bytes:
 
 
 def read(
-    given: str, size: int = PIECE, text_key: str = "text", start: Place = FIRST
+    given: str, size: int = PIECE, text_key: str = "text", start: InputPosition = FIRST
 ) -> tuple[list[str], Count]:
     inputs, count, found = find_inputs(given), Count(), []
     for each in cut(inputs, start, size):
@@ -76,7 +76,7 @@ def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
     whole, done = read(str(tmp_path))[0], 0
     for each in pieces:
         done += sum(1 for _ in documents(inputs, each.piece, "text", Count()))
-        assert read(str(tmp_path), start=Place(*each.after), size=size)[0] == whole[done:]
+        assert read(str(tmp_path), start=InputPosition(*each.after), size=size)[0] == whole[done:]
     assert done == len(whole)
 
 

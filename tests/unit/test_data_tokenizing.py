@@ -18,8 +18,8 @@ import pytest
 from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.making import tokenizing
 from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.making.journal import Done
-from parallel3d.data.making.tokenizing import Job, tokenize
+from parallel3d.data.making.journal import JournalEntry
+from parallel3d.data.making.tokenizing import PreprocessJob, tokenize
 from parallel3d.data.text.facts import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
@@ -28,15 +28,15 @@ from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
 TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 
 
-def job(tmp_path: Path, to: str = "web", given: str = "in", **kwargs: object) -> Job:
+def job(tmp_path: Path, to: str = "web", given: str = "in", **kwargs: object) -> PreprocessJob:
     tokenizer = str(folder(tmp_path / "tok"))
     settings = {"workers": 0, "piece": 300, "flushed": 400} | kwargs
     inputs = tuple(find_inputs(str(tmp_path / given)))
-    return Job(inputs, settings.pop("tokenizer", tokenizer), tmp_path / to, **settings)
+    return PreprocessJob(inputs, settings.pop("tokenizer", tokenizer), tmp_path / to, **settings)
 
 
-def made(asked: Job) -> list[Done]:
-    told: list[Done] = []
+def made(asked: PreprocessJob) -> list[JournalEntry]:
+    told: list[JournalEntry] = []
     tokenize(asked, told.append)
     return told
 
@@ -169,7 +169,7 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
     class Enough(Exception):
         pass
 
-    def stop(done: Done) -> None:
+    def stop(done: JournalEntry) -> None:
         if done.documents > 20:
             raise Enough
 
@@ -254,7 +254,7 @@ def test_another_job_does_not_go_on_with_a_begun_one(text: Path, what: str) -> N
 
 
 def test_two_processes_do_not_make_one_corpus(text: Path) -> None:
-    def second(done: Done) -> None:
+    def second(done: JournalEntry) -> None:
         with pytest.raises(UserError, match="is being made by another process"):
             made(job(text))
 

@@ -21,9 +21,9 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
 from parallel3d.host import devices, gpu_environment
-from parallel3d.host.devices import Choice, HostError, choose_device, device_of_rank
+from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
 from parallel3d.run import meeting, worker
-from parallel3d.run.launch import Place, Worker
+from parallel3d.run.launch import RankAssignment, Worker
 
 HOST = socket.gethostname()
 CUDA_BUILD = {"cuda": "13.0", "hip": None, "__version__": "2.13.0+cu130"}
@@ -36,17 +36,19 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_takes_the_gpus_if_each_rank_has_one(one_gpu: None) -> None:
-    assert choose_device("auto", 1) == Choice("cuda")
-    assert choose_device("auto", 8, one_gpu_each=True) == Choice("cuda")  # srun shows one a task
+    assert choose_device("auto", 1) == DeviceChoice("cuda")
+    assert choose_device("auto", 8, one_gpu_each=True) == DeviceChoice(
+        "cuda"
+    )  # srun shows one a task
 
 
 def test_auto_takes_the_cpu_and_says_why_if_ranks_outnumber_gpus(one_gpu: None) -> None:
-    assert choose_device("auto", 4) == Choice(
+    assert choose_device("auto", 4) == DeviceChoice(
         "cpu",
         f"device=auto computes on the CPU: 4 ranks need 4 GPUs, but host {HOST} shows 1: use a "
         "smaller tp × pp × dp, more hosts, or device=cpu.",
     )
-    assert choose_device("cpu", 4) == Choice("cpu")
+    assert choose_device("cpu", 4) == DeviceChoice("cpu")
     with pytest.raises(HostError, match="4 ranks need 4 GPUs"):
         choose_device("cuda", 4)
 
@@ -75,8 +77,8 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     started: list[int] = []
     monkeypatch.setattr(worker, "run_alone", lambda *_: 7)
     monkeypatch.setattr(worker, "run_local_workers", lambda *given: started.append(given[3]) or 0)
-    assert worker.run_here("train", Config(), tmp_path, 1, Choice("cpu")) == 7
-    assert worker.run_here("train", Config(), tmp_path, 1, Choice("cpu"), again=True) == 0
+    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu")) == 7
+    assert worker.run_here("train", Config(), tmp_path, 1, DeviceChoice("cpu"), again=True) == 0
     assert started == [1]
 
 
@@ -88,8 +90,8 @@ def test_the_readmes_line_runs_on_a_workstation_with_one_gpu(
     assert said.count("device=auto computes on the CPU: 4 ranks need 4 GPUs") == 1
 
 
-def place(rank: int, local_rank: int) -> Place:
-    return Place("torchrun", rank, local_rank, 4, 2, "host0", 29500)
+def place(rank: int, local_rank: int) -> RankAssignment:
+    return RankAssignment("torchrun", rank, local_rank, 4, 2, "host0", 29500)
 
 
 def test_under_torchrun_the_first_rank_of_each_host_says_it(
@@ -161,7 +163,7 @@ def test_driver_of_the_same_major_version_or_newer_will_do(
     cuda_build: None, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(version, 8))
-    assert choose_device("auto", 8) == Choice("cuda")
+    assert choose_device("auto", 8) == DeviceChoice("cuda")
 
 
 # --- the rank -----------------------------------------------------------------------------------

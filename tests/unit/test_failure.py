@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.comm.operation_log import Departure, Operation, OperationLog
+from parallel3d.comm.operation_log import Departure, LoggedOperation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
 from parallel3d.run import endings, failure, local_workers
-from parallel3d.run.failure import Failure, from_exception, from_exit, root_cause
+from parallel3d.run.failure import RankFailure, from_exception, from_exit, root_cause
 from parallel3d.run.launch import Worker
 
 CONFIG = Config(model=ModelConfig(name="gpt_tiny"), tp=2, pp=2, dp=2)
 
 
-def error(rank: int, text: str, time: float) -> Failure:
-    return Failure(rank, "", "host", "train step 3", "", text, time)
+def error(rank: int, text: str, time: float) -> RankFailure:
+    return RankFailure(rank, "", "host", "train step 3", "", text, time)
 
 
 def worker(rank: int, run_dir: Path = Path()) -> Worker:
@@ -95,10 +95,10 @@ def test_what_the_ranks_decided_is_the_cause_though_they_came_to_it_in_a_new_way
         """A log whose last step was unlike the one before it."""
 
         def departure(self) -> Departure:
-            reduced = Operation("world", 3, "all_reduce", (2,), "torch.float32")
+            reduced = LoggedOperation("world", 3, "all_reduce", (2,), "torch.float32")
             return Departure(reduced, reduced._replace(name="all_gather"), None)
 
-    def failed(rank: int, error: Exception) -> Failure:
+    def failed(rank: int, error: Exception) -> RankFailure:
         log = Departed()
         return from_exception(CONFIG, dataclasses.replace(worker(rank), log=log), error)
 
@@ -213,7 +213,7 @@ def test_a_folder_that_was_removed_is_not_made_again(
     """Rank 0 removes the folder of a run that never began; what its peers die of is no run."""
     peer = worker(5)
     peer.run_dir = tmp_path / "gone"
-    endings.report(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
+    endings.report_failure(CONFIG, peer, RuntimeError("Connection closed by peer"), None)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "Connection closed by peer" in said[0]
     failure.write(from_exception(CONFIG, peer, ValueError()), ValueError(), peer.run_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from parallel3d.comm.operation_log import Operation
+from parallel3d.comm.operation_log import LoggedOperation
 from parallel3d.faults import flight_record
 from parallel3d.faults.flight_record import KEPT, Queued, read
 
@@ -39,8 +39,8 @@ def text(*entries: dict[str, Any]) -> str:
 
 def operation(
     group: str, number: int, name: str, *shape: int, peer: int | None = None
-) -> Operation:
-    return Operation(group, number, name, shape, "float32", peer)
+) -> LoggedOperation:
+    return LoggedOperation(group, number, name, shape, "float32", peer)
 
 
 def test_groups_are_called_as_we_call_them() -> None:

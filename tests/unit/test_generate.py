@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate.sample import Sampler
+from parallel3d.commands.generate.sample import TokenSampler
 from parallel3d.commands.generate.start import start_generate, take_prompt
 from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
@@ -90,7 +90,7 @@ def test_several_new_tokens_at_once_are_read_right() -> None:
 
 
 def draws(seed: int, logits: Tensor, count: int, **settings: object) -> list[int]:
-    sampler = Sampler(GenerateConfig(**settings), seed)
+    sampler = TokenSampler(GenerateConfig(**settings), seed)
     return [sampler.draw(logits) for _ in range(count)]
 
 

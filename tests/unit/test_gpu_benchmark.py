@@ -356,7 +356,7 @@ def test_a_reduction_among_nobody_hands_back_this_ranks_own_numbers(
     names = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)]
     if backend != "of this torch":
         for name in names:
-            monkeypatch.setattr(dist, name, lambda out, tensor, **_: collectives.Done())
+            monkeypatch.setattr(dist, name, lambda out, tensor, **_: collectives.CompletedWork())
     before = [getattr(dist, name) for name in names]
     with gpu_shards.fake_groups(Layout(tp=8), 3, CPU) as groups:
         whole = torch.arange(16.0).reshape(16, 1).expand(16, 5)

@@ -27,17 +27,17 @@ from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 NAMES = ("lo", "eth0", "nvl0", "rail10", "rail2", "rail1", "rail0")
 NICS = list(enumerate(NAMES, start=1))
 
 
-def placement(rails: int = 2) -> Placement:
+def placement(rails: int = 2) -> RankMapping:
     """tp=2 inside each of two hosts, dp=2 across; GPU g of a host on rail g."""
     cluster = Cluster("test", 2, 2, 2, rails, *SPEEDS)
-    return Placement(cluster, Layout(tp=2, dp=2), np.arange(4), "test")
+    return RankMapping(cluster, Layout(tp=2, dp=2), np.arange(4), "test")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.device.products import linear, product
+from parallel3d.device.products import linear, matmul
 from parallel3d.parameters.gradients import add_product
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 from parallel3d.tensor_parallel.head_loss import HeadLoss
@@ -76,7 +76,7 @@ def test_products_are_rounded_once(dtype: torch.dtype) -> None:
     exact = x.double() @ weight.double().t()
     half_step = torch.finfo(dtype).eps / 2
     for found, wanted in ((linear(x, weight, bias), exact + bias.double()),
-                          (product(x, weight.t()), exact)):  # fmt: skip
+                          (matmul(x, weight.t()), exact)):  # fmt: skip
         assert found.dtype == dtype
         off = (found.double() - wanted).abs()
         bound = (1.001 * half_step * wanted.abs()).maximum(torch.tensor(2e-5))

@@ -7,18 +7,26 @@ import json
 import pytest
 import torch
 
-from parallel3d.comm.operation_log import Operation, OperationLog, Watched, blocking, logged
+from parallel3d.comm.operation_log import (
+    LoggedOperation,
+    LoggedWork,
+    OperationLog,
+    blocking,
+    logged,
+)
 from parallel3d.faults.hang import diagnose
 from parallel3d.faults.hang_state import RankState, from_json, to_json
 
 DP = {"dp": (0, 1, 2, 3)}
 
 
-def operation(number: int, group: str = "dp", size: int = 8, peer: int | None = None) -> Operation:
-    return Operation(group, number, "all_reduce", (size,), "torch.float32", peer)
+def operation(
+    number: int, group: str = "dp", size: int = 8, peer: int | None = None
+) -> LoggedOperation:
+    return LoggedOperation(group, number, "all_reduce", (size,), "torch.float32", peer)
 
 
-def state(rank: int, waiting: Operation | None, counts: dict[str, int], **more) -> RankState:
+def state(rank: int, waiting: LoggedOperation | None, counts: dict[str, int], **more) -> RankState:
     ranks = more.pop("ranks", DP)
     return RankState(
         rank, f"rank {rank}", "train step 5", waiting=waiting, counts=counts, ranks=ranks, **more
@@ -153,11 +161,11 @@ def test_wait_is_noted_until_it_ends() -> None:
 
     note = log._notes[0]
     before = log.progress
-    Watched(log, note, Handle()).wait()
+    LoggedWork(log, note, Handle()).wait()
     assert log.awaited() is None
     assert log.progress > before
     try:
-        Watched(log, note, Failing()).wait()
+        LoggedWork(log, note, Failing()).wait()
     except RuntimeError:
         assert log.awaited() is not None  # a failure says in what
 

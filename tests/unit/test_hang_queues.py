@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from parallel3d.comm.operation_log import Operation
+from parallel3d.comm.operation_log import LoggedOperation
 from parallel3d.faults.flight_record import Queued
 from parallel3d.faults.hang import diagnose
 from parallel3d.faults.hang_state import RankState, from_json, to_json
@@ -14,16 +14,16 @@ from tests.unit.test_hang import operation, state
 
 def on_device(rank: int, *queue: Queued, waits: bool = True, **more) -> RankState:
     """A rank whose host has run on to the step's last read of world's sum, or `waits` not."""
-    waiting = Operation("world", 12, "all_reduce", (4,), "torch.float64") if waits else None
+    waiting = LoggedOperation("world", 12, "all_reduce", (4,), "torch.float64") if waits else None
     groups = {"dp": (0, 1, 2, 3), "world": (0, 1, 2, 3)}
     return state(rank, waiting, {}, ranks=more.pop("ranks", groups), queue=queue, **more)
 
 
-def done(op: Operation) -> Queued:
+def done(op: LoggedOperation) -> Queued:
     return Queued(op, True)
 
 
-def open_(op: Operation) -> Queued:
+def open_(op: LoggedOperation) -> Queued:
     return Queued(op, False)
 
 
@@ -112,7 +112,7 @@ def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -
     """Stage 1 still waits for stage 0, who computes; its message to stage 2 is queued behind."""
 
     def message(name: str, number: int, peer: int) -> Queued:
-        return open_(Operation("pp", number, name, (8,), "float32", peer))
+        return open_(LoggedOperation("pp", number, name, (8,), "float32", peer))
 
     pp = {"pp": (0, 1, 2)}
     states = {

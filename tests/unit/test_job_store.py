@@ -16,9 +16,9 @@ from parallel3d.comm.job_store import SECRET, behind_secret, get, listen_at, put
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import meeting
-from parallel3d.run.launch import Place, Worker
+from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.local_workers import OneHost, _place
-from parallel3d.run.rank_exchange import take_rank
+from parallel3d.run.rank_exchange import assign_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -49,8 +49,8 @@ def address_of_the_network() -> str | None:
     return None if name.startswith("127.") else name
 
 
-def place(master: str, port: int, launcher: str = "slurm", hosts: int = 1) -> Place:
-    return Place(launcher, 0, 0, 2 * hosts, 2, master, port, "7")
+def place(master: str, port: int, launcher: str = "slurm", hosts: int = 1) -> RankAssignment:
+    return RankAssignment(launcher, 0, 0, 2 * hosts, 2, master, port, "7")
 
 
 def free_port() -> int:
@@ -96,12 +96,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
 def test_a5_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
     port = free_port()
-    store = meeting.meet(Config(), place("localhost", port, launcher))
+    store = meeting.rendezvous(Config(), place("localhost", port, launcher))
     assert listeners(port) == LOOPBACK
     store.set("a", "1")
     if address := address_of_the_network():
         port = free_port()
-        kept = meeting.meet(Config(), place(address, port, launcher, hosts=2))
+        kept = meeting.rendezvous(Config(), place(address, port, launcher, hosts=2))
         (found,) = listeners(port)
         assert found == socket.inet_aton(address)[::-1].hex().upper()
         del kept
@@ -142,7 +142,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UserError, match=r"another launch\.master_port"),
     ):
-        meeting.meet(Config(), place("127.0.0.1", taken.getsockname()[1]))
+        meeting.rendezvous(Config(), place("127.0.0.1", taken.getsockname()[1]))
 
 
 @pytest.mark.parametrize("agent", ["torchrun", "local"])
@@ -161,7 +161,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         here = place("127.0.0.1", host.port, agent)
-        return lambda rank: meeting.meet(Config(), dataclasses.replace(here, rank=rank))
+        return lambda rank: meeting.rendezvous(Config(), dataclasses.replace(here, rank=rank))
 
     meet = start(0)
     meet(1), meet(0)
@@ -200,7 +200,7 @@ def test_a5_words_of_others_are_not_believed(
     put(store, meeting.RUN_KEY, word)
     monkeypatch.setenv(SECRET, "ours")
     worker = Worker(1, 1, 2, 2, Path(), "slurm")
-    second = Place("slurm", 1, 1, 2, 2, "localhost", 1, "7")
+    second = RankAssignment("slurm", 1, 1, 2, 2, "localhost", 1, "7")
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
         meeting.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
     assert worker.run_dir == Path()
@@ -215,7 +215,7 @@ def test_a5_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
     store = dist.HashStore()
     workers = [Worker(rank, rank, 2, 2, tmp_path, "slurm") for rank in (1, 0)]
     for worker in workers:
-        take_rank(Config(dp=2), worker, store, {}, "train")
+        assign_rank(Config(dp=2), worker, store, {}, "train")
     assert (tmp_path / "placement.json").exists()
 
 

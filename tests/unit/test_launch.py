@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.run.launch import Place, detect, first_host, port_is_free, tasks_on_node
+from parallel3d.run.launch import RankAssignment, detect, first_host, port_is_free, tasks_on_node
 
 TORCHRUN = {
     "RANK": "5",
@@ -37,11 +37,11 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_torchrun_gives_the_place() -> None:
-    assert detect(TORCHRUN) == Place("torchrun", 5, 1, 8, 4, "host0", 29500)
+    assert detect(TORCHRUN) == RankAssignment("torchrun", 5, 1, 8, 4, "host0", 29500)
 
 
 def test_srun_gives_the_place_its_first_host_and_a_port_of_the_job() -> None:
-    place = Place("slurm", 5, 1, 6, 2, "node08", 20000 + 123456 % 20000, "123456")
+    place = RankAssignment("slurm", 5, 1, 6, 2, "node08", 20000 + 123456 % 20000, "123456")
     assert detect(SRUN) == place
     assert place.with_port(0) == place
     assert place.with_port(29600) == replace(place, master_port=29600)

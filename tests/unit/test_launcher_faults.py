@@ -23,12 +23,12 @@ from parallel3d.run.directory import (
     make_run_directory,
     take_run,
 )
-from parallel3d.run.failure import Failure
+from parallel3d.run.failure import RankFailure
 from parallel3d.run.local_workers import _cause
 from parallel3d.run.restarts import Restarts
 from tests.tools.failing_files import FailingFiles, Fault
 
-KILLED = Failure(0, "pp 0, dp 0, tp 0", "here", "", "", "was killed by SIGKILL", 0.0, "killed")
+KILLED = RankFailure(0, "pp 0, dp 0, tp 0", "here", "", "", "was killed by SIGKILL", 0.0, "killed")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from parallel3d.plan.measured.price import measured_layouts, measured_sizes, pri
 from parallel3d.plan.measured.sharing import shared_clock
 from parallel3d.plan.measured.steps import speed_of, step_parts
 from parallel3d.plan.measured.tables import Table
-from parallel3d.schedules.schedule import FORMS, make
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.simulate import Costs, ScheduleError, clock
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.layout import Layout
@@ -51,7 +51,7 @@ def test_a_table_that_is_none_is_refused(bad: tuple[tuple[int, ...], tuple[float
         Table((bad[0],), bad[1])
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_with_a_core_for_each_rank_the_clock_is_the_schedules_own(name: str) -> None:
     vpp = {"interleaved": 2, "interleaved_zb": 2, "zbv": 2, "v_half": 2}.get(name, 1)
     schedule = make(name, 3, 6, vpp)

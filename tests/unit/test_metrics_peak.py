@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.device import accelerator
 from parallel3d.metrics import peak as peak_module
-from parallel3d.metrics.memory import Memory, peak_memory
+from parallel3d.metrics.memory import PeakMemory, peak_memory
 from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops
 
 CPU = torch.device("cpu")
@@ -159,4 +159,4 @@ def test_memory_is_the_accelerators_and_there_is_none_of_a_cpu(
 ) -> None:
     assert peak_memory(CPU) is None
     request.getfixturevalue("chip")
-    assert peak_memory(CPU) == Memory(allocated=5, reserved=8)
+    assert peak_memory(CPU) == PeakMemory(allocated=5, reserved=8)

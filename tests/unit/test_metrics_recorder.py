@@ -20,7 +20,7 @@ from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.metrics.jsonl import read_metrics
-from parallel3d.metrics.memory import Memory
+from parallel3d.metrics.memory import PeakMemory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
@@ -428,8 +428,13 @@ def test_the_memory_of_accelerators_is_in_the_lines_the_summary_and_the_panel(
     recorder, screen = make_recorder(tmp_path, make_config(2))
     with recorder:
         recorder.start({})
-        recorder.step(1, 5.5, 1.25, 1e-3, 4096, 0.5, memory=Memory(50_000_000_000, 60_000_000_000))
-        memory = [Memory(50_000_000_000, 60_000_000_000), Memory(61_200_000_000, 64_000_000_000)]
+        recorder.step(
+            1, 5.5, 1.25, 1e-3, 4096, 0.5, memory=PeakMemory(50_000_000_000, 60_000_000_000)
+        )
+        memory = [
+            PeakMemory(50_000_000_000, 60_000_000_000),
+            PeakMemory(61_200_000_000, 64_000_000_000),
+        ]
         recorder.breakdown(rank_times(2), memory)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["memory"] == {"allocated": 50_000_000_000, "reserved": 60_000_000_000}

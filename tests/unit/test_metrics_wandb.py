@@ -16,7 +16,7 @@ import wandb
 
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import read_metrics
-from parallel3d.metrics.memory import Memory
+from parallel3d.metrics.memory import PeakMemory
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_file import MAX_ID_LENGTH, run_id
@@ -52,7 +52,7 @@ def train(config: Config, run_dir: Path, fail: bool = False) -> dict[str, Any]:
         recorder.start({})
         for step in (1, 2, 3):
             times = {"forward": 0.04, "tp": step / 100}
-            more = {"times": times, "memory": Memory(step, 9)}
+            more = {"times": times, "memory": PeakMemory(step, 9)}
             more["noise"] = {"scale": None if step == 1 else 7.0, "trace": 6.0, "signal": 1.0}
             recorder.step(step, 4.0 - step, 0.5, 1e-3, 4096, 0.1, skipped=step == 2, **more)
         recorder.evaluation(3, 1.5)

@@ -18,7 +18,7 @@ from parallel3d.models.transformer import Stage
 from parallel3d.optim import optimizer as optimizer_module
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.pieces import Initializer, ParameterSpec
-from parallel3d.parameters.segments import Part, Segment
+from parallel3d.parameters.segments import Segment, SegmentPart
 from tests.distributed.cases import preset
 
 
@@ -64,7 +64,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
 
 def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Optimizer]:
     param, spec = torch.ones_like(grad), ParameterSpec(tuple(grad.shape), (), replicated=True)
-    parts = [Part("p", spec, 0, grad.numel())]
+    parts = [SegmentPart("p", spec, 0, grad.numel())]
     segment = Segment(param, grad, param, True, True, tied_copy=False, parts=parts)
     return param, Optimizer(OptimConfig(**changes), [segment], SINGLE)
 

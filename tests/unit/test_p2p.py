@@ -9,9 +9,9 @@ import torch.distributed as dist
 from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 from parallel3d.pipeline import floors
-from parallel3d.pipeline.p2p import Route, post
+from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 PP = Group("pp", (3, 7, 11), 1, None)
 
@@ -45,7 +45,7 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
 ) -> None:
     batches = Batches(monkeypatch)
     messages = [(Action(Kind.SEND_F, 1), torch.ones(2)), (Action(Kind.RECV_B, 0), torch.empty(2))]
-    transfers = post(messages, Route(PP, Placement(3)))
+    transfers = post(messages, P2PRoute(PP, StageAssignment(3)))
     assert batches.said == [[(dist.isend, 11), (dist.irecv, 11)]]
     assert [t.action for t in transfers] == [action for action, _ in messages]
     for transfer in transfers:
@@ -64,7 +64,7 @@ def test_gradients_have_a_communicator_and_a_batch_of_their_own(
         (Action(kind, i), torch.ones(2))
         for i, kind in enumerate((Kind.RECV_F, Kind.SEND_B, Kind.SEND_F, Kind.RECV_B))
     ]
-    transfers = post(messages, Route(there, Placement(3), back))
+    transfers = post(messages, P2PRoute(there, StageAssignment(3), back))
     assert groups == ["there", "there", "back", "back"]
     assert [t.action for t in transfers] == [action for action, _ in messages]
     for transfer in transfers[:3]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, pieces
 from parallel3d.parameters.gradients import add_product, adds_wide_products
-from parallel3d.parameters.pieces import TILE, Initializer, ParameterSpec, Piece
+from parallel3d.parameters.pieces import TILE, Initializer, ParameterSpec, ShardSpec
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def draw(
     seed: int, name: str, full: tuple[int, int], start: tuple[int, int], shape: tuple[int, int]
 ) -> torch.Tensor:
     out = torch.full(shape, float("nan"))
-    Initializer(seed, torch.float32, CPU).fill(Piece(name, full, start, shape, std=0.02), out)
+    Initializer(seed, torch.float32, CPU).fill(ShardSpec(name, full, start, shape, std=0.02), out)
     return out
 
 
@@ -66,7 +66,7 @@ def test_values_have_the_asked_deviation() -> None:
 
 
 def test_fp64_holds_the_same_values_as_fp32() -> None:
-    piece = Piece("w", (40, 40), (0, 0), (40, 40), std=0.02)
+    piece = ShardSpec("w", (40, 40), (0, 0), (40, 40), std=0.02)
     spec = ParameterSpec((40, 40), (piece,), replicated=False)
     narrow = Initializer(5, torch.float32, CPU).parameter(spec)
     wide = Initializer(5, torch.float64, CPU).parameter(spec)
@@ -74,14 +74,14 @@ def test_fp64_holds_the_same_values_as_fp32() -> None:
 
 
 def test_padding_rows_stay_zero_and_constants_are_constant() -> None:
-    piece = Piece("w", (3, 4), (0, 0), (3, 4), row=0, fill=1.0)
+    piece = ShardSpec("w", (3, 4), (0, 0), (3, 4), row=0, fill=1.0)
     made = Initializer(0, torch.float32, CPU).parameter(ParameterSpec((5, 4), (piece,), False))
     assert made[:3].eq(1).all() and made[3:].eq(0).all()
 
 
 def test_runs_cut_a_parameter_where_its_copies_change() -> None:
     q, k, v = (
-        Piece(name, (8, 4), (0, 0), (rows, 4), row, copies=copies)
+        ShardSpec(name, (8, 4), (0, 0), (rows, 4), row, copies=copies)
         for name, rows, row, copies in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2))
     )
     spec = ParameterSpec((8, 4), (q, k, v), replicated=False)
@@ -135,7 +135,7 @@ def test_ranks_on_accelerators_share_the_cores_to_draw(
     ):
         if not environ:
             os.environ.pop("LOCAL_WORLD_SIZE", None)
-        piece = Piece("w", full, (0, 0), full, std=0.02)
+        piece = ShardSpec("w", full, (0, 0), full, std=0.02)
         Initializer(4, torch.float32, torch.device(device)).fill(piece, out)
     assert pools == ([threads] if threads > 1 else [])
     assert torch.equal(out, expected)
@@ -155,7 +155,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
 
     shape = (5 * TILE, 4 * TILE)
     out = torch.empty(shape).as_subclass(Counted)
-    piece = Piece("w", shape, (0, 0), shape, std=0.02)
+    piece = ShardSpec("w", shape, (0, 0), shape, std=0.02)
     with patch.object(pieces, "BAND", 2 * 4 * TILE * TILE):
         Initializer(0, torch.float32, CPU).fill(piece, out)
     assert [tuple(copied) for copied in copies] == [(512, 1024), (512, 1024), (256, 1024)]
@@ -163,9 +163,9 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
 
 def fused() -> ParameterSpec:
     """Two matrices in one parameter, rows of both cut out of the middle, and three of padding."""
-    q = Piece("q", (700, 300), (90, 20), (280, 260), 0, std=0.02)
-    k = Piece("k", (700, 300), (400, 20), (20, 260), 280, std=0.02)
-    one = Piece("one", (2, 260), (0, 0), (2, 260), 300, fill=1.0)
+    q = ShardSpec("q", (700, 300), (90, 20), (280, 260), 0, std=0.02)
+    k = ShardSpec("k", (700, 300), (400, 20), (20, 260), 280, std=0.02)
+    one = ShardSpec("one", (2, 260), (0, 0), (2, 260), 300, fill=1.0)
     return ParameterSpec((305, 260), (q, k, one), replicated=False)
 
 

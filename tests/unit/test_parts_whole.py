@@ -7,10 +7,10 @@ from torch import nn
 
 from parallel3d.errors import UserError
 from parallel3d.parts.whole import stages_of
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 
-def modules_of_ranks(count: int, placement: Placement) -> list[int]:
+def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
     """How many of `count` modules each rank gets."""
     stages = stages_of([nn.Identity() for _ in range(count)], placement, None)
     assert [i for members in stages for i in members] == list(range(count))
@@ -23,26 +23,26 @@ def modules_of_ranks(count: int, placement: Placement) -> list[int]:
 
 def test_embedding_four_layers_and_head_are_three_modules_on_each_of_two_ranks() -> None:
     """As a V one rank holds the first stage and the last, the other both in the middle."""
-    assert modules_of_ranks(6, Placement(2, 2, "v")) == [3, 3]
+    assert modules_of_ranks(6, StageAssignment(2, 2, "v")) == [3, 3]
     # Not 2, 4 and 4, whose fullest rank is no fuller.
-    assert sorted(modules_of_ranks(10, Placement(3, 2, "v"))) == [3, 3, 4]
+    assert sorted(modules_of_ranks(10, StageAssignment(3, 2, "v"))) == [3, 3, 4]
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_ranks_differ_by_one_module_at_most(ranks: int, chunks: int, shape: str) -> None:
-    placement = Placement(ranks, chunks, shape)
+    placement = StageAssignment(ranks, chunks, shape)
     for count in range(placement.stages, placement.stages + 4 * ranks):
         held = modules_of_ranks(count, placement)
         assert max(held) - min(held) <= 1, (count, held)
 
 
 def test_what_is_left_over_goes_to_the_middle_stages() -> None:
-    stages = stages_of([nn.Identity() for _ in range(6)], Placement(4), None)
+    stages = stages_of([nn.Identity() for _ in range(6)], StageAssignment(4), None)
     assert list(map(len, stages)) == [1, 2, 2, 1]
 
 
 def test_the_nearest_split_is_even_over_ranks() -> None:
     with pytest.raises(UserError, match=r"the nearest is split=\[2, 2, 1, 1\]"):
-        stages_of([nn.Identity() for _ in range(6)], Placement(2, 2, "v"), [1, 2, 2, 2])
+        stages_of([nn.Identity() for _ in range(6)], StageAssignment(2, 2, "v"), [1, 2, 2, 2])

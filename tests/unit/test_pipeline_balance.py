@@ -12,7 +12,7 @@ import pytest
 
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.balance import balance_chunks, layers_per_stage_given
 from parallel3d.sizes.stages import layers_of_stages
 from tests.pace import in_cpu_time
@@ -116,7 +116,7 @@ def test_more_stages_than_layers_is_the_users_error() -> None:
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 1)])
 def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> None:
     """The busiest rank, then evenness, then the preferences: no split is better."""
-    placement = Placement(ranks, chunks, shape)
+    placement = StageAssignment(ranks, chunks, shape)
     middle = placement.stages - 1
     rng = random.Random(f"{shape} {ranks} {chunks}")
     for _ in range(30):
@@ -149,20 +149,20 @@ def test_one_chunk_a_rank_is_split_as_ever() -> None:
         cost = rng.choice([0.0, 0.1, 1.0, rng.uniform(0.1, 3)])
         first, last = rng.choice([0.0, cost, rng.uniform(0, 9)]), rng.choice([0.0, 3 * cost, 7.7])
         as_ever = balance([cost] * layers, stages, first, last)
-        assert balance_chunks(cost, layers, Placement(stages), first, last) == as_ever
+        assert balance_chunks(cost, layers, StageAssignment(stages), first, last) == as_ever
 
 
 def test_the_rank_with_the_head_gets_fewer_layers() -> None:
     # Ranks 0 and 1 have 5 each: 5 layers, and 3 with a head of two.
-    assert balance_chunks(1.0, 8, Placement(2, 2), last_extra=2.0) == [2, 2, 3, 1]
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2), last_extra=2.0) == [2, 2, 3, 1]
     # As a V the head lies on rank 0, with the embedding.
-    assert balance_chunks(1.0, 8, Placement(2, 2, "v"), last_extra=2.0) == [2, 3, 2, 1]
-    assert balance_chunks(1.0, 8, Placement(2, 2, "v"), 1.0, 3.0) == [1, 3, 3, 1]
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), last_extra=2.0) == [2, 3, 2, 1]
+    assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), 1.0, 3.0) == [1, 3, 3, 1]
 
 
 def test_many_chunks_are_split_at_once() -> None:
     began = time.process_time()
-    split = balance_chunks(1.3e9, 400, Placement(16, 8), 0.0, 3.7e9)
+    split = balance_chunks(1.3e9, 400, StageAssignment(16, 8), 0.0, 3.7e9)
     assert in_cpu_time(time.process_time() - began, 0.05)
     assert len(split) == 128
     assert sum(split) == 400
@@ -206,7 +206,7 @@ def test_costs_that_are_none_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="finite and not negative"):
         balance([1.0, 1.0], 1, last_extra=bad)
     with pytest.raises(ValueError, match="finite and not negative"):
-        balance_chunks(1.0, 2, Placement(1), last_extra=bad)
+        balance_chunks(1.0, 2, StageAssignment(1), last_extra=bad)
 
 
 def test_given_split_is_taken_as_it_is() -> None:

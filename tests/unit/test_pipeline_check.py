@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from parallel3d.schedules.actions import Action, Kind, Plan, Step
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import ScheduleError, check
 from parallel3d.schedules.schedule import IN_ORDER, make
 from tests.pace import in_cpu_time
 
 
-def plan_of(*ranks: str) -> Plan:
+def plan_of(*ranks: str) -> PipelineProgram:
     """A plan from text: steps apart by blanks, the messages of a group joined by +."""
-    plan: Plan = []
+    plan: PipelineProgram = []
     for text in ranks:
         steps: list[Step] = []
         for word in text.split():
@@ -25,9 +25,9 @@ def plan_of(*ranks: str) -> Plan:
     return plan
 
 
-def split_groups(plan: Plan, sends_first: Callable[[int], bool]) -> Plan:
+def split_groups(plan: PipelineProgram, sends_first: Callable[[int], bool]) -> PipelineProgram:
     """The plan of an executor that does one message after the other, sends first on some ranks."""
-    serial: Plan = []
+    serial: PipelineProgram = []
     for rank, steps in enumerate(plan):
         out: list[Step] = []
         for step in steps:

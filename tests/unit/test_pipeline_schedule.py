@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from parallel3d.errors import UserError
-from parallel3d.schedules.actions import Action, Kind, Plan
+from parallel3d.schedules.actions import Action, Kind, PipelineProgram
 from parallel3d.schedules.messages import add_communication
 from parallel3d.schedules.schedule import IN_ORDER, make
 
@@ -75,7 +75,7 @@ def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(na
     for stages in range(1, 9):
         for microbatches in range(1, 17):
             compute = make(name, stages, microbatches).orders
-            plan: Plan = add_communication(compute)
+            plan: PipelineProgram = add_communication(compute)
             for rank, steps in enumerate(plan):
                 assert [s for s in steps if isinstance(s, Action)] == compute[rank]
                 for before, after in pairwise(steps):

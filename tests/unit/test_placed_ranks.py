@@ -13,7 +13,7 @@ import pytest
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.run.rank_exchange import RANKS_SEEN_KEY, take_rank
+from parallel3d.run.rank_exchange import RANKS_SEEN_KEY, assign_rank
 from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import placed_ranks
@@ -28,7 +28,7 @@ from parallel3d.topology.placement.placed_ranks import (
     with_rank_0_at,
 )
 from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file, parse_rank_file
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))
 
@@ -139,13 +139,13 @@ def test_launch_rank_0_is_rank_0_wherever_its_host_stands() -> None:
         assert host_of(placed, 0) == hosts[0]
 
 
-def groups_of_slots(placement: Placement, *dims: str) -> set[frozenset[int]]:
+def groups_of_slots(placement: RankMapping, *dims: str) -> set[frozenset[int]]:
     return {
         frozenset(placement.slots[list(group)].tolist()) for group in placement.layout.groups(*dims)
     }
 
 
-def neighbours(placement: Placement, dim: str) -> set[frozenset[int]]:
+def neighbours(placement: RankMapping, dim: str) -> set[frozenset[int]]:
     """Pairs of slots that follow each other in a group, the last and the first too."""
     pairs = set()
     for group in placement.layout.groups(dim):
@@ -156,7 +156,7 @@ def neighbours(placement: Placement, dim: str) -> set[frozenset[int]]:
 
 def test_turning_rank_0_to_a_slot_keeps_every_group_and_every_ring() -> None:
     layout = Layout(tp=2, pp=3, dp=4)
-    start = Placement.tiled(cluster(6, 4), layout, Tiling.parse("tp-dp-pp", layout))
+    start = RankMapping.tiled(cluster(6, 4), layout, Tiling.parse("tp-dp-pp", layout))
     for slot in range(24):
         turned = with_rank_0_at(start, slot)
         assert turned.slots[0] == slot
@@ -167,7 +167,7 @@ def test_turning_rank_0_to_a_slot_keeps_every_group_and_every_ring() -> None:
 
 def test_a_pipeline_whose_last_stage_must_come_first_is_turned_round() -> None:
     layout = Layout(pp=4)
-    start = Placement.tiled(cluster(4, 1), layout, Tiling.parse("pp", layout))
+    start = RankMapping.tiled(cluster(4, 1), layout, Tiling.parse("pp", layout))
     assert with_rank_0_at(start, 3).slots.tolist() == [3, 2, 1, 0]
     assert with_rank_0_at(start, 1).slots.tolist() == [1, 2, 3, 0]
 
@@ -352,7 +352,7 @@ def take_ranks(
                 "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
             }
             try:
-                take_rank(run, me, store, environ, app)
+                assign_rank(run, me, store, environ, app)
             except KeyError:
                 assert not repeat  # a real store would have waited here
             except UserError as error:
@@ -364,7 +364,7 @@ def test_the_default_costs_a_word_from_each_and_one_look(tmp_path: Path) -> None
     store = Store()
     workers = [Worker(n, n % 2, 8, 2, tmp_path, "slurm") for n in reversed(range(8))]
     for me in workers:
-        take_rank(config(tp=2, pp=2, dp=2), me, store, {"SLURMD_NODENAME": "n1"}, "train")
+        assign_rank(config(tp=2, pp=2, dp=2), me, store, {"SLURMD_NODENAME": "n1"}, "train")
     assert store.calls == 8 + 1
     assert [me.rank for me in workers] == list(reversed(range(8)))
     assert all(me.placement is None for me in workers)
@@ -374,7 +374,7 @@ def test_the_default_costs_a_word_from_each_and_one_look(tmp_path: Path) -> None
 
 def test_one_rank_has_nowhere_to_go(tmp_path: Path) -> None:
     store = Store()
-    take_rank(config(), Worker(0, 0, 1, 1, tmp_path, "local"), store, {}, "train")
+    assign_rank(config(), Worker(0, 0, 1, 1, tmp_path, "local"), store, {}, "train")
     assert store.calls == 0
     assert list(tmp_path.iterdir()) == []
 

@@ -10,7 +10,7 @@ import pytest
 
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price.links import members, neighbours
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, random_cluster, random_layout, slow_groups, slow_pairs
 
 DIMS = ("tp", "cp", "dp", "pp")
@@ -35,7 +35,7 @@ def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
     for _ in range(2000):
         cluster = random_cluster(rng)
         layout = random_layout(rng, min(cluster.size, 64))
-        placement = Placement.tiled(cluster, layout, random_tiling(rng, layout))
+        placement = RankMapping.tiled(cluster, layout, random_tiling(rng, layout))
         everyone = set(range(layout.world_size))
         assert len(set(placement.slots.tolist())) == len(everyone)
         assert placement.slots[0] == 0
@@ -112,6 +112,6 @@ def test_placement_refuses_maps_that_are_none() -> None:
         ([0, 1, 2, 8], "outside of 0..7"),
     ):
         with pytest.raises(ValueError, match=why):
-            Placement(cluster, layout, np.array(slots), "test")
+            RankMapping(cluster, layout, np.array(slots), "test")
     with pytest.raises(ValueError, match="4 GPUs for 8 ranks"):
-        Placement.tiled(cluster, Layout(tp=8), Tiling.parse("tp", Layout(tp=8)), np.arange(4))
+        RankMapping.tiled(cluster, Layout(tp=8), Tiling.parse("tp", Layout(tp=8)), np.arange(4))

@@ -13,14 +13,14 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.advice import warnings_for
 from parallel3d.topology.placement.search import place
 from parallel3d.topology.price.links import classify
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster, some_traffic
 
 
 def said(
     cluster: Cluster, layout: Layout, text: str = "tp-cp-dp-pp", slots: np.ndarray | None = None
 ) -> list[str]:
-    placement = Placement.tiled(cluster, layout, Tiling.parse(text, layout), slots)
+    placement = RankMapping.tiled(cluster, layout, Tiling.parse(text, layout), slots)
     return warnings_for(placement, classify(placement), some_traffic(layout))
 
 

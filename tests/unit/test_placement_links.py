@@ -11,15 +11,15 @@ import pytest
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price.links import CLASSIFIED, classify
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_classes
 
 NVLINK, RAIL, SPINE, NONE = LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE, LinkClass.NONE
 
 
-def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> Placement:
-    return Placement.tiled(cluster, layout, Tiling.parse(text, layout))
+def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> RankMapping:
+    return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
 def test_classification_equals_a_slow_one_on_random_placements() -> None:
@@ -32,7 +32,7 @@ def test_classification_equals_a_slow_one_on_random_placements() -> None:
         slots = np.arange(cluster.size)[: layout.world_size]
         if i % 2:
             slots = shuffled.permutation(cluster.size)[: layout.world_size]
-        placement = Placement(cluster, layout, slots, "random")
+        placement = RankMapping(cluster, layout, slots, "random")
         links = classify(placement)
         assert tuple(links) == CLASSIFIED
         for dim, found in links.items():
@@ -79,7 +79,7 @@ def test_nvl72_with_dp_outermost_has_one_replica_a_domain() -> None:
     cluster = a_cluster(36, 4, 72)
     layout = Layout(tp=4, cp=2, pp=8, dp=2)
     slots = np.flatnonzero(np.arange(144) % 72 < 64)
-    links = classify(Placement.tiled(cluster, layout, Tiling.parse("tp-cp-pp-dp", layout), slots))
+    links = classify(RankMapping.tiled(cluster, layout, Tiling.parse("tp-cp-pp-dp", layout), slots))
     for dim in ("tp", "cp", "pp", "embedding"):
         assert set(links[dim].pairs) == {NVLINK}
     assert links["dp"].pairs == {RAIL: 64} and links["dp"].on_rail == 64

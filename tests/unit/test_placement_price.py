@@ -12,18 +12,18 @@ from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement.candidates import merged
-from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.placement.estimate import RankSample
 from parallel3d.topology.price.flows import Fabric
 from parallel3d.topology.price.routes import routes
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster, random_layout, some_traffic
 
 GB = 10**9
 
 
-def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> Placement:
-    return Placement.tiled(cluster, layout, Tiling.parse(text, layout))
+def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> RankMapping:
+    return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
 def seconds(cluster, layout: Layout, transfer: Transfer, **options) -> float:
@@ -121,7 +121,7 @@ def test_estimate_equals_the_full_price_on_even_clusters() -> None:
         traffic = [t for t in traffic if t.dim != "world"]
         tiling = Tiling.parse(order, layout)
         unit = 8 * (cluster.unit_nodes or cluster.nodes)
-        sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
+        sample = RankSample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
         full = price_step(placed(cluster, layout, order), traffic).seconds
         assert sample.seconds(tiling, traffic, {}) == pytest.approx(full)
         compared += 1
@@ -147,8 +147,8 @@ def test_estimate_of_large_worlds_is_nearly_always_the_full_price() -> None:
             tiling = Tiling(tuple(digits), snake=True)
         traffic = [t for t in some_traffic(layout, rng) if t.dim != "world"]
         unit = 8 * (unit_nodes or nodes)
-        sample = Sample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
-        full = price_step(Placement.tiled(cluster, layout, tiling), traffic).seconds
+        sample = RankSample(layout, np.arange(cluster.size), domain, unit, Fabric(cluster))
+        full = price_step(RankMapping.tiled(cluster, layout, tiling), traffic).seconds
         exact += math.isclose(sample.seconds(tiling, traffic, {}), full, rel_tol=1e-9)
     assert exact >= 54
 

@@ -20,19 +20,19 @@ from parallel3d.topology.placement.search import place, search
 from parallel3d.topology.price.flows import Fabric
 from parallel3d.topology.price.links import classify
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.pace import in_cpu_time
 from tests.placements import a_cluster, random_cluster, random_layout, slow_places, some_traffic
 
 
-def cost(placement: Placement, traffic: list[Transfer], fabric: Fabric | None = None) -> float:
+def cost(placement: RankMapping, traffic: list[Transfer], fabric: Fabric | None = None) -> float:
     price = price_step(placement, traffic, fabric=fabric)
     return price.seconds if price.reachable else math.inf
 
 
 def default_cost(cluster: Cluster, layout: Layout, traffic: list[Transfer]) -> float:
     tiling = Tiling.from_order("tp-cp-dp-pp", layout)
-    return cost(Placement.tiled(cluster, layout, tiling), traffic)
+    return cost(RankMapping.tiled(cluster, layout, tiling), traffic)
 
 
 def nvl72(nodes: int) -> Cluster:
@@ -112,7 +112,7 @@ def test_small_searches_find_the_best_of_all_tilings() -> None:
         every = every_tiling(layout, 200)
         if len(every) < 6:
             continue
-        placements = (Placement.tiled(cluster, layout, t) for t in every)
+        placements = (RankMapping.tiled(cluster, layout, t) for t in every)
         best = min(cost(p, traffic, fabric) for p in placements)
         found = search(cluster, layout, traffic)[0].seconds
         assert found <= best * (1 + 1e-9)
@@ -147,7 +147,7 @@ def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
     """All permutations of 6 or 8 GPUs with rank 0 on the first."""
     traffic, fabric = some_traffic(layout), Fabric(cluster)
-    tried = (Placement(cluster, layout, p, "tried") for p in unlike_permutations(cluster))
+    tried = (RankMapping(cluster, layout, p, "tried") for p in unlike_permutations(cluster))
     best = min(cost(placement, traffic, fabric) for placement in tried)
     assert math.isfinite(best)
     assert search(cluster, layout, traffic)[0].seconds == pytest.approx(best)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.commands import plan
-from parallel3d.commands.plan_progress import IN_LOG_S, Progress
+from parallel3d.commands.plan_progress import IN_LOG_S, SearchProgress
 from parallel3d.config.composing import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.plan.own import table
 from parallel3d.plan.own.memory import held_at_least
-from parallel3d.plan.own.table import configured, fullest, least_memory, memories
-from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, Choice, layouts
+from parallel3d.plan.own.table import configure, fullest_stage, least_memory, memories
+from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
 def planned(*words: str) -> Config:
@@ -23,7 +23,7 @@ def planned(*words: str) -> Config:
     return replace(config, precision=replace(config.precision, name="bf16"))
 
 
-def choices_of(config: Config, gpus: int, batch: int) -> list[Choice]:
+def choices_of(config: Config, gpus: int, batch: int) -> list[LayoutChoice]:
     return list(layouts(plan.sizes_of(config), gpus, 8, batch, {}))
 
 
@@ -44,8 +44,8 @@ def test_nothing_holds_less_than_it_must_and_the_least_is_the_least(model: str) 
     config = planned(f"model={model}", "global_batch_size=32")
     choices = choices_of(config, 16, 32)[::11]
     for choice in choices:
-        one = configured(config, choice)
-        assert held_at_least(one) * (1 - 1e-9) <= fullest(one)[1].total, choice
+        one = configure(config, choice)
+        assert held_at_least(one) * (1 - 1e-9) <= fullest_stage(one)[1].total, choice
     all_of = memories(config, choices, 5e9).total
     assert least_memory(config, choices, 5e9, 0.0) == all_of.min()
     enough = sorted(all_of)[len(choices) // 2]
@@ -71,7 +71,10 @@ class Terminal(io.StringIO):
 def test_a_log_gets_a_line_now_and_then_and_a_terminal_one_that_goes() -> None:
     now = [0.0]
     log, screen = io.StringIO(), Terminal()
-    with Progress(log, lambda: now[0]) as in_log, Progress(screen, lambda: now[0]) as shown:
+    with (
+        SearchProgress(log, lambda: now[0]) as in_log,
+        SearchProgress(screen, lambda: now[0]) as shown,
+    ):
         for done in range(25):
             now[0] = float(done)
             in_log(f"layout {done}")

@@ -14,9 +14,9 @@ import pytest
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
 from parallel3d.plan.own.launches import launches
 from parallel3d.plan.own.layer import layer_bytes, tensors
-from parallel3d.plan.own.memory import held
+from parallel3d.plan.own.memory import peak_memory
 from parallel3d.plan.own.moments import few, moments
-from parallel3d.plan.own.table import fullest
+from parallel3d.plan.own.table import fullest_stage
 from parallel3d.schedules.schedule import make
 from parallel3d.sizes.flops import parameter_count
 
@@ -57,7 +57,7 @@ def test_dry_runs_play_what_is_said_within_three_per_cent() -> None:
 
 def test_state_and_activations_by_hand() -> None:
     """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 40.20 GB of activations."""
-    found, count = held(configured(ONE), 0), parameter_count(configured(ONE).model)
+    found, count = peak_memory(configured(ONE), 0), parameter_count(configured(ONE).model)
     state = found.parameters + found.gradients + found.masters + found.optimizer
     assert state == 18 * count
     assert found.activations == pytest.approx(40.20e9, rel=1e-3)
@@ -97,7 +97,7 @@ def test_recomputation_keeps_less_and_full_least() -> None:
 
 def test_zero_cuts_what_it_says() -> None:
     base = PIPELINE | {"pp": 1, "dp": 8, "global_batch_size": 16}
-    none, one, three = (held(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
+    none, one, three = (peak_memory(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
     assert one.optimizer == pytest.approx(none.optimizer / 8)
     assert one.gradients == none.gradients
     assert three.gradients == pytest.approx(none.gradients / 8)
@@ -107,8 +107,8 @@ def test_zero_cuts_what_it_says() -> None:
 def test_the_fullest_rank_is_the_fullest_of_all() -> None:
     for schedule, vpp in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         config = configured(PIPELINE | {"schedule": schedule, "vpp": vpp})
-        index, most = fullest(config)
-        everyone = [held(config, i).total for i in range(4)]
+        index, most = fullest_stage(config)
+        everyone = [peak_memory(config, i).total for i in range(4)]
         assert most.total == max(everyone) == everyone[index]
 
 
@@ -131,4 +131,4 @@ def test_a_wrong_formula_is_told() -> None:
     """The comparison of the first test can fail: a layer that keeps nothing would."""
     config = configured(PIPELINE)
     layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))
-    assert abs(off(held(config, 0).total, held(layers, 0).total)) > 3
+    assert abs(off(peak_memory(config, 0).total, peak_memory(layers, 0).total)) > 3

@@ -8,7 +8,7 @@ import pytest
 
 from parallel3d.plan.constants import load
 from parallel3d.plan.reasons import reason
-from parallel3d.plan.search import Choice, best, complexity, divisors, layouts, price, works
+from parallel3d.plan.search import LayoutChoice, best, complexity, divisors, layouts, price, works
 from parallel3d.plan.stages import split_balanced
 from parallel3d.plan.step import step
 from tests.unit.plan_work import work
@@ -29,7 +29,7 @@ def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
 def test_what_the_user_holds_is_held() -> None:
     held = {"tp": 4, "pp": 2, "zero": 1, "recompute": "full", "schedule": "zb_h1", "micro_batch": 2}
     found = list(layouts(SIZES, 64, 8, 64, held))
-    assert len(found) == 1 and found[0] == Choice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
+    assert len(found) == 1 and found[0] == LayoutChoice(4, 2, 1, 8, 2, "zb_h1", "full", 1)
 
 
 def test_the_table_prices_each_layout_as_a_single_call_does() -> None:

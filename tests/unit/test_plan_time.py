@@ -13,7 +13,7 @@ from parallel3d.plan.kernels import gemm
 from parallel3d.plan.layer import layer
 from parallel3d.plan.stages import pipeline_time, split_by_cost, split_evenly, stages_by_cost
 from parallel3d.plan.step import step
-from parallel3d.plan.work import Work
+from parallel3d.plan.work import StepWork
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.unit.plan_work import work
@@ -112,8 +112,8 @@ def test_zero_3_without_bandwidth_waits_for_its_parameters() -> None:
 
 def test_one_call_prices_many_layouts_alike() -> None:
     one = [work(tp=tp, pp=pp) for tp in (1, 2, 8) for pp in (1, 4)]
-    fields = Work.__dataclass_fields__
-    many = Work(*(np.array([float(getattr(w, name)) for w in one]) for name in fields))
+    fields = StepWork.__dataclass_fields__
+    many = StepWork(*(np.array([float(getattr(w, name)) for w in one]) for name in fields))
     c = load()
     assert step(many, c).total == pytest.approx([float(step(w, c).total) for w in one])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks import products as benchmark
 from parallel3d.comm.group import SINGLE
 from parallel3d.device import products
-from parallel3d.device.products import linear, onednn_is_faster, product
+from parallel3d.device.products import linear, matmul, onednn_is_faster
 from parallel3d.tensor_parallel.linear_nodes import ColumnNode
 from tests.operators import Operators
 
@@ -38,7 +38,7 @@ def test_the_products_are_those_of_double_precision(has_bias: bool) -> None:
     given = bias if has_bias else None
     with Operators() as operators:
         y = linear(x, weight, given)
-        back = product(y, weight)
+        back = matmul(y, weight)
     assert operators.names.count(NAME) == 2
     assert y.shape == (*ROWS, OUTPUTS) and back.shape == x.shape
     exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0)

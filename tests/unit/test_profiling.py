@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.comm.timed import timed
 from parallel3d.commands import profiling
 from parallel3d.commands.profiling import StepProfiler, layers_shown, longest, table
@@ -66,7 +66,7 @@ class Rank:
 
     def profiler(self, device: torch.device = CPU, done: int = 0, **keys: Any) -> StepProfiler:
         config = Config(profile=ProfileConfig(**keys))
-        self.clock = Clock()
+        self.clock = StepTimer()
         parts = {"clock": self.clock, "device": device, "stages": [], "steps_done": done}
         return StepProfiler(SimpleNamespace(config=config, **parts), self.worker)
 
@@ -211,7 +211,7 @@ class Opened:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device: bool) -> None:
     """On an accelerator it is no kind of the clock's, as it takes no time there."""
-    clock, opened = Clock(), Opened()
+    clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
     clock.ranges = opened
     group = SimpleNamespace(name="tp", size=2, clock=clock)
@@ -283,7 +283,7 @@ def test_a_line_of_the_table_fits_a_terminal_with_both_ends_of_a_long_name(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     name = f"void at::native::{'vectorized_' * 20}kernel<float>"
-    rows = [profiling.Row(name, 12345, 1234.5), profiling.Row("gemm", 2, 0.5)]
+    rows = [profiling.ProfileRow(name, 12345, 1234.5), profiling.ProfileRow("gemm", 2, 0.5)]
     head, first, second = table(rows, "kernel", 2469.0)
     assert len(first) == widest
     assert first.startswith("   1234.50     50.0%    12,345  void at::native::vec")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.run.failure import Failure
+from parallel3d.run.failure import RankFailure
 from parallel3d.run.restarts import Restarts
 
 
-def failed(error: str, kind: str = "error", phase: str = "train step 7") -> Failure:
-    return Failure(2, "pp 0, dp 2, tp 0", "here", phase, "", error, 1.0, kind)
+def failed(error: str, kind: str = "error", phase: str = "train step 7") -> RankFailure:
+    return RankFailure(2, "pp 0, dp 2, tp 0", "here", phase, "", error, 1.0, kind)
 
 
 KILLED = failed("was killed by SIGKILL", "killed", "")
@@ -47,7 +47,9 @@ def test_same_error_at_the_same_step_is_not_tried_a_third_time(restarts: Restart
 @pytest.mark.parametrize(
     "cause", [failed("tp=0 cannot be", "user"), failed("TrainingFailure: loss is nan", "decided")]
 )
-def test_what_would_happen_again_is_not_started_again(restarts: Restarts, cause: Failure) -> None:
+def test_what_would_happen_again_is_not_started_again(
+    restarts: Restarts, cause: RankFailure
+) -> None:
     assert not restarts.decide(cause)
 
 

@@ -29,8 +29,8 @@ from parallel3d.run.directory import (
     status,
     take_run,
 )
-from parallel3d.run.endings import report
-from parallel3d.run.launch import Place, Worker
+from parallel3d.run.endings import report_failure
+from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.meeting import SEEN_KEY, agree_on_run
 
 # Of a trainer after four steps, as a manifest has it.
@@ -297,7 +297,7 @@ def test_b4_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
 def test_b4_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
-    place = Place("torchrun", 0, 0, 1, 1, "127.0.0.1", 0)
+    place = RankAssignment("torchrun", 0, 0, 1, 1, "127.0.0.1", 0)
     worker = Worker(0, 0, 1, 1, Path(), "torchrun")
     store = PrefixStore("attempt0", HashStore())
     with pytest.raises(UserError, match="running already"):
@@ -314,11 +314,11 @@ def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
     (Path(mine.runs_dir) / "mine").mkdir(parents=True)
     PrefixStore("0", inner).add(SEEN_KEY, 1)  # the other has read why
     for rank, says in ((0, 1), (1, 0)):
-        place = Place("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
+        place = RankAssignment("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
         worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)
         with pytest.raises(UserError, match="is not a run directory") as refused:
             agree_on_run("train", mine, place, worker, store, "cpu")
-        report(mine, worker, refused.value, Gone() if rank else store)
+        report_failure(mine, worker, refused.value, Gone() if rank else store)
         assert capsys.readouterr().err.count("is not a run directory") == says
 
 

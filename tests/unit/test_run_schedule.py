@@ -10,8 +10,8 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
-from parallel3d.schedules.choose import Work, choose, measure
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.choose import RankWork, choose, measure
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.sizes.recompute import flops_again, layer_flops
 from parallel3d.sizes.run_schedule import run_schedule, why_chosen
 from parallel3d.sizes.stage_costs import StageWeights
@@ -30,8 +30,8 @@ def config(
 def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
     """A vocabulary so large that the head is worth several layers."""
     made = config(16, 60_000)
-    work = Work(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
-    blind = choose(4, 8, 2, Work(1.0, 1.0, 1.0)).schedule
+    work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
+    blind = choose(4, 8, 2, RankWork(1.0, 1.0, 1.0)).schedule
     chosen = measure(run_schedule(made), work)
     assert chosen.seconds < measure(blind, work).seconds
     assert f"{chosen.overhead:.1%} over compute" in why_chosen(made)
@@ -41,13 +41,13 @@ def test_each_stage_of_the_choice_has_a_layer() -> None:
     """A V would be faster, and the model has no layers for its eight stages."""
     assert run_schedule(config(8)).placement.chunks == 2
     made = config(7)
-    assert run_schedule(made).placement == Placement(4)
+    assert run_schedule(made).placement == StageAssignment(4)
     assert [len(stage) for stage in layers_of_stages(made)] == [2, 2, 2, 1]
 
 
 def test_layers_as_given_decide_how_many_stages_there_are() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
-    assert run_schedule(made).placement == Placement(4)
+    assert run_schedule(made).placement == StageAssignment(4)
     assert [len(stage) for stage in layers_of_stages(made)] == [2, 2, 3, 1]
 
 
@@ -69,8 +69,8 @@ def test_what_no_schedule_can_lay_out_is_refused(
 
 def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
     """Of the first stages' layers as many as are given; norms and the like are no FLOPs."""
-    flops, placement = layer_flops(config(8).model), Placement(4)
-    plain = Work(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(placement)
+    flops, placement = layer_flops(config(8).model), StageAssignment(4)
+    plain = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(placement)
     for recompute, products in {
         "[norm,activation]": 0.0,
         "selective": flops.attention,
@@ -78,7 +78,7 @@ def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
         "full": sum(flops) - flops.down,
     }.items():
         made = replace(config(8, recompute=recompute), recompute_layers=[2, 1, 0, 0])
-        costs = Work(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(placement)
+        costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(placement)
         share = products / sum(flops)
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
         assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0

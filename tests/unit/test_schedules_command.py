@@ -16,7 +16,7 @@ import pytest
 from parallel3d.cli.command_line import main
 from parallel3d.errors import UserError
 from parallel3d.schedules.render import render_svg, render_text
-from parallel3d.schedules.schedule import FORMS, make
+from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from parallel3d.schedules.table import read_table, write_table
 from tests.pace import PATIENCE
@@ -40,7 +40,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert len([g for g in drawn.iter() if g.tag.endswith("}g")]) == 4 * 2 * 3 * 8
     written = json.loads(rows.read_text())
     by_name = {row["name"]: row for row in written["schedules"]}
-    assert set(FORMS) | {"auto"} <= set(by_name)
+    assert set(NAMED_SCHEDULES) | {"auto"} <= set(by_name)
     assert {"name", "overhead", "bubble", "peak_live"} <= set(by_name["zbv"])
     assert by_name["zbv"]["peak_live"] == 1
     again = ["pp=4", "num_microbatches=8", "schedule=file", f"schedule.file={table}"]
@@ -158,7 +158,7 @@ def test_no_torch_is_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_tables_come_back_as_they_were(name: str) -> None:
     chunks = 3 if "interleaved" in name else 2 if name in ("zbv", "v_half") else 1
     made = make(name, 3, 7, chunks)

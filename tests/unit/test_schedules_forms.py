@@ -11,11 +11,11 @@ import pytest
 from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError, check
-from parallel3d.schedules.choose import Work, choose, fixed_forms, measure, measured_forms
+from parallel3d.schedules.choose import RankWork, choose, fixed_forms, measure, measured_forms
 from parallel3d.schedules.flight import peak_in_flight
 from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import FORMS, LOOPED, V_SHAPED, Schedule, make
+from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.tools.schedule_faults import corrupt, is_sound
 
@@ -27,13 +27,13 @@ def chunks_of(name: str) -> list[int]:
 
 
 def overhead(schedule: Schedule, forward: float, input: float, weight: float) -> float:
-    return measure(schedule, Work(forward, input, weight)).overhead
+    return measure(schedule, RankWork(forward, input, weight)).overhead
 
 
 def test_loops_and_vs_hold_each_stage_once() -> None:
-    assert Placement(3, 2).places == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
-    assert Placement(3, 2, "v").places == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
-    for placement in (Placement(5, 4), Placement(5, 3, "v")):
+    assert StageAssignment(3, 2).places == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
+    assert StageAssignment(3, 2, "v").places == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
+    for placement in (StageAssignment(5, 4), StageAssignment(5, 3, "v")):
         assert [placement.stage(*place) for place in placement.places] == list(
             range(placement.stages)
         )
@@ -41,7 +41,7 @@ def test_loops_and_vs_hold_each_stage_once() -> None:
         assert placement.neighbour(*placement.places[-1], 1) is None
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_every_form_is_sound_at_any_size(name: str) -> None:
     for ranks, chunks in product((1, 2, 3, 4, 7), chunks_of(name)):
         for count in sorted({1, 2, ranks - 1, ranks, ranks + 1, 3 * ranks - 1} - {0}):
@@ -54,7 +54,7 @@ def test_every_form_is_sound_at_any_size(name: str) -> None:
             assert report.messages == 2 * links * count
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
     """Gradients then add up in the same order everywhere, hence to the same bits."""
     for chunks in chunks_of(name):
@@ -81,7 +81,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
                 wanted["interleaved", chunks] = 1 / chunks
                 wanted["interleaved_zb", chunks] = split / chunks
         for (name, chunks), of_1f1b in wanted.items():
-            found = measure(make(name, ranks, count, chunks), Work(*costs))
+            found = measure(make(name, ranks, count, chunks), RankWork(*costs))
             ideal = (ranks - 1) / count * of_1f1b
             assert found.overhead == pytest.approx(ideal, abs=1e-12), (name, chunks, count)
             assert found.bubble == pytest.approx(ideal / (1 + ideal), abs=1e-12)
@@ -134,7 +134,7 @@ def test_random_faults_are_rejected_and_nothing_else() -> None:
     """The judge runs each plan; benchmarks/schedules.py plants ten thousand."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
-    cases = [make(n, p, m, c) for n in FORMS for c in chunks_of(n)[:3] for p, m in sizes]
+    cases = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in chunks_of(n)[:3] for p, m in sizes]
     plans = [(made, made.plan()) for made in cases]
     assert all(is_sound(plan, made.placement, made.microbatches) for made, plan in plans)
     found: Counter[bool] = Counter()
@@ -204,7 +204,7 @@ def test_hops_cost_by_hand() -> None:
     """Two ranks of two chunks, one micro-batch: there and back. A V's turn stays on its rank."""
     order = [Action.parse(word) for word in ("F0", "F0.1", "B0.1", "B0")]
     for shape, hops in (("loop", 6), ("v", 4)):
-        placement = Placement(2, 2, shape)
+        placement = StageAssignment(2, 2, shape)
         timeline = time_orders([order, order], placement, Costs.even(placement, 2, 2, 2, 0.25))
         assert timeline.makespan == 4 * 1 + 4 * 2 + hops * 0.25
 
@@ -214,7 +214,7 @@ def test_hops_cost_by_hand() -> None:
 )
 def test_the_choice_beats_all_fixed_forms(hop: float, memory: float, most: float) -> None:
     """p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
-    work = Work(1, 1.2, 0.8, hop)
+    work = RankWork(1, 1.2, 0.8, hop)
     forms = [measure(form, work) for form in fixed_forms(8, 32, 4)]
     best = choose(8, 32, 4, work, memory, forms)
     assert best.overhead <= most
@@ -227,7 +227,7 @@ def test_the_choice_beats_all_fixed_forms(hop: float, memory: float, most: float
 
 def test_memory_below_one_microbatch_is_the_users_error() -> None:
     with pytest.raises(UserError, match=r"schedule.memory=0.1 .*nearest is schedule.memory=0.25"):
-        choose(4, 8, 2, Work(), 0.1)
+        choose(4, 8, 2, RankWork(), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: 
 def test_stages_that_weigh_unequally_by_hand() -> None:
     """Two ranks, the second with a third of the layers and a head that costs a forward and a half
     of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
-    work = Work(weights=lambda placement: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
-    placement = Placement(2)
+    work = RankWork(weights=lambda placement: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
+    placement = StageAssignment(2)
     costs = work.costs(placement)
     assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
     found = measure(make("gpipe", 2, 2), work)
@@ -254,10 +254,10 @@ def test_stages_that_weigh_unequally_by_hand() -> None:
 
 
 def test_placements_without_costs_are_left_out() -> None:
-    work = Work(weights=lambda p: [(1.0, 0.0, 0.0)] * p.stages if p.chunks == 1 else None)
+    work = RankWork(weights=lambda p: [(1.0, 0.0, 0.0)] * p.stages if p.chunks == 1 else None)
     names = {choice.schedule.name for choice in measured_forms(4, 8, 4, work)}
     assert names == {"gpipe", "1f1b", "zb_h1"}
     best = choose(4, 8, 4, work)
     assert best.schedule.placement.chunks == 1
     with pytest.raises(ValueError, match="no costs are known"):
-        work.costs(Placement(4, 2))
+        work.costs(StageAssignment(4, 2))

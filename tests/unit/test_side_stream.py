@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel3d.comm.group import SINGLE
 from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
 from parallel3d.data_parallel.compressed import InBf16
-from parallel3d.data_parallel.hierarchical import TwoLevels
+from parallel3d.data_parallel.hierarchical import HierarchicalAllReduce
 from parallel3d.data_parallel.powersgd import PowerSGD
 from parallel3d.data_parallel.reducer import CommHook
 from parallel3d.data_parallel.side_stream import SideStream
@@ -69,7 +69,7 @@ def streams() -> Iterator[Streams]:
 
 
 def two_levels(bucket: Tensor) -> CommHook:
-    return TwoLevels(SINGLE, SINGLE)
+    return HierarchicalAllReduce(SINGLE, SINGLE)
 
 
 def in_bf16(bucket: Tensor) -> CommHook:

@@ -19,12 +19,12 @@ from parallel3d.topology.map.facts import facts_of
 from parallel3d.topology.map.report import make_report
 from parallel3d.topology.map.text import write_report
 from parallel3d.topology.placement.advice import refuse_unreachable
-from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.placement.estimate import RankSample
 from parallel3d.topology.price.flows import Fabric
 from parallel3d.topology.price.links import classify, neighbours
 from parallel3d.topology.price.loads import loads_of
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import a_cluster
 
 PIPELINES = [("1f1b", 4, 1), ("interleaved", 2, 2), ("interleaved", 2, 3), ("interleaved", 3, 2)]
@@ -40,9 +40,9 @@ def config_of(name: str, pp: int, vpp: int, tp: int = 1, dp: int = 1, **more: ob
     return check_config(config, own_samples=True)
 
 
-def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> Placement:
+def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> RankMapping:
     layout = layout_with_loops(config)
-    return Placement.tiled(cluster, layout, Tiling.parse(text, layout))
+    return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
 def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
@@ -105,13 +105,13 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
     config = config_of("interleaved", 3, 2, dp=1)
     layout = layout_with_loops(config)
     # Ranks 0 and 1 in one NVLink domain, 1 and 2 on rail 1; 2 and 0 share neither.
-    placement = Placement(cluster, layout, np.array([0, 1, 3]), "by hand")
+    placement = RankMapping(cluster, layout, np.array([0, 1, 3]), "by hand")
     sent = transfers(config, layout)
     with pytest.raises(UserError, match=r"pp=3 with tp=1: .*rank 2 .*rank 0 .*no path"):
         refuse_unreachable(placement, classify(placement), sent)
     as_v = config_of("zbv", 3, 2)
     layout = layout_with_loops(as_v)
-    placement = Placement(cluster, layout, placement.slots, "by hand")
+    placement = RankMapping(cluster, layout, placement.slots, "by hand")
     refuse_unreachable(placement, classify(placement), transfers(as_v, layout))
 
 
@@ -122,7 +122,7 @@ def test_a_sample_of_all_ranks_sees_the_way_back(name: str, text: str) -> None:
     cluster = a_cluster(16, gpus=2, unit_nodes=4, oversubscription=2.0)
     placement = placed(cluster, config, text)
     layout, sent = placement.layout, transfers(config, placement.layout)
-    sample = Sample(layout, np.arange(cluster.size), 2, 8, Fabric(cluster))
+    sample = RankSample(layout, np.arange(cluster.size), 2, 8, Fabric(cluster))
     whole = price_step(placement, sent).seconds
     assert sample.seconds(Tiling.parse(text, layout), sent, {}) == pytest.approx(whole)
 
@@ -134,7 +134,7 @@ def test_a_sample_sees_that_the_way_back_has_an_uplink_for_itself() -> None:
     placement = placed(cluster, config)
     layout = placement.layout
     sent = [t for t in transfers(config, layout) if t.dim == "pp"]
-    sample = Sample(layout, np.arange(3), 1, 2, Fabric(cluster))
+    sample = RankSample(layout, np.arange(3), 1, 2, Fabric(cluster))
     text = Tiling.parse("tp-cp-dp-pp", layout)
     assert sample.seconds(text, sent, {}) == pytest.approx(price_step(placement, sent).seconds)
 

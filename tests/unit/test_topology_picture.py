@@ -16,7 +16,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.topology.map.canvas import Canvas
 from parallel3d.topology.map.svg import (
     CHOSEN,
-    GROUPS,
+    GROUP_NAMES,
     MAX_NODES,
     cluster_svg,
     marks,
@@ -26,7 +26,7 @@ from parallel3d.topology.map.text import byte_text
 from parallel3d.topology.price.links import Wiring
 from parallel3d.topology.price.loads import Loads, loads_of
 from parallel3d.topology.price.step import StepPrice, price_step
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 SVG = "{http://www.w3.org/2000/svg}"
 SENT = [
@@ -42,9 +42,9 @@ def cluster(nodes: int, gpus: int, domain: int, rails: int, **more) -> Cluster:
     return Cluster("test", nodes, gpus, domain, rails, **wires, **more)
 
 
-def placed(on: Cluster, tp: int, pp: int, order: str = "tp-dp-pp") -> Placement:
+def placed(on: Cluster, tp: int, pp: int, order: str = "tp-dp-pp") -> RankMapping:
     layout = Layout(tp=tp, pp=pp, dp=on.size // (tp * pp))
-    return Placement.tiled(on, layout, Tiling.parse(order, layout))
+    return RankMapping.tiled(on, layout, Tiling.parse(order, layout))
 
 
 SMALL = {
@@ -69,12 +69,12 @@ EVERY = SMALL | LARGE
 RANKS = (0, 1, -1)
 
 
-def priced(placement: Placement) -> tuple[StepPrice, Loads]:
+def priced(placement: RankMapping) -> tuple[StepPrice, Loads]:
     price = price_step(placement, SENT)
     return price, loads_of(placement, price)
 
 
-def drawn(placement: Placement, rank: int = 0) -> ElementTree.Element:
+def drawn(placement: RankMapping, rank: int = 0) -> ElementTree.Element:
     text = cluster_svg(placement, rank, priced(placement)[1], "a < b & c", "words " * 60)
     return ElementTree.fromstring(text)
 
@@ -92,7 +92,7 @@ def test_marks_are_the_groups_of_the_rank(name: str) -> None:
     for rank in {r % layout.world_size for r in RANKS}:
         marked = marks(layout, rank)
         assert marked.pop(rank) == CHOSEN
-        for dim in GROUPS:
+        for dim in GROUP_NAMES:
             group = set(layout.group_of(rank, dim)) - {rank}
             assert {r for r, d in marked.items() if d == dim} == group
 
@@ -164,7 +164,7 @@ def test_svg_highlights_the_groups_of_the_chosen_rank(name: str) -> None:
     for rank in {r % layout.world_size for r in RANKS}:
         root = drawn(placement, rank)
         expected = marks(layout, rank)
-        found = [(kind, e) for kind in (CHOSEN, *GROUPS) for e in of_class(root, kind)]
+        found = [(kind, e) for kind in (CHOSEN, *GROUP_NAMES) for e in of_class(root, kind)]
         seen = {int(element.get("data-rank", -1)): kind for kind, element in found}
         assert seen.items() <= expected.items()
         if name in SMALL:
@@ -278,7 +278,7 @@ def test_svg_legend_names_units_and_groups() -> None:
 # --- any cluster -----------------------------------------------------------------------------
 
 
-def random_placement(seed: int) -> Placement:
+def random_placement(seed: int) -> RankMapping:
     """A small cluster of any shape: uneven nodes, odd domains, few rails, GPUs to spare."""
     draw = np.random.default_rng(seed)
     nodes, gpus = int(draw.integers(1, 9)), int(draw.integers(1, 9))
@@ -300,7 +300,7 @@ def random_placement(seed: int) -> Placement:
     pp = int(draw.integers(1, on.size // tp + 1))
     layout = Layout(tp=tp, pp=pp, dp=int(draw.integers(1, on.size // (tp * pp) + 1)))
     slots = draw.permutation(on.size)[: layout.world_size]
-    return Placement(on, layout, slots, "random")
+    return RankMapping(on, layout, slots, "random")
 
 
 @pytest.mark.parametrize("seed", range(60))

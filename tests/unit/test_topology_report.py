@@ -21,7 +21,7 @@ from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.map.assumptions import assume_batch, assume_model, chosen_keys
 from parallel3d.topology.map.facts import facts_of
-from parallel3d.topology.map.report import Report, make_report, topology
+from parallel3d.topology.map.report import TopologyReport, make_report, topology
 from parallel3d.topology.map.text import (
     byte_text,
     group_table,
@@ -58,17 +58,17 @@ CASES = {
 }
 
 
-def made(name: str) -> Report:
+def made(name: str) -> TopologyReport:
     return make_report(CASES[name], TYPED, {})
 
 
-def text_of(report: Report) -> str:
+def text_of(report: TopologyReport) -> str:
     out = io.StringIO()
     write_report(facts_of(report, "test"), [], out)
     return out.getvalue()
 
 
-def one_line(report: Report) -> str:
+def one_line(report: TopologyReport) -> str:
     return " ".join(text_of(report).split())
 
 

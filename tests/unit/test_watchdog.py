@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from parallel3d.comm.clock import Clock
+from parallel3d.comm.clock import StepTimer
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import stacks
@@ -135,10 +135,10 @@ def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
 )
 def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
-    endings.tell_hang(rank, error)
+    endings.report_hang(rank, error)
     assert rank.watchdog.timed_out.called
     rank.watchdog.timed_out.reset_mock()
-    endings.tell_hang(rank, ValueError("odd"))
+    endings.report_hang(rank, ValueError("odd"))
     assert not rank.watchdog.timed_out.called
 
 
@@ -160,7 +160,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     store, order = HashStore(), []
 
     class Slow(Watchdog):
-        def _speak(self, failed: failure.Failure) -> None:
+        def _speak(self, failed: failure.RankFailure) -> None:
             time.sleep(0.5)
             order.append("said")
 
@@ -331,7 +331,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
         evaluate=lambda: look("evaluation"),
         held_out_batches={},
         corpus=SimpleNamespace(watched={}),
-        clock=Clock(torch.device("cpu")),
+        clock=StepTimer(torch.device("cpu")),
     )
     monkeypatch.setattr(train, "fuses", lambda device: on_gpu)
     monkeypatch.setattr(train, "Health", Mock())

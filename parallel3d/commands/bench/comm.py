@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import rows as bench_rows
 from parallel3d.commands.bench.findings import Finding, Pair
-from parallel3d.commands.bench.fit import Fit, Sample, fit
+from parallel3d.commands.bench.fit import Fit, MeasuredOperation, fit
 from parallel3d.commands.bench.measure import Measurement, Progress
 from parallel3d.commands.bench.operations import is_trainings
 from parallel3d.commands.bench.probe import Exchange, exchange, probe
@@ -108,7 +108,7 @@ def fits(results: list[dict]) -> dict[str, Fit]:
 
     From what training calls, by the way that it takes, with all groups at work as in training.
     """
-    samples: dict[str, dict[tuple, Sample]] = {}
+    samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:
         if "not_offered" in row or not is_trainings(row["dim"], row["op"], row["reduction"]):
             continue
@@ -118,7 +118,9 @@ def fits(results: list[dict]) -> dict[str, Fit]:
         key = (row["dim"], row["op"], row["size"])
         of_class = samples.setdefault(row["link"], {})
         if row["training_path"] or key not in of_class:
-            of_class[key] = Sample(row["op"], row["ranks_of_a_group"], row["bytes"], row["seconds"])
+            of_class[key] = MeasuredOperation(
+                row["op"], row["ranks_of_a_group"], row["bytes"], row["seconds"]
+            )
     found = {kind: fit(list(of_class.values())) for kind, of_class in samples.items()}
     return {kind: fitted for kind, fitted in found.items() if fitted is not None}
 

@@ -24,7 +24,7 @@ FITTED = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredOperation:
     """One measured operation: n ranks, `nbytes` as nccl-tests counts them."""
 
     op: str
@@ -55,7 +55,7 @@ class Fit:
         }
 
 
-def fit(samples: Sequence[Sample]) -> Fit | None:
+def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
     """The link whose prices are off by the least factors; None without two sizes.
 
     Factors, not seconds: twice too much and half as much are equally wrong, for small messages as
@@ -96,7 +96,7 @@ def _least(off: Callable[[np.ndarray], float], start: np.ndarray) -> np.ndarray:
     return best
 
 
-def _cost(sample: Sample, link: Link) -> float:
+def _cost(sample: MeasuredOperation, link: Link) -> float:
     return FITTED[sample.op](sample.n, sample.nbytes, link)
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from parallel3d.comm.exchange import gather_json
 from parallel3d.commands.bench.operations import REDUCTIONS, Site, prepare
-from parallel3d.commands.bench.rows import Measured, Row, described, groups_of, result, turns
-from parallel3d.commands.bench.timing import Plan, finisher, timed_calls
+from parallel3d.commands.bench.rows import BenchRow, Measured, described, groups_of, result, turns
+from parallel3d.commands.bench.timing import CallCounts, finisher, timed_calls
 from parallel3d.commands.bench.where import Where
 
 Progress = Callable[[str, int, int], None]  # what is done now, how many of how many
@@ -32,7 +32,7 @@ class Measurement:
         progress: told before each row.
     """
 
-    rows: list[Row]
+    rows: list[BenchRow]
     sites: dict[str, Site]
     where: Where
     warmup: int
@@ -94,10 +94,10 @@ class Measurement:
             return f"{site.backend} of torch {torch.__version__} has no AVG"
         return None
 
-    def _is_refused(self, row: Row) -> bool:
+    def _is_refused(self, row: BenchRow) -> bool:
         return self.refused is not None and row.operation.reduction == "avg"
 
-    def _plan(self, rows: list[Row]) -> Plan:
+    def _plan(self, rows: list[BenchRow]) -> CallCounts:
         """Calls every operation once, all groups together, and looks at the clock.
 
         That also makes the connections. A row that lets the groups work one after another is
@@ -118,16 +118,16 @@ class Measurement:
             first[key] = time.perf_counter() - start
         left = self.budget_s - (time.perf_counter() - self.started)
         estimates = [first[row[:3]] * len(turns(self.layout, row)) for row in rows]
-        return Plan(estimates, left, self.warmup, self.calls)
+        return CallCounts(estimates, left, self.warmup, self.calls)
 
-    def _agreed(self, plan: Plan) -> tuple[int, int]:
+    def _agreed(self, plan: CallCounts) -> tuple[int, int]:
         """Rank 0's plan for the next row, on every rank."""
         word = torch.tensor(plan.next(), device=self.device)
         dist.broadcast(word, 0)
         warmup, timed = word.tolist()
         return warmup, timed
 
-    def _measure(self, row: Row, number: int, warmup: int, timed: int) -> list[Measured]:
+    def _measure(self, row: BenchRow, number: int, warmup: int, timed: int) -> list[Measured]:
         site = self.sites[row.dim]
         mine = groups_of(self.layout, row.dim).index(list(site.group.ranks))
         call = prepare(row.operation, site, row.size)

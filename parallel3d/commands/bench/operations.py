@@ -18,10 +18,10 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.comm.group_options import GLOO_ON
 from parallel3d.device import accelerator
-from parallel3d.pipeline.mailbox import Mailboxes
-from parallel3d.pipeline.p2p import Route, post
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 
 PERIOD = 251
 ITEM = 4  # bytes of an fp32
@@ -38,7 +38,7 @@ class WrongResult(RuntimeError):
     """A collective left something else than the sum, the maximum or the parts that it should."""
 
 
-class Operation(NamedTuple):
+class BenchOperation(NamedTuple):
     """A collective, and whose code runs it.
 
     name: as in `topology.collective_costs`. reduction: sum, avg, max, or None where nothing is
@@ -61,14 +61,14 @@ def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
     return reduction in ("sum", None) and name in TRAINING.get(dim, ())
 
 
-def operations(dim: str) -> list[Operation]:
+def operations(dim: str) -> list[BenchOperation]:
     """All of them, each way of reducing apart; where training calls one, its own way beside."""
     found = []
     for name in (*REDUCING, *PLAIN):
         for reduction in REDUCTIONS if name in REDUCING else (None,):
-            found.append(Operation(name, reduction))
+            found.append(BenchOperation(name, reduction))
             if is_trainings(dim, name, reduction):
-                found.append(Operation(name, reduction, own=True))
+                found.append(BenchOperation(name, reduction, own=True))
     return found
 
 
@@ -82,7 +82,7 @@ class Site:
 
     group: Group
     device: torch.device
-    boxes: Mailboxes | None = None
+    boxes: SharedMemoryP2P | None = None
     chain: bool = False
 
     @property
@@ -95,7 +95,7 @@ class Site:
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
-    def path(self, operation: Operation, size: int) -> str:
+    def path(self, operation: BenchOperation, size: int) -> str:
         """Which way the bytes take: the backend's name, or that of our own where it has one."""
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
@@ -151,7 +151,7 @@ def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
     return pattern(0, count, start) * factor
 
 
-def prepare(operation: Operation, site: Site, size: int) -> Call:
+def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
     """The operation on buffers of `size` bytes (the whole buffer, as nccl-tests counts it)."""
     count = site.whole_bytes(size) // ITEM
     if operation.name in REDUCING:
@@ -163,7 +163,7 @@ def prepare(operation: Operation, site: Site, size: int) -> Call:
     return _moving(operation, site, count)
 
 
-def _reducing(operation: Operation, site: Site, count: int) -> Call:
+def _reducing(operation: BenchOperation, site: Site, count: int) -> Call:
     group, device = site.group, site.device
     n, me, handle = group.size, group.index, group.handle
     own, op = operation.own, REDUCTIONS[operation.reduction]
@@ -208,7 +208,7 @@ def _all_gather(out: Tensor, tensor: Tensor, handle: object) -> None:
     (named or dist.all_gather_into_tensor)(out, tensor, group=handle)
 
 
-def _moving(operation: Operation, site: Site, count: int) -> Call:
+def _moving(operation: BenchOperation, site: Site, count: int) -> Call:
     """Broadcast, all-gather, scatter, gather and all-to-all: nothing is added."""
     group, device, name = site.group, site.device, operation.name
     n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
@@ -256,7 +256,7 @@ def _moving(operation: Operation, site: Site, count: int) -> Call:
     return Call(gather_all, result=lambda: everything[0], expected=gathered)
 
 
-def _messages(operation: Operation, site: Site, count: int) -> Call:
+def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
     """Every member sends to the next and hears from the one before, all at the same time.
 
     Along a pipeline the last stage only receives, and messages go out as the executor's do.
@@ -270,7 +270,7 @@ def _messages(operation: Operation, site: Site, count: int) -> Call:
         boxes = site.boxes if operation.own else None
 
         def along() -> None:
-            for transfer in post(messages, Route(group, Placement(n)), boxes):
+            for transfer in post(messages, P2PRoute(group, StageAssignment(n)), boxes):
                 transfer.work.wait()
 
         expected = pattern(me - 1, count) if me > 0 else None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench.findings import shown
-from parallel3d.commands.bench.operations import Operation, Site, prepare
+from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe
 from parallel3d.commands.bench.rows import WORLD, groups_of, sites
 from parallel3d.commands.bench.timing import finisher, timed_calls
@@ -39,7 +39,7 @@ class GroupTime:
 
     dim: str
     ranks: tuple[int, ...]
-    operation: Operation
+    operation: BenchOperation
     nbytes: int
     seconds: float
     priced_s: float | None  # None: no wire leads through the group
@@ -152,7 +152,7 @@ def _fastest(site: Site, dim: str, where: Where) -> list[GroupTime]:
     layout = where.placement.layout
     groups = groups_of(layout, dim)
     name = "send_recv" if dim == "pp" else "all_reduce"
-    operation = Operation(name, None if dim == "pp" else "sum", own=True)
+    operation = BenchOperation(name, None if dim == "pp" else "sum", own=True)
     call = prepare(operation, site, NBYTES)
     finish = finisher(site.device)
     seconds = timed_calls(call.run, dist.barrier, finish, 1, CALLS)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.operations import Operation, Site, operations
+from parallel3d.commands.bench.operations import BenchOperation, Site, operations
 from parallel3d.commands.bench.timing import slowest_rank
 from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
 from parallel3d.sizes.bus import bus_factor
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price.costs import collective_time
@@ -26,14 +26,14 @@ MOST_ALONE = 16  # groups of a dimension that are measured alone; of more, evenl
 WORLD = "world"
 
 
-class Row(NamedTuple):
+class BenchRow(NamedTuple):
     """One operation at one size in the groups of one dimension.
 
     mode: `alone`, one group at a time while the others wait, or `together`, all at once.
     """
 
     dim: str
-    operation: Operation
+    operation: BenchOperation
     size: int
     mode: str
 
@@ -75,12 +75,12 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
         if dim == "pp" and device.type == "cpu" and launch.shared_memory:
-            boxes = Mailboxes.open(group.handle, group.index, group.size, launch.timeout_s)
+            boxes = SharedMemoryP2P.open(group.handle, group.index, group.size, launch.timeout_s)
         found[dim] = Site(group, device, boxes, chain=dim == "pp")
     return found
 
 
-def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> list[Row]:
+def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> list[BenchRow]:
     """Every row, the same list on every rank; collective over the world.
 
     Training's own way is a row where any rank has one that is not the backend's.
@@ -94,18 +94,18 @@ def all_rows(mine: dict[str, Site], sizes: Sequence[int], layout: Layout) -> lis
     }
     device = next(iter(mine.values())).device
     said = all_gather_json(list(special), dist.group.WORLD, device)
-    special = {(dim, Operation(*op), size) for of_rank in said for dim, op, size in of_rank}
+    special = {(dim, BenchOperation(*op), size) for of_rank in said for dim, op, size in of_rank}
     rows = []
     for dim in mine:
         modes = (ALONE, TOGETHER) if len(groups_of(layout, dim)) > 1 else (ALONE,)
         for operation in operations(dim):
             for size in (0,) if operation.name == "barrier" else dict.fromkeys(sizes):
                 if not operation.own or (dim, operation, size) in special:
-                    rows += [Row(dim, operation, size, mode) for mode in modes]
+                    rows += [BenchRow(dim, operation, size, mode) for mode in modes]
     return rows
 
 
-def turns(layout: Layout, row: Row) -> list[list[int]]:
+def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     """Numbers of the groups of the row's dimension that work at the same time, turn by turn."""
     count = len(groups_of(layout, row.dim))
     if row.mode == TOGETHER:
@@ -114,7 +114,7 @@ def turns(layout: Layout, row: Row) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
-def result(row: Row, calls: int, seen: list[list[Measured]], site: Site, where: Where) -> dict:
+def result(row: BenchRow, calls: int, seen: list[list[Measured]], site: Site, where: Where) -> dict:
     """The row for JSON; `seen` holds what the ranks of each measured group saw, in their order.
 
     Seconds are those of the slowest group, and of a group those of the slowest rank: the median
@@ -158,7 +158,7 @@ def result(row: Row, calls: int, seen: list[list[Measured]], site: Site, where: 
     }
 
 
-def described(row: Row) -> dict:
+def described(row: BenchRow) -> dict:
     """What identifies the row in JSON."""
     return {
         "dim": row.dim,

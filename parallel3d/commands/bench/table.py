@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from parallel3d.commands.bench.operations import Operation
+from parallel3d.commands.bench.operations import BenchOperation
 from parallel3d.commands.bench.rows import ALONE, TOGETHER
 
 PIPED = 120  # columns where nobody looks at them
@@ -48,7 +48,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
     label = ""
     for key, modes in side_by_side(rows).items():
         alone = modes[ALONE]
-        name = Operation(*key[:2]).label
+        name = BenchOperation(*key[:2]).label
         if "not_offered" in alone:
             result.add_row(name, "not offered")
             continue

@@ -46,7 +46,7 @@ def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
 
 
 @dataclass
-class Plan:
+class CallCounts:
     """How often each row is called so that all end in time; no row is left out.
 
     Attributes:

@@ -15,14 +15,14 @@ from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.cluster.parts import Link, LinkClass
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 
 @dataclass(frozen=True)
 class Where:
     """The placement of the run, and the host name of every rank."""
 
-    placement: Placement
+    placement: RankMapping
     hosts: tuple[str, ...]
 
     @classmethod
@@ -35,7 +35,7 @@ class Where:
         placement = worker.placement
         if placement is None:
             cluster = cluster_from_config(config.cluster, layout.world_size)
-            placement = Placement.tiled(cluster, layout, Tiling.from_order(DEFAULT_ORDER, layout))
+            placement = RankMapping.tiled(cluster, layout, Tiling.from_order(DEFAULT_ORDER, layout))
         device = torch.device(worker.device)
         hosts = all_gather_json(socket.gethostname(), dist.group.WORLD, device)
         return cls(placement, tuple(hosts))

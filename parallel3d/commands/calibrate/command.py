@@ -24,11 +24,11 @@ from parallel3d.commands.calibrate.start import group_sizes, written_to
 from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
-from parallel3d.errors import say
+from parallel3d.errors import print_line
 from parallel3d.files.durable import replace_durably
 from parallel3d.host.devices import cores, device_name
 from parallel3d.metrics.provenance import version_of
-from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Provenance
+from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, CalibrationSource, MeasuredMachine
 from parallel3d.plan.measured.tables import Table
 from parallel3d.run.launch import Worker
 
@@ -56,7 +56,7 @@ def calibrate(config: Config, worker: Worker, grids: Grids | None = None) -> int
             names = [name + way for name in COLLECTIVES for way in ("", SHARED)]
             tables |= dict.fromkeys(names, SINGLE_RANK)
         path = written_to(config)
-        replace_durably(path, Machine(made, tables, numbers).text().encode())
+        replace_durably(path, MeasuredMachine(made, tables, numbers).text().encode())
         seconds = time.perf_counter() - began
         _said(path, made, numbers, worker.world_size, seconds)
     _wait_for_rank_0(worker)
@@ -73,10 +73,10 @@ def _wait_for_rank_0(worker: Worker) -> None:
         worker.store.wait([MEASURED_KEY], datetime.timedelta(days=1))
 
 
-def provenance(config: Config, device: torch.device) -> Provenance:
+def provenance(config: Config, device: torch.device) -> CalibrationSource:
     """Of a file that is made here and now."""
     on_device = accelerator.is_accelerator(device)
-    return Provenance(
+    return CalibrationSource(
         device=device.type,
         name=device_name(device.type) or accelerator.name(device),
         count=accelerator.module(device).device_count() if on_device else cores(),
@@ -121,7 +121,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _said(
-    path: Path, made: Provenance, numbers: dict[str, float], ranks: int, seconds: float
+    path: Path, made: CalibrationSource, numbers: dict[str, float], ranks: int, seconds: float
 ) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
@@ -133,4 +133,6 @@ def _said(
     print(f"parallel3d plan cluster={path}  prices layouts of this machine; so does")
     print(f"parallel3d train layout=auto cluster={path}")
     if made.device == "cpu" and os.getloadavg()[0] > 1.5 * ranks:
-        say(f"the machine was busy (load {os.getloadavg()[0]:.1f}): calibrate anew when it is not")
+        print_line(
+            f"the machine was busy (load {os.getloadavg()[0]:.1f}): calibrate anew when it is not"
+        )

@@ -20,7 +20,7 @@ from parallel3d.models.ops import rms_norm, swiglu
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.gradients import add_product
 from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.parameters.segments import Part, Segment
+from parallel3d.parameters.segments import Segment, SegmentPart
 from parallel3d.plan.measured.tables import Table
 from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
 
@@ -122,7 +122,7 @@ class Kernels:
         if part == "forward":
             return lambda: products.linear(x, weight)
         if part == "input":
-            return lambda: products.product(grad, weight)
+            return lambda: products.matmul(grad, weight)
         out = self.tensor(outputs, inputs, wide=True)
         return lambda: add_product(out, grad, x)
 
@@ -179,7 +179,7 @@ class Kernels:
         """Clears, norms, clips and steps one segment, then copies it into the compute type."""
         master, grad = (self.tensor(count, wide=True) for _ in range(2))
         param = master if self.dtype == master.dtype else self.tensor(count)
-        part = Part("weight", ParameterSpec((count,), (), replicated=False), 0, count)
+        part = SegmentPart("weight", ParameterSpec((count,), (), replicated=False), 0, count)
         segment = Segment(param, grad, master, True, False, tied_copy=False, parts=[part])
         optimizer = Optimizer(OptimConfig(name=name), [segment], SINGLE)
         clips = 2 * optimizer.optim.clip_grad

@@ -18,7 +18,7 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, Machine, Provenance
+from parallel3d.plan.measured.machine import COLLECTIVES, SHARED, CalibrationSource, MeasuredMachine
 from parallel3d.plan.measured.steps import step_parts
 from parallel3d.plan.measured.tables import Table
 from parallel3d.trainer import Trainer
@@ -44,7 +44,7 @@ class Same:
 def launches(
     config: Config,
     device: torch.device,
-    made: Provenance,
+    made: CalibrationSource,
     tables: Mapping[str, Table],
     tell: Callable[[str], None],
 ) -> dict[str, float]:
@@ -56,7 +56,7 @@ def launches(
     collectives = {name + way: one for name in COLLECTIVES for way in ("", SHARED)}
     alone = Table(((1,),), (1.0,))
     more = {"together.gemm": alone, "together.move": alone, "threads": alone}
-    machine = Machine(
+    machine = MeasuredMachine(
         dataclasses.replace(made, count=1), {**tables, **collectives, **more}, {**empty, **rest}
     )
     measured, kernels = [], []

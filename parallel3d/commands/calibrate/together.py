@@ -12,13 +12,13 @@ import torch.distributed as dist
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
-from parallel3d.commands.bench.operations import Operation, Site, prepare
+from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.kernels import Point, table_of
 from parallel3d.commands.calibrate.timing import clock_of, seconds_of
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.host.devices import cores
-from parallel3d.pipeline.mailbox import Mailboxes
+from parallel3d.pipeline.mailbox import SharedMemoryP2P
 from parallel3d.plan.measured.machine import COLLECTIVES, SHARED
 from parallel3d.plan.measured.tables import Table
 from parallel3d.topology.layout import Layout
@@ -53,13 +53,13 @@ def collectives(
         boxes = None
         if device.type == "cpu" and launch.shared_memory:
             tp = groups.tp
-            boxes = Mailboxes.open(tp.handle, tp.index, tp.size, launch.timeout_s)
+            boxes = SharedMemoryP2P.open(tp.handle, tp.index, tp.size, launch.timeout_s)
         for name, size, shares in product(COLLECTIVES, sizes, _ways(count, device)):
             tell(f"{name} over {count} ranks")
             site = Site(groups.tp, device, boxes, chain=name == "send_recv")
             _spin(site, 0.0 if shares else SPIN_S)
             reduction = "sum" if name.startswith(("all_reduce", "reduce")) else None
-            run = prepare(Operation(name, reduction, own=True), site, size).run
+            run = prepare(BenchOperation(name, reduction, own=True), site, size).run
             seconds = _slowest(run, groups, count, device, shares)
             if not shares and (work := found.get(name + SHARED)):
                 seconds = min(seconds, MOST_WAIT * work[count, size])

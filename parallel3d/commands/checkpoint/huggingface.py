@@ -49,7 +49,7 @@ from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_sch
 from parallel3d.data.text.file_tokenizer import FileTokenizer
 from parallel3d.data.text.run_tokenizer import FOLDER
 from parallel3d.device.precision import LossScale
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.files.reading import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.run.directory import make_run_directory
@@ -94,7 +94,7 @@ def export_run(runs_dir: Path, run: str, to: Path, step: int | None, dtype: str 
     if tokenizer is None:
         words = NO_TOKENIZER
     size = sum(path.stat().st_size for path in files)
-    say(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")
+    print_line(f"{to}: step {manifest.step} of {run}, {len(files)} files, {size:,} bytes; {words}")
     return 0
 
 
@@ -163,12 +163,12 @@ def import_run(
     except BaseException:
         shutil.rmtree(run_dir)
         raise
-    say(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
+    print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
     if source.untied:
-        say(UNTIED)
-    say(proof)
-    say(kept_in_run(tokenizer, folder))
-    say("train it on with (data and optimizer as you like):")
+        print_line(UNTIED)
+    print_line(proof)
+    print_line(kept_in_run(tokenizer, folder))
+    print_line("train it on with (data and optimizer as you like):")
     print(f"parallel3d train run={run} {' '.join(_words(config, overrides))}".rstrip())
     return 0
 

@@ -9,11 +9,11 @@ from parallel3d.commands.data.progress import BytesBar
 from parallel3d.config.fields import show
 from parallel3d.data.making.documents import Count
 from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.making.journal import Done, Journal, check_free
-from parallel3d.data.making.tokenizing import Job, tokenize
+from parallel3d.data.making.journal import Journal, JournalEntry, check_free
+from parallel3d.data.making.tokenizing import PreprocessJob, tokenize
 from parallel3d.data.making.training import train_tokenizer
 from parallel3d.data.text.file_tokenizer import TOKENIZER, FileTokenizer
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.files.durable import replace_durably
 
 
@@ -30,13 +30,13 @@ def tokenize_corpus(
         check_free(to)
     inputs = tuple(find_inputs(given, kind))
     if begun:
-        say(f"to={to} was begun: going on with it")
+        print_line(f"to={to} was begun: going on with it")
     to.parent.mkdir(parents=True, exist_ok=True)
-    job = Job(inputs, tokenizer, to, text_key, bad, workers)
+    job = PreprocessJob(inputs, tokenizer, to, text_key, bad, workers)
     with BytesBar("tokenize", sum(each.size for each in inputs)) as bar:
         facts, done = tokenize(job, lambda done: bar.update(done.read, _so_far(done)))
     for word in _left_out(done.count):
-        say(word)
+        print_line(word)
     print(
         f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
     )
@@ -45,7 +45,7 @@ def tokenize_corpus(
     return 0
 
 
-def _so_far(done: Done) -> str:
+def _so_far(done: JournalEntry) -> str:
     left_out = f" · {done.count.bad:,} bad rows" if done.count.bad else ""
     return f"{done.documents:,} documents, {done.tokens:,} tokens{left_out}"
 
@@ -78,7 +78,7 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
             lambda read, count: bar.update(read, f"{count.rows:,} documents"),
         )
     for word in _left_out(count):
-        say(word)
+        print_line(word)
     tokenizer = FileTokenizer(str(to), content, None, "to")
     to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":
@@ -86,7 +86,9 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
     else:
         tokenizer.save(to)
     if tokenizer.vocab_size < vocab_size:
-        say(f"the text gives {tokenizer.vocab_size:,} tokens, fewer than vocab_size={vocab_size}")
+        print_line(
+            f"the text gives {tokenizer.vocab_size:,} tokens, fewer than vocab_size={vocab_size}"
+        )
     file = to if to.suffix == ".json" else to / TOKENIZER
     print(f"{file}: {tokenizer.vocab_size:,} tokens, from {count.size:,} bytes of text")
     return 0

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.metrics.progress import MAX_WIDTH, REFRESH_PER_SECOND, make_console, say
+from parallel3d.metrics.progress import MAX_WIDTH, REFRESH_PER_SECOND, make_console, print_styled
 from parallel3d.metrics.text import duration, encodable, si
 
 LINE_EVERY_S = 10
@@ -52,7 +52,7 @@ class BytesBar:
         self.read, self.facts = read, facts
         if not self.live and time.monotonic() - self.said > LINE_EVERY_S:
             self.said = time.monotonic()
-            say(self.console, f"{self.what} {self.share()} %  {self.words()}")
+            print_styled(self.console, f"{self.what} {self.share()} %  {self.words()}")
 
     def share(self) -> int:
         """Not done before it is: 299 of 300 is 99 %."""

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from parallel3d.commands.data.progress import BytesBar
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text.facts import Facts, facts_beside, tokenizer_beside
+from parallel3d.data.text.facts import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import Tokenizer, open_tokenizer
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.files.reading import plain
 from parallel3d.metrics.text import encodable
 
@@ -49,11 +49,11 @@ def show(prefix: str, given: str | None, documents: int) -> int:
         _print("")
         _print(f"document {number}: {_text(corpus, tokenizer, number)}")
     if tokenizer is None:
-        say("no tokenizer lies beside it: give tokenizer=… to see text")
+        print_line("no tokenizer lies beside it: give tokenizer=… to see text")
     return _proved(corpus, facts, tokenizer)
 
 
-def _tokenizer(prefix: str, given: str | None, facts: Facts | None) -> Tokenizer | None:
+def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tokenizer | None:
     if given is not None:
         tokenizer = open_tokenizer(given, "tokenizer")
         if facts is not None and tokenizer.digest != facts.tokenizer:
@@ -130,7 +130,7 @@ def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
 
 
-def _proved(corpus: IndexedCorpus, facts: Facts | None, tokenizer: Tokenizer | None) -> int:
+def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokenizer | None) -> int:
     """Reads every token; says whether they are those that were written. Returns the exit code."""
     digest, largest = hashlib.blake2b(digest_size=16), -1
     width = corpus.dtype.itemsize

@@ -24,7 +24,7 @@ from parallel3d.topology.layout import layout_of
 from parallel3d.topology.map.assumptions import chosen_keys
 from parallel3d.topology.map.output import check_free, write
 from parallel3d.topology.placement.search import place
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
@@ -93,7 +93,7 @@ def _ranks(config: Config) -> list[int]:
     return [rank]
 
 
-def _placement(config: Config) -> Placement:
+def _placement(config: Config) -> RankMapping:
     """Where the ranks sit on the configured cluster, which decides the two levels of dp."""
     layout = layout_with_loops(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from parallel3d.commands.dryrun.joined import Joined
-from parallel3d.commands.dryrun.memory import Memory
+from parallel3d.commands.dryrun.memory import AllocationCounter
 from parallel3d.commands.dryrun.places import BLOCKS, LOSS, caller, part_of_step
 from parallel3d.commands.dryrun.roofline import Gpu
 from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
-from parallel3d.pretend.machine import Block, Kernel, Left, Machine, Observer
+from parallel3d.pretend.machine import Kernel, Left, Observer, SimulatedMachine, StorageMemory
 
 PARTS = ("gemm_layers", "gemm_head", "attention", "blocks", "loss", "optimizer")
 PARTS += ("sharding", "other")
@@ -64,7 +64,7 @@ class Counts:
         return sum(getattr(part, what) for part in self.parts.values())
 
 
-class Watch(Observer):
+class OpCounter(Observer):
     """Counts while it is one of the machine's observers.
 
     Args:
@@ -73,9 +73,9 @@ class Watch(Observer):
         tf32: fp32 products are tf32's.
     """
 
-    def __init__(self, machine: Machine, gpu: Gpu, compiled: bool, tf32: bool) -> None:
+    def __init__(self, machine: SimulatedMachine, gpu: Gpu, compiled: bool, tf32: bool) -> None:
         self.machine, self.gpu = machine, gpu
-        self.memory = Memory(machine)
+        self.memory = AllocationCounter(machine)
         self.joined = Joined() if compiled else None
         self.dtypes = DTYPES | ({torch.float32: "tf32"} if tf32 else {})
         self.names: Mapping[Any, str] = {}
@@ -95,7 +95,7 @@ class Watch(Observer):
 
     # --- memory --------------------------------------------------------------------------------
 
-    def allocated(self, block: Block) -> None:
+    def allocated(self, block: StorageMemory) -> None:
         if self.joined is not None:
             self.joined.began(block)
         in_kernel = self.machine.thread.fused is not None

@@ -12,7 +12,7 @@ from parallel3d.commands.dryrun.memory import KINDS
 from parallel3d.commands.dryrun.roofline import Gpu
 from parallel3d.commands.dryrun.world import Dry
 from parallel3d.config.schema import Config
-from parallel3d.schedules.choose import Work, measure
+from parallel3d.schedules.choose import RankWork, measure
 from parallel3d.schedules.schedule import IN_ORDER
 from parallel3d.sizes.flops import flops_per_token, parameter_count
 from parallel3d.sizes.run_schedule import run_schedule
@@ -95,7 +95,7 @@ def stretch(config: Config) -> float:
         return (count + config.pp - 1) / count
     forward, gradient, weight = config.schedule.costs
     again = forward * fmean(forwards_again(config))
-    return 1 + measure(run_schedule(config), Work(forward, gradient + again, weight)).overhead
+    return 1 + measure(run_schedule(config), RankWork(forward, gradient + again, weight)).overhead
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from itertools import count
 from weakref import ref
 
-from parallel3d.pretend.machine import Block, Kernel, Range
+from parallel3d.pretend.machine import Kernel, Range, StorageMemory
 
 
 class Joined:
@@ -26,11 +26,11 @@ class Joined:
     def _clear(self) -> None:
         self.kernels = 0
         self._reads: dict[tuple[int, Range], int] = {}
-        self._writes: dict[tuple[int, Range], tuple[ref[Block], int]] = {}
+        self._writes: dict[tuple[int, Range], tuple[ref[StorageMemory], int]] = {}
         self._own: set[int] = set()  # blocks that were first written
         self._read: set[int] = set()  # blocks that were first read
 
-    def began(self, block: Block) -> None:
+    def began(self, block: StorageMemory) -> None:
         self._number[id(block)] = next(self._numbers)
 
     def add(self, kernel: Kernel) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.commands.dryrun.places import kind_of_memory, phase_of_step
-from parallel3d.pretend.machine import Block, Left, Machine
+from parallel3d.pretend.machine import Left, SimulatedMachine, StorageMemory
 
 if TYPE_CHECKING:
     from parallel3d.trainer import Trainer
@@ -18,13 +18,13 @@ KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logi
 BUILDING = "building the trainer"
 
 
-class Memory:
+class AllocationCounter:
     """What is allocated, by kind; the largest sum since `start_phase`, and what it was made of.
 
     Memory that begins and ends inside of one kernel (`hold`) never counts: it is in registers.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
         self.live = dict.fromkeys(KINDS, 0)
         self.phase: str | None = BUILDING  # None: told by the callers
@@ -48,7 +48,7 @@ class Memory:
             self.peak, self.at_peak = total, dict(self.live)
             self.peak_phase = self.phase or phase_of_step()
 
-    def allocated(self, block: Block, hold: bool) -> None:
+    def allocated(self, block: StorageMemory, hold: bool) -> None:
         kind = kind_of_memory() if self.phase is None else "buffers"
         block.label = kind
         self.known.add(id(block.memory))

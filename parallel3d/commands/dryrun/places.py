@@ -59,7 +59,7 @@ _PHASES = (
 )
 
 
-class Facts(NamedTuple):
+class FrameFacts(NamedTuple):
     """What the code of a frame says; None: nothing."""
 
     part: str | None
@@ -67,10 +67,10 @@ class Facts(NamedTuple):
     phase: str | None
 
 
-_known: dict[CodeType, Facts] = {}
+_known: dict[CodeType, FrameFacts] = {}
 
 
-def _facts(code: CodeType) -> Facts:
+def _facts(code: CodeType) -> FrameFacts:
     found = _known.get(code)
     if found is None:
         path, name = code.co_filename.replace("\\", "/"), code.co_name
@@ -79,7 +79,7 @@ def _facts(code: CodeType) -> Facts:
             [what for where, function, what in rules if where in path and function in (None, name)]
             for rules in (_KINDS, _PHASES)
         )
-        found = Facts(part, *(next(iter(some), None) for some in (kinds, phases)))
+        found = FrameFacts(part, *(next(iter(some), None) for some in (kinds, phases)))
         _known[code] = found
     return found
 

@@ -16,7 +16,7 @@ from parallel3d.schedules.schedule import IN_ORDER
 Facts = dict[str, Any]
 WIDTH = 100
 GB = 1e9
-PARTS = {
+PART_LABELS = {
     "gemm_layers": "GEMMs of the layers",
     "gemm_head": "GEMMs of the head",
     "attention": "attention",
@@ -182,7 +182,7 @@ def _time(facts: Facts, units: Units) -> Table:
     title = f"A step of rank {facts['rank']}"
     table = _table(title, "", "launches", f"{moved.name} moved", work.name, time.name, "share")
     total = facts["seconds"] or 1.0
-    for name, label in PARTS.items():
+    for name, label in PART_LABELS.items():
         part = facts["parts"][name]
         if not part["launches"]:
             continue

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
-from parallel3d.commands.dryrun.counting import Counts, Sums, Watch
+from parallel3d.commands.dryrun.counting import Counts, OpCounter, Sums
 from parallel3d.commands.dryrun.roofline import Gpu
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
 from parallel3d.pretend import enable
 from parallel3d.pretend.device import TYPE
-from parallel3d.pretend.machine import Machine
+from parallel3d.pretend.machine import SimulatedMachine
 from parallel3d.schedules.choose import peak_live
 from parallel3d.sizes.run_schedule import run_schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 from parallel3d.trainer import Trainer
 
 MORE = 1  # micro-batches beyond those that fill the pipeline: still more change no peak
@@ -67,7 +67,7 @@ class Dry:
     start_peak: int
 
 
-def dry_step(config: Config, rank: int, gpu: Gpu, placement: Placement | None = None) -> Dry:
+def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None = None) -> Dry:
     """Builds the trainer of `rank` and takes steps with it: one that makes what is made once, and
     one that is counted. Of many micro-batches as many run as fill the pipeline; what the rest of
     them take is the difference of steps with one and with two.
@@ -80,7 +80,7 @@ def dry_step(config: Config, rank: int, gpu: Gpu, placement: Placement | None = 
     if machine.data != "meta":
         raise RuntimeError("this process has the pretended device with values already")
     precision = config.precision.name
-    watch = Watch(machine, gpu, config.compile, precision == "tf32")
+    watch = OpCounter(machine, gpu, config.compile, precision == "tf32")
     machine.observers.append(watch)
     try:
         with _groups(config, rank, placement) as groups:
@@ -97,7 +97,7 @@ def _device() -> torch.device:
 
 
 @contextmanager
-def _groups(config: Config, rank: int, placement: Placement | None) -> Iterator[ProcessGroups]:
+def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterator[ProcessGroups]:
     device = _device()
     accelerator.make_current(device)
     layout, levels = layout_of(config), None
@@ -122,7 +122,9 @@ def _groups(config: Config, rank: int, placement: Placement | None) -> Iterator[
         dist.destroy_process_group()
 
 
-def _steps(config: Config, groups: ProcessGroups, watch: Watch, machine: Machine) -> Dry:
+def _steps(
+    config: Config, groups: ProcessGroups, watch: OpCounter, machine: SimulatedMachine
+) -> Dry:
     memory = watch.memory
     trainer = Trainer(config, groups, _device(), train_source=Zeros(config.model.seq_length))
     trainer.measures_order = False  # buckets of another order, told by numbers that nobody has

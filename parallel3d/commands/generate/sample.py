@@ -22,7 +22,7 @@ from parallel3d.commands.generate.start import checkpoints_of
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data.text.decoding import decoding_of
 from parallel3d.data.tokenizer import BYTE, open_tokenizer
-from parallel3d.errors import UserError, say
+from parallel3d.errors import UserError, print_line
 from parallel3d.models.decoder import Decoder, blank_stage
 from parallel3d.models.transformer import Stage
 from parallel3d.run.launch import Worker
@@ -40,15 +40,15 @@ def generate(config: Config, worker: Worker) -> None:
     stage = blank_stage(config, groups, device)
     manifest = load_newest(config, stage, groups)
     if worker.rank == 0:
-        say(f"run={config.run}, step {manifest.step}, seed={config.seed}")
+        print_line(f"run={config.run}, step {manifest.step}, seed={config.seed}")
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = decoding_of(tokenizer)
     prompt = os.fsencode(config.prompt)  # as it was typed, whatever its bytes
-    out = Stream() if worker.rank == 0 else None
+    out = TextStream() if worker.rank == 0 else None
     if out is not None:
         out.write(decoding.begin(prompt))
-    decoder, sampler = Decoder(config, groups, stage), Sampler(config.generate, config.seed)
+    decoder, sampler = Decoder(config, groups, stage), TokenSampler(config.generate, config.seed)
     tokens = [*tokenizer.begin, *tokenizer.encode_prompt(prompt)]
     for _ in range(config.generate.max_tokens):
         logits = decoder.logits(tokens)
@@ -83,7 +83,7 @@ def load_newest(config: Config, stage: Stage, groups: ProcessGroups) -> Manifest
         if whole:
             return manifest
         if damage:
-            say(f"{damage}; passing it over")
+            print_line(f"{damage}; passing it over")
     raise UserError(f"run={config.run} has no checkpoint that is whole ({len(folders)} tried)")
 
 
@@ -107,7 +107,7 @@ def state_of(stage: Stage) -> dict[str, LogicalTensor]:
     return state
 
 
-class Sampler:
+class TokenSampler:
     """Draws tokens from logits; the n-th draw depends on the seed and on n alone."""
 
     def __init__(self, settings: GenerateConfig, seed: int) -> None:
@@ -131,7 +131,7 @@ class Sampler:
         return int(kept[min(place, top_k - 1)])
 
 
-class Stream:
+class TextStream:
     """Text to stdout as it comes."""
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ from parallel3d.config.recompute import parts_of, spelled
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
-from parallel3d.schedules.placement import Placement
-from parallel3d.schedules.schedule import FORMS, IN_ORDER, check_vpp
+from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.schedule import IN_ORDER, NAMED_SCHEDULES, check_vpp
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
@@ -145,10 +145,10 @@ def _check_pipeline(config: Config) -> None:
     """The schedule has the chunks, and every stage a layer; of auto and file that is known once
     there is a schedule (`_check_schedule`)."""
     name = config.schedule.name
-    if name not in FORMS:
+    if name not in NAMED_SCHEDULES:
         return
     check_vpp(name, config.vpp)
-    _check_stages(config, Placement(config.pp, config.vpp))
+    _check_stages(config, StageAssignment(config.pp, config.vpp))
 
 
 def _check_schedule(config: Config) -> None:
@@ -166,8 +166,10 @@ def _check_schedule(config: Config) -> None:
         check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
         _check_recomputed(config, 1)  # how many stages there will be is not known yet
         given = len(keys.layers_per_stage or ()) // config.pp
-        _check_stages(config, Placement(config.pp, given if given in (1, 2, config.vpp) else 1))
-    elif keys.name not in FORMS or keys.file is not None:
+        _check_stages(
+            config, StageAssignment(config.pp, given if given in (1, 2, config.vpp) else 1)
+        )
+    elif keys.name not in NAMED_SCHEDULES or keys.file is not None:
         _check_stages(config, wanted(keys.name, *sizes, keys.file).placement)
 
 
@@ -205,7 +207,7 @@ def _check_recomputed(config: Config, stages: int) -> None:
         )
 
 
-def _check_stages(config: Config, placement: Placement) -> None:
+def _check_stages(config: Config, placement: StageAssignment) -> None:
     pp, layers, given = config.pp, config.model.num_layers, config.schedule.layers_per_stage
     stages, chunks = placement.stages, placement.chunks
     _check_recomputed(config, stages)

@@ -33,7 +33,7 @@ from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
     from parallel3d.config.schema import DataConfig
-    from parallel3d.data.corpora.blended import Part
+    from parallel3d.data.corpora.blended import DatasetOrder
 
 VERSION = 2
 SPOKEN = 1 << 30
@@ -136,7 +136,7 @@ class ChatSamples:
 
     masks = True
 
-    def __init__(self, marked: Part) -> None:
+    def __init__(self, marked: DatasetOrder) -> None:
         self._marked = marked
         self.seq_length, self.windows = marked.seq_length, marked.windows
 

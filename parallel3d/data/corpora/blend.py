@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from parallel3d.config.checks.corpora import Weights, blend_weights
 from parallel3d.config.fields import show
-from parallel3d.data.corpora.blended import Stage
+from parallel3d.data.corpora.blended import WeightPeriod
 from parallel3d.data.corpora.paired import open_pair, remote_of
 from parallel3d.data.corpora.shares import Shares, whole_weights
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.tokenizer import open_tokenizer
-from parallel3d.data.watched import Watched
+from parallel3d.data.watched import WatchedFile
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -39,7 +39,7 @@ class Blend:
     that was typed says nothing."""
 
     corpora: tuple[Corpus, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[WeightPeriod, ...]
 
     @property
     def vocab_size(self) -> int:
@@ -58,7 +58,7 @@ class Blend:
         return next((c.tokenizer_name for c in self.corpora if c.tokenizer_name), None)
 
     @property
-    def watched(self) -> dict[str, Watched]:
+    def watched(self) -> dict[str, WatchedFile]:
         return {key: file for one in self.corpora for key, file in one.watched.items()}
 
     @property
@@ -149,12 +149,12 @@ def check_epochs(
     return said
 
 
-def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> Stage:
+def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
     """Whole weights by number, of the pairs of this stage alone."""
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
-    return Stage(
+    return WeightPeriod(
         -(-stage.first // seq_length), dict(zip(members, whole_weights(exact), strict=True))
     )
 

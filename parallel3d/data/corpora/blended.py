@@ -10,7 +10,7 @@ from parallel3d.data.corpora.shares import Shares
 from parallel3d.data.sampler import Sample
 
 
-class Part(Protocol):
+class DatasetOrder(Protocol):
     """A data set's own row of samples: epoch after epoch, each in an order of its own."""
 
     seq_length: int
@@ -31,7 +31,7 @@ class PartRead(NamedTuple):
     epochs: float
 
 
-class Stage(NamedTuple):
+class WeightPeriod(NamedTuple):
     """From sample `first` of the run on, these data sets have these whole weights > 0."""
 
     first: int
@@ -46,7 +46,10 @@ class Blended:
     """
 
     def __init__(
-        self, parts: Sequence[Part], stages: Sequence[Stage], names: Sequence[str] = ()
+        self,
+        parts: Sequence[DatasetOrder],
+        stages: Sequence[WeightPeriod],
+        names: Sequence[str] = (),
     ) -> None:
         """The first stage begins at sample 0, each other one after the one before; `names` of the
         parts, to show."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from parallel3d.config.fields import show
 from parallel3d.data.corpora.split import Corpus, held_out_tokens, longest_sample
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text.facts import Facts, facts_beside, tokenizer_beside
+from parallel3d.data.text.facts import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
 from parallel3d.data.tokens import Tokens, size_of
-from parallel3d.data.watched import PROVED, Proof, Watched, prove
+from parallel3d.data.watched import PROVED, Proof, WatchedFile, prove
 from parallel3d.errors import UserError
 
 if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
@@ -96,7 +96,7 @@ def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote |
 
 
 def _facts(
-    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, said: Facts | None
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, said: CorpusFacts | None
 ) -> _Facts:
     if data.tokenizer is not None and tokenizer is None:
         tokenizer = open_tokenizer(data.tokenizer)
@@ -132,7 +132,9 @@ def _facts(
     return _Facts(said.tokenizer, name, said.vocab_size, said.eot, said.digest)
 
 
-def _watched(pair: IndexedCorpus, tokens: Tokens, text: str) -> tuple[str, tuple[Watched, Watched]]:
+def _watched(
+    pair: IndexedCorpus, tokens: Tokens, text: str
+) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
     """The fingerprint of a pair, and its files as they were before it was made."""
 
     def places() -> Proof:
@@ -154,7 +156,10 @@ def _watched(pair: IndexedCorpus, tokens: Tokens, text: str) -> tuple[str, tuple
         f"{pair.prefix}` reads all of it), or choose another run="
     )
     index = pair.index.lengths.file
-    files = Watched(tokens.file, places_or_all, remedy), Watched(index, places_and_order, remedy)
+    files = (
+        WatchedFile(tokens.file, places_or_all, remedy),
+        WatchedFile(index, places_and_order, remedy),
+    )
     fingerprint = _fingerprint(pair, tokens, text)
     return fingerprint, files
 

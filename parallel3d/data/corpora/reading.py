@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.data.chat.corpus import ChatSamples
 from parallel3d.data.corpora.blend import Blend
-from parallel3d.data.corpora.blended import Blended, Part
+from parallel3d.data.corpora.blended import Blended, DatasetOrder
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.packing.packs import PackSampler
@@ -22,7 +22,7 @@ class Sources(NamedTuple):
 
     train: Sampler | PackSampler | ChatSamples | Blended
     valid: Sampler | PackSampler | ChatSamples | Blended
-    held_out: Mapping[str, Part]
+    held_out: Mapping[str, DatasetOrder]
 
 
 def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
@@ -31,7 +31,7 @@ def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
     data, seq_length, seed = config.data, config.model.seq_length, config.seed
     check_vocabulary(corpus.vocab_size, config.model.vocab_size, data.tokenizer)
 
-    def part(one: Corpus, held_out: bool, name: str = "") -> Part:
+    def part(one: Corpus, held_out: bool, name: str = "") -> DatasetOrder:
         tokens, shuffle = (one.valid, False) if held_out else (one.train, True)
         if one.plans is not None:
             packs = PackSampler(tokens, one.plans[held_out], seed, shuffle, one.eot, name)

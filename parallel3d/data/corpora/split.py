@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.packing.plan import Plan
+from parallel3d.data.packing.plan import PackingPlan
 from parallel3d.data.sampler import Starts
 from parallel3d.data.tokens import Tokens
-from parallel3d.data.watched import Watched
+from parallel3d.data.watched import WatchedFile
 
 if TYPE_CHECKING:
     from parallel3d.data.indexed import IndexedCorpus
@@ -38,13 +38,13 @@ class Corpus:
     tokenizer: str = "byte"
     tokenizer_name: str | None = None
     documents: IndexedCorpus | None = None
-    plans: tuple[Plan, Plan] | None = None
+    plans: tuple[PackingPlan, PackingPlan] | None = None
     name: str = ""
     marked: bool = False
-    files: tuple[Watched, ...] = ()
+    files: tuple[WatchedFile, ...] = ()
 
     @property
-    def watched(self) -> dict[str, Watched]:
+    def watched(self) -> dict[str, WatchedFile]:
         """`files` by keys that are the same wherever this corpus lies."""
         return {f"{self.fingerprint[:16]}.{k}": file for k, file in enumerate(self.files)}
 

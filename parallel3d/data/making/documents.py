@@ -12,7 +12,7 @@ from parallel3d.config.fields import show
 from parallel3d.data.making.inputs import Input, of_input
 from parallel3d.data.making.kinds import LINES, PARQUET
 from parallel3d.data.making.opening import opened
-from parallel3d.data.making.pieces import LARGEST_DOCUMENT, Piece, pyarrow_parquet
+from parallel3d.data.making.pieces import LARGEST_DOCUMENT, InputShard, pyarrow_parquet
 from parallel3d.errors import UserError
 from parallel3d.files.reading import plain
 
@@ -57,7 +57,7 @@ class Count:
 
 
 def documents(
-    inputs: Sequence[Input], piece: Piece, text_key: str, count: Count
+    inputs: Sequence[Input], piece: InputShard, text_key: str, count: Count
 ) -> Iterator[Found]:
     """The documents of a piece, none of them empty, in order. What is left out is counted.
 
@@ -83,7 +83,7 @@ def documents(
         yield Found(where, text)
 
 
-def _of_lines(source: Input, piece: Piece, text_key: str, count: Count) -> Iterator[Found]:
+def _of_lines(source: Input, piece: InputShard, text_key: str, count: Count) -> Iterator[Found]:
     name, number = source.address.rpartition("/")[2], piece.line
     for found in LINES_AND_ENDS.finditer(piece.content or b""):  # empty lines in one go
         line = found[0]

@@ -24,8 +24,8 @@ import numpy as np
 from parallel3d.config.fields import show
 from parallel3d.data.indexed import write_index
 from parallel3d.data.making.documents import Count
-from parallel3d.data.making.pieces import FIRST, Place
-from parallel3d.data.text.facts import Facts
+from parallel3d.data.making.pieces import FIRST, InputPosition
+from parallel3d.data.text.facts import CorpusFacts
 from parallel3d.data.text.file_tokenizer import TOKENIZER
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.errors import UserError
@@ -40,10 +40,10 @@ ENDS = (".tokenizer", ".json", ".bin", ".idx")  # the index comes last: with it 
 
 
 @dataclass
-class Done:
+class JournalEntry:
     """What is in the files: `place` is behind it, `read` the inputs' bytes up to there."""
 
-    place: Place = FIRST
+    place: InputPosition = FIRST
     read: int = 0
     documents: int = 0
     tokens: int = 0
@@ -57,7 +57,7 @@ class Journal:
     def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flushed: int) -> None:
         self.to, self.job, self.dtype, self.flushed = to, job, np.dtype(dtype), flushed
         self.folder = to.with_name(f"{to.name}.partial")
-        self.done = Done()
+        self.done = JournalEntry()
         self.digest = hashlib.blake2b(digest_size=16)
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
@@ -113,7 +113,9 @@ class Journal:
                 error.filename = str(self.folder)
             raise
 
-    def add(self, tokens: bytes, lengths: bytes, count: Count, place: Place, read: int) -> None:
+    def add(
+        self, tokens: bytes, lengths: bytes, count: Count, place: InputPosition, read: int
+    ) -> None:
         """The documents of a piece, which ends at `place`; flushes now and then. OSError."""
         with self._named():
             self._tokens.write(tokens)
@@ -140,7 +142,7 @@ class Journal:
             self._write()
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
-    def finish(self, tokenizer: Tokenizer) -> Facts:
+    def finish(self, tokenizer: Tokenizer) -> CorpusFacts:
         """The corpus in its place, its index last. Raises OSError; then the next try goes on."""
         if not self.done.complete:
             self.flush()
@@ -148,7 +150,7 @@ class Journal:
                 self._make_beside(tokenizer)
                 self.done.complete = True
                 self._write()
-        facts = Facts(**parse_json(read_bounded(self._part(".json"), 1 << 20)))
+        facts = CorpusFacts(**parse_json(read_bounded(self._part(".json"), 1 << 20)))
         for end in ENDS:
             if self._part(end).exists():
                 os.replace(self._part(end), f"{self.to}{end}")
@@ -175,7 +177,7 @@ class Journal:
         if not isinstance(tokenizer, ByteTokenizer):
             tokenizer.save(self.folder / "cut")
             file = f"{self.to.name}.tokenizer/{TOKENIZER}"
-        facts = Facts(
+        facts = CorpusFacts(
             tokenizer.digest,
             file,
             tokenizer.vocab_size,
@@ -196,9 +198,9 @@ class Journal:
         path = self.folder / JOURNAL
         try:
             content = parse_json(read_bounded(path, 1 << 24))
-            there, done = content["job"], Done(**content["done"])
+            there, done = content["job"], JournalEntry(**content["done"])
             self.done = dataclasses.replace(
-                done, place=Place(*done.place), count=Count(**content["done"]["count"])
+                done, place=InputPosition(*done.place), count=Count(**content["done"]["count"])
             )
         except FileNotFoundError:
             return

@@ -16,7 +16,7 @@ PIECE = 2 << 20  # bytes of text
 READ = 1 << 20
 
 
-class Place(NamedTuple):
+class InputPosition(NamedTuple):
     """Where a piece begins: number of the input; byte of its content, or row group; line."""
 
     file: int = 0
@@ -24,10 +24,10 @@ class Place(NamedTuple):
     line: int = 1
 
 
-FIRST = Place()
+FIRST = InputPosition()
 
 
-class Piece(NamedTuple):
+class InputShard(NamedTuple):
     """Work for one process. Lines come as they are; of other files it reads its part itself.
 
     number: of the first input. content: whole lines of it, the first of them line `line` (from
@@ -44,12 +44,12 @@ class Piece(NamedTuple):
 class Cut(NamedTuple):
     """A piece, the place behind it, and the bytes of all inputs up to there, as stored."""
 
-    piece: Piece
-    after: Place
+    piece: InputShard
+    after: InputPosition
     read: int
 
 
-def cut(inputs: Sequence[Input], start: Place = FIRST, size: int = PIECE) -> Iterator[Cut]:
+def cut(inputs: Sequence[Input], start: InputPosition = FIRST, size: int = PIECE) -> Iterator[Cut]:
     """The pieces from `start` on, each of about `size` bytes of text; none is cut in a document.
 
     Raises UserError for an input that cannot be read.
@@ -64,8 +64,8 @@ def cut(inputs: Sequence[Input], start: Place = FIRST, size: int = PIECE) -> Ite
             before, number = before + each.size, number + 1
         elif each.kind == PARQUET:
             for group in range(place.at, row_groups(each)):
-                piece = Piece(number, group=group)
-                yield Cut(piece, Place(number, group + 1), before)
+                piece = InputShard(number, group=group)
+                yield Cut(piece, InputPosition(number, group + 1), before)
             before, number = before + each.size, number + 1
         else:
             count, held = 0, 0
@@ -74,11 +74,11 @@ def cut(inputs: Sequence[Input], start: Place = FIRST, size: int = PIECE) -> Ite
                     break
                 count, held = count + 1, held + other.size
             before, number = before + held, number + count
-            yield Cut(Piece(number - count, count=count), Place(number), before)
-        place = Place(number)
+            yield Cut(InputShard(number - count, count=count), InputPosition(number), before)
+        place = InputPosition(number)
 
 
-def _lines(inputs: Sequence[Input], place: Place, before: int, size: int) -> Iterator[Cut]:
+def _lines(inputs: Sequence[Input], place: InputPosition, before: int, size: int) -> Iterator[Cut]:
     number, at, line = place
     source = inputs[number]
     with opened(source) as (content, file):
@@ -89,9 +89,11 @@ def _lines(inputs: Sequence[Input], place: Place, before: int, size: int) -> Ite
             if not block:
                 return
             at += len(block)
-            piece = Piece(number, block, line)
+            piece = InputShard(number, block, line)
             line += block.count(b"\n")
-            yield Cut(piece, Place(number, at, line), before + min(source.size, file.tell()))
+            yield Cut(
+                piece, InputPosition(number, at, line), before + min(source.size, file.tell())
+            )
 
 
 def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tuple[bytes, bytes]:

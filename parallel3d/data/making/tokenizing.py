@@ -17,10 +17,10 @@ import numpy as np
 from parallel3d.data.indexed import token_type
 from parallel3d.data.making.documents import Count, Found, documents
 from parallel3d.data.making.inputs import Input, digest_of
-from parallel3d.data.making.journal import FLUSHED, Done, Journal
-from parallel3d.data.making.pieces import PIECE, Cut, Piece, cut
+from parallel3d.data.making.journal import FLUSHED, Journal, JournalEntry
+from parallel3d.data.making.pieces import PIECE, Cut, InputShard, cut
 from parallel3d.data.making.pool import Pool
-from parallel3d.data.text.facts import Facts
+from parallel3d.data.text.facts import CorpusFacts
 from parallel3d.data.text.file_tokenizer import FileTokenizer, Unencodable
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
@@ -31,7 +31,7 @@ JUDGED = 1000  # rows, before which no share of bad ones is judged
 
 
 @dataclass(frozen=True)
-class Job:
+class PreprocessJob:
     """What is to be made. bad: the largest share of rows that may hold no document.
 
     tokenizer: what `open_tokenizer` takes. workers: processes; 0: none but this one.
@@ -58,7 +58,7 @@ class Made(NamedTuple):
 class Cutter:
     """Makes tokens of pieces, in whichever process."""
 
-    def __init__(self, job: Job, digest: str | None = None) -> None:
+    def __init__(self, job: PreprocessJob, digest: str | None = None) -> None:
         """Raises UserError if the tokenizer has not the `digest` that it had."""
         self.job = job
         self.tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
@@ -66,7 +66,7 @@ class Cutter:
             raise UserError(f"tokenizer={job.tokenizer} was changed while it was in use")
         self.dtype = token_type(self.tokenizer.vocab_size)
 
-    def __call__(self, piece: Piece) -> Made:
+    def __call__(self, piece: InputShard) -> Made:
         """The tokens of its documents, each with its end of text."""
         count, parts, lengths = Count(), [], []
         end = np.array([self.tokenizer.eot], dtype=self.dtype).tobytes()
@@ -92,7 +92,9 @@ class Cutter:
             return []
 
 
-def tokenize(job: Job, progress: Callable[[Done], None]) -> tuple[Facts, Done]:
+def tokenize(
+    job: PreprocessJob, progress: Callable[[JournalEntry], None]
+) -> tuple[CorpusFacts, JournalEntry]:
     """Makes the corpus, or goes on with one that was begun. `progress` is told after each piece.
 
     Raises UserError: inputs or a tokenizer that cannot be used, too many bad rows, a corpus that is
@@ -117,7 +119,7 @@ def tokenize(job: Job, progress: Callable[[Done], None]) -> tuple[Facts, Done]:
         return journal.finish(cutter.tokenizer), journal.done
 
 
-def _judge(done: Done, most: float, least: int) -> None:
+def _judge(done: JournalEntry, most: float, least: int) -> None:
     """Raises UserError where more than a share `most` of at least `least` rows is bad."""
     count = done.count
     if count.rows >= least and count.bad > most * count.rows:
@@ -149,4 +151,4 @@ def _made(cutter: Cutter, pieces: Iterator[Cut]) -> Iterator[Iterator[tuple[Cut,
         return
     with Pool(job.workers, Cutter, job, cutter.tokenizer.digest) as pool:
         # Its content is on its way to a process: here only its place is of use any more.
-        yield pool.in_order((c._replace(piece=Piece(c.piece.number)), c.piece) for c in pieces)
+        yield pool.in_order((c._replace(piece=InputShard(c.piece.number)), c.piece) for c in pieces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.packing.plan import Plan
+from parallel3d.data.packing.plan import PackingPlan
 from parallel3d.data.sampler import Order, Sample
 from parallel3d.data.tokens import Tokens
 
@@ -18,7 +18,7 @@ class PackSampler:
     def __init__(
         self,
         tokens: npt.NDArray[np.integer] | Tokens,
-        plan: Plan,
+        plan: PackingPlan,
         seed: int,
         shuffle: bool,
         eot: int,

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from parallel3d.data import cache
 from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.packing.best_fit import Packs, best_fit
-from parallel3d.data.watched import MAKE_ANEW, Proof, Watched
+from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
 from parallel3d.files.durable import flush_folder, no_link
 
 _MAGIC = b"P3DPACKS"
@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
     cut: int  # documents that were longer than a pack
 
 
-class Plan:
+class PackingPlan:
     """An open plan: pieces are read from the file when asked for."""
 
     def __init__(self, file: BinaryIO, room: int, sizes: tuple[int, int, int, int], digest: str):
@@ -62,7 +62,7 @@ class Plan:
                 return Proof.CHANGED
             return Proof.SAME if whole else Proof.SAMPLED
 
-        self.watched = Watched(file, prove, MAKE_ANEW)
+        self.watched = WatchedFile(file, prove, MAKE_ANEW)
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
         """Where the pieces of a pack begin, and their lengths. Raises OSError."""
@@ -105,7 +105,7 @@ def plan_file(folder: Path, stream: str, room: int) -> Path:
 
 def kept_plan(
     path: Path, make: Callable[[], Pieces], room: int, report: Report, fit: Fit = best_fit
-) -> Plan:
+) -> PackingPlan:
     """The plan at `path`, made of the pieces that `make` gives if there is none. Raises UserError.
 
     Of several processes that come at the same time one makes it, the others wait.
@@ -160,7 +160,7 @@ def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> N
     flush_folder(path.parent)
 
 
-def _load(path: Path, room: int, report: Report) -> Plan | None:
+def _load(path: Path, room: int, report: Report) -> PackingPlan | None:
     """The plan at `path`, or None if there is none of ours that is whole."""
     try:
         file = open(path, "rb", buffering=0, opener=no_link)  # noqa: SIM115  as long as the plan
@@ -177,9 +177,9 @@ def _load(path: Path, room: int, report: Report) -> Plan | None:
     return plan
 
 
-def _proved(file: BinaryIO, room: int) -> Plan | None:
+def _proved(file: BinaryIO, room: int) -> PackingPlan | None:
     found = _header_of(file, room)
-    return None if found is None else Plan(file, room, found[:4], found[4])
+    return None if found is None else PackingPlan(file, room, found[:4], found[4])
 
 
 def _header_of(file: BinaryIO, room: int) -> tuple[int, int, int, int, str] | None:

@@ -12,7 +12,7 @@ from parallel3d.data.build_lock import Report
 from parallel3d.data.chat.corpus import learned, nothing_said
 from parallel3d.data.corpora.split import Corpus
 from parallel3d.data.packing.best_fit import best_fit, one_each
-from parallel3d.data.packing.plan import Pieces, Plan, kept_plan, pieces_of, plan_file
+from parallel3d.data.packing.plan import PackingPlan, Pieces, kept_plan, pieces_of, plan_file
 from parallel3d.data.watched import marks_of
 from parallel3d.errors import UserError
 
@@ -27,7 +27,7 @@ def with_plans(
     room = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
 
-    def plan(held_out: bool) -> Plan:
+    def plan(held_out: bool) -> PackingPlan:
         path = _path(corpus, held_out, folder, room, data.packing)
 
         def make() -> Pieces:

@@ -13,7 +13,7 @@ from parallel3d.files.reading import parse_json, plain, read_bounded
 LARGEST = 1 << 20  # bytes
 
 
-class Facts(NamedTuple):
+class CorpusFacts(NamedTuple):
     """tokenizer: its digest; "byte" for bytes. tokenizer_file: beside the corpus, None for bytes.
     digest: blake2b-16 of the .bin."""
 
@@ -32,7 +32,7 @@ def _read(path: str) -> bytes:
 
 def facts_beside(
     prefix: str | os.PathLike[str], read: Callable[[str], bytes] = _read
-) -> Facts | None:
+) -> CorpusFacts | None:
     """What `<prefix>.json` says; None if there is none: the pair was made elsewhere. UserError.
 
     `read`: a file's content by its name, an OSError or a ValueError if it cannot be had.
@@ -40,7 +40,7 @@ def facts_beside(
     path = f"{os.fspath(prefix)}.json"
     try:
         content = parse_json(read(path))
-        facts = Facts(**{name: content[name] for name in Facts._fields})
+        facts = CorpusFacts(**{name: content[name] for name in CorpusFacts._fields})
         texts = (facts.tokenizer, facts.tokenizer_file or "", facts.digest)
         numbers = (facts.vocab_size, facts.eot, facts.documents, facts.tokens)
         if not all(isinstance(text, str) for text in texts):
@@ -59,7 +59,7 @@ def facts_beside(
     return facts
 
 
-def tokenizer_beside(prefix: str | os.PathLike[str], facts: Facts) -> str:
+def tokenizer_beside(prefix: str | os.PathLike[str], facts: CorpusFacts) -> str:
     """What to give `open_tokenizer` for the tokenizer of the corpus at `prefix`."""
     if facts.tokenizer_file is None:
         return "byte"

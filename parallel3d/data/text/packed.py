@@ -21,7 +21,7 @@ from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
 from parallel3d.data.text.file_tokenizer import FileTokenizer, Unencodable
 from parallel3d.data.tokens import File, whole_digest
-from parallel3d.data.watched import MAKE_ANEW, Proof, Watched, prove
+from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile, prove
 from parallel3d.errors import UserError
 from parallel3d.files.durable import replace_durably
 from parallel3d.files.reading import parse_json, read_bounded
@@ -30,17 +30,17 @@ LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times
 BATCH = 4 << 20  # bytes of text that are made tokens of at a time
 
 
-class Kept(NamedTuple):
+class CachedPair(NamedTuple):
     """A pair in the cache, and the digest of its tokens."""
 
     pair: IndexedCorpus
     digest: str
-    files: tuple[Watched, ...]
+    files: tuple[WatchedFile, ...]
 
 
 def cached_pair(
     folder: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
-) -> Kept:
+) -> CachedPair:
     """The packed tokens of `documents`, from the pair in `folder`, which is made if need be.
 
     As `cache.cached_tokens` in all else.
@@ -51,7 +51,7 @@ def cached_pair(
 
 def kept_pair(
     folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
-) -> Kept:
+) -> CachedPair:
     """The pair `key` in `folder`; `build`, given its path, writes it if need be.
 
     Of several processes that come at the same time one builds, the others wait for it.
@@ -83,7 +83,7 @@ def kept_pair(
     return found
 
 
-def _load(path: Path, report: Report) -> Kept | None:
+def _load(path: Path, report: Report) -> CachedPair | None:
     """The pair beside `path`, or None if there is none of ours that is whole."""
     files = [path.with_suffix(end) for end in (".bin", ".idx", ".json")]
     if not path.exists():
@@ -97,15 +97,15 @@ def _load(path: Path, report: Report) -> Kept | None:
         digests = facts["digest"], facts.get("index")  # which came later
         named = tuple(zip((pair.tokens.file, pair.index.lengths.file), digests, strict=True))
         if len(pair) == facts["tokens"] and all(prove(*one) != Proof.CHANGED for one in named):
-            return Kept(pair, digests[0], tuple(_watched(*one) for one in named))
+            return CachedPair(pair, digests[0], tuple(_watched(*one) for one in named))
     except (FileNotFoundError, UserError, ValueError, KeyError, TypeError):
         pass
     report(f"the token cache {path} is damaged")
     return None
 
 
-def _watched(file: File, digest: str | None) -> Watched:
-    return Watched(file, lambda: prove(file, digest), MAKE_ANEW)
+def _watched(file: File, digest: str | None) -> WatchedFile:
+    return WatchedFile(file, lambda: prove(file, digest), MAKE_ANEW)
 
 
 def _build(

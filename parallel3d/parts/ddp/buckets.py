@@ -14,7 +14,7 @@ from parallel3d.sizes.buckets import assign
 
 
 @dataclass
-class Bucket:
+class DDPBucket:
     """Parameters whose gradients travel together.
 
     Attributes:

@@ -31,8 +31,8 @@ from parallel3d.parts.ddp.group import group_of, own_device, sorted_out
 from parallel3d.parts.ddp.hooks import Hook, alone_hook
 from parallel3d.parts.ddp.logging_data import LoggingData, logging_data
 from parallel3d.parts.ddp.packing import MESSAGE_BYTES, broadcast_all
-from parallel3d.parts.ddp.reducer import Reducer, check_shared
-from parallel3d.parts.ddp.step_record import Record, recorded
+from parallel3d.parts.ddp.reducer import DDPReducer, check_shared
+from parallel3d.parts.ddp.step_record import DDPStepRecord, recorded
 from parallel3d.parts.ddp.transport import SharedTransport
 from parallel3d.parts.ddp.uneven import DDPJoinHook, any_of, highest
 from parallel3d.parts.ddp.unused import unreached
@@ -184,16 +184,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
         self.contents = Contents(self.module)
         self.buffer_sync: BufferSync | None = None
-        self.reducer: Reducer | None = None
+        self.reducer: DDPReducer | None = None
         self.buffer_hook: tuple[BufferHook, object, bool] | None = None
-        self.step_record = Record()
+        self.step_record = DDPStepRecord()
 
     def _open(self) -> None:
         """Makes buckets, and the memory that ranks share; collective."""
         self.buffer_sync = BufferSync(
             self.module, self.group, self.device, self.parameters_to_ignore
         )
-        self.reducer = Reducer(
+        self.reducer = DDPReducer(
             self._trained,
             list(self.numbers),
             self.group,
@@ -224,7 +224,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     @recorded
-    def _before_forward(self, reducer: Reducer) -> None:
+    def _before_forward(self, reducer: DDPReducer) -> None:
         if reducer.running and torch._C._current_graph_task_id() < 0:
             reducer.running = False  # the last backward raised
         if not reducer.began:
@@ -266,7 +266,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "would be this rank's alone; wrap the module again"
                 )
 
-    def _after_forward(self, reducer: Reducer, output: Any) -> None:
+    def _after_forward(self, reducer: DDPReducer, output: Any) -> None:
         self.require_forward_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if not torch.is_grad_enabled():
             return
@@ -412,7 +412,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """PyTorch's; None for a group of one."""
         return self.group.handle
 
-    def _say_that_inputs_are_left(self, reducer: Reducer) -> None:
+    def _say_that_inputs_are_left(self, reducer: DDPReducer) -> None:
         work = Join.notify_join_context(self)
         active = self.group.size
         if work is not None:

@@ -40,7 +40,7 @@ def group_of(given: dist.ProcessGroup | Group | None) -> Group:
 
 def may_share(group: Group) -> bool:
     """Whether shared memory is tried: parallel3d's groups say whether they want it."""
-    return group.size > 1 and (group.shared is not None or group.name == groups.FOREIGN)
+    return group.size > 1 and (group.shared is not None or group.name == groups.EXTERNAL)
 
 
 def timeout_of(group: Group) -> float:

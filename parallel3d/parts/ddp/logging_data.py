@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.parts.ddp.step_record import Record, sizes_of
+from parallel3d.parts.ddp.step_record import DDPStepRecord, sizes_of
 
 if TYPE_CHECKING:
     from parallel3d.parts.ddp.ddp import DistributedDataParallel
-    from parallel3d.parts.ddp.reducer import Reducer
+    from parallel3d.parts.ddp.reducer import DDPReducer
 
 LoggingData = dict[str, int | str]
 NOT_SET = "N/A"  # PyTorch's word for a variable that the environment lacks
@@ -89,7 +89,7 @@ def _backend(handle: dist.ProcessGroup | None) -> LoggingData:
     return data
 
 
-def _of_steps(reducer: Reducer, record: Record) -> LoggingData:
+def _of_steps(reducer: DDPReducer, record: DDPStepRecord) -> LoggingData:
     data: LoggingData = {
         "bucket_cap_bytes": reducer.cap_bytes,
         "bucket_sizes": _joined(reducer.first_sizes),

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from parallel3d.comm.exchange import broadcast_json
 from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import is_accelerator, moved
-from parallel3d.parts.ddp.buckets import Bucket, arrange, views_of
+from parallel3d.parts.ddp.buckets import DDPBucket, arrange, views_of
 from parallel3d.parts.ddp.hooks import Hook, HookTransport
-from parallel3d.parts.ddp.step_record import Record, recorded, sizes_of
+from parallel3d.parts.ddp.step_record import DDPStepRecord, recorded, sizes_of
 from parallel3d.parts.ddp.transport import SHARED_CAP_MIB, Transport, is_shared, open_transport
-from parallel3d.parts.ddp.verdict import Verdict
+from parallel3d.parts.ddp.verdict import BackwardFlags
 from parallel3d.sizes.buckets import cap_bytes
 
 
@@ -35,7 +35,7 @@ from parallel3d.sizes.buckets import cap_bytes
 class _Watch:
     """The hook of a parameter that tells its reducer of a gradient."""
 
-    reducer: weakref.ref[Reducer]
+    reducer: weakref.ref[DDPReducer]
     number: int
 
     def __call__(self, _: Tensor) -> None:
@@ -61,7 +61,7 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
                 )
 
 
-class Reducer:
+class DDPReducer:
     """Watches the gradients of some parameters; every backward is collective while `enabled`.
 
     Args:
@@ -90,7 +90,7 @@ class Reducer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         group: Group,
-        step_record: Record,
+        step_record: DDPStepRecord,
         bucket_cap_mb: float | Sequence[float] | None = None,
         as_views: bool = False,
         static: bool = False,
@@ -112,7 +112,7 @@ class Reducer:
         self.reached: frozenset[int] | None = None
         self.graph_static, self.measured = True, False
         self.timed = self.device.type == "cpu"  # elsewhere the host's times are not the work's
-        self.verdict = Verdict(group, self.device)
+        self.verdict = BackwardFlags(group, self.device)
         self.transport: Transport | None = None
         self._fill(list(range(len(self.parameters)))[::-1])
         self._watch()
@@ -139,7 +139,7 @@ class Reducer:
         self.usual_flags = usual.to(self.device)
         self.order = ready
         self.buckets = [
-            Bucket(numbers, flat, views_of(flat, part))
+            DDPBucket(numbers, flat, views_of(flat, part))
             for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
         ]
         if not self.measured:

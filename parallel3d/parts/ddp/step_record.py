@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from parallel3d.parts.ddp.buckets import Bucket
+    from parallel3d.parts.ddp.buckets import DDPBucket
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Record:
+class DDPStepRecord:
     """What has happened in the steps of a wrapper.
 
     Attributes:
@@ -86,7 +86,7 @@ class Record:
 
 
 class _Recording(Protocol):
-    step_record: Record
+    step_record: DDPStepRecord
 
 
 S = TypeVar("S", bound=_Recording)
@@ -106,6 +106,6 @@ def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
     return noting
 
 
-def sizes_of(buckets: Iterable[Bucket]) -> list[int]:
+def sizes_of(buckets: Iterable[DDPBucket]) -> list[int]:
     """Bytes of the gradients in each."""
     return [bucket.flat.nbytes for bucket in buckets]

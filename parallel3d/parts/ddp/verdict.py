@@ -12,7 +12,7 @@ from parallel3d.comm.group import Group
 from parallel3d.device import accelerator
 
 
-class Verdict:
+class BackwardFlags:
     """Raises on every rank what one of them found in a backward, a sum of flags telling the others.
 
     On a CPU at the end of that backward. An accelerator would have to be waited for, so there the

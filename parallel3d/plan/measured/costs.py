@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
-from parallel3d.plan.measured.machine import SHARED, Machine
+from parallel3d.plan.measured.machine import SHARED, MeasuredMachine
 from parallel3d.sizes.local_shapes import stage_parameters
 from parallel3d.sizes.recompute import collectives_again
 
@@ -50,11 +50,11 @@ NOTHING = Passes(Pass(), Pass(), Pass())
 
 
 @dataclass(frozen=True)
-class Costs:
+class MeasuredCosts:
     """What a rank of the layout of `config` takes; `config` is checked, its dp filled in."""
 
     config: Config
-    machine: Machine
+    machine: MeasuredMachine
 
     @property
     def rows(self) -> int:

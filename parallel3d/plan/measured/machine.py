@@ -53,7 +53,7 @@ NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Provenance:
+class CalibrationSource:
     """Where, when and by what a file was made."""
 
     device: str  # cpu or cuda
@@ -67,10 +67,10 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """Tables of seconds by size, a few numbers, and where they come from."""
 
-    made: Provenance
+    made: CalibrationSource
     tables: Mapping[str, Table]
     numbers: Mapping[str, float]
 
@@ -107,7 +107,7 @@ def _short(value: float) -> float | int:
     return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
 
 
-def read(file: str) -> Machine:
+def read(file: str) -> MeasuredMachine:
     """The machine of a cluster file. Raises UserError for what is none, in one sentence."""
     said = f"cluster={plain(file)}"
     try:
@@ -140,9 +140,9 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _machine(content: Mapping[str, Any]) -> Machine:
+def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
     made = content["made"]
-    kinds = {name: int if name == "count" else str for name in Provenance.__annotations__}
+    kinds = {name: int if name == "count" else str for name in CalibrationSource.__annotations__}
     for name, kind in kinds.items():
         if type(made[name]) is not kind:
             raise ValueError(f"made.{name} is no {kind.__name__}")
@@ -156,7 +156,9 @@ def _machine(content: Mapping[str, Any]) -> Machine:
         if len(axes) != count:
             raise ValueError(f"{name} has {len(axes)} axes")
         tables[name] = Table(axes, tuple(_number(name, v) for v in given["seconds"]))
-    return Machine(Provenance(**{name: made[name] for name in kinds}), tables, numbers)
+    return MeasuredMachine(
+        CalibrationSource(**{name: made[name] for name in kinds}), tables, numbers
+    )
 
 
 def _number(name: str, value: Any) -> float:
@@ -167,7 +169,7 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_type(machine: Machine, file: str, precision: str) -> None:
+def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
     """Raises UserError where the file was measured in another type."""
     if machine.made.type != precision:
         raise UserError(
@@ -176,7 +178,9 @@ def check_type(machine: Machine, file: str, precision: str) -> None:
         )
 
 
-def check_device(machine: Machine, file: str, kind: str, name: str | None, count: int) -> None:
+def check_device(
+    machine: MeasuredMachine, file: str, kind: str, name: str | None, count: int
+) -> None:
     """Raises UserError where the file is not of this device; `name` None: it is not known."""
     made = machine.made
     here = name or made.name

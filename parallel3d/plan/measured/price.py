@@ -10,11 +10,11 @@ import numpy as np
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.plan.measured.machine import Machine
+from parallel3d.plan.measured.machine import MeasuredMachine
 from parallel3d.plan.measured.steps import Parts, step_parts
-from parallel3d.plan.memory import PARALLEL3D, Memory
-from parallel3d.plan.own.memory import Held, held
-from parallel3d.plan.search import Choice, Priced, layouts, simple_first
+from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate
+from parallel3d.plan.own.memory import Held, peak_memory
+from parallel3d.plan.search import LayoutChoice, Priced, layouts, simple_first
 from parallel3d.plan.step import StepTime
 from parallel3d.plan.work import Number, sizes_of_model
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
@@ -26,7 +26,7 @@ STEP = ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
 
 def measured_layouts(
     sizes: Mapping[str, float], ranks: int, batch: int, fixed: Mapping[str, int | str]
-) -> Iterator[Choice]:
+) -> Iterator[LayoutChoice]:
     """`layouts` with every schedule that the clock can time; zero=2 and 3 where they are typed."""
     name = fixed.get("schedule")
     held = {key: value for key, value in fixed.items() if key != "schedule"}
@@ -52,7 +52,7 @@ def _has_chunks(schedule: str, chunks: int) -> bool:
     return chunks == 1 if schedule in ONE_CHUNK else chunks == 2 and schedule in V_SHAPED
 
 
-def configured(config: Config, choice: Choice) -> Config:
+def configure(config: Config, choice: LayoutChoice) -> Config:
     """The configuration with a choice in it."""
     return replace(
         config,
@@ -63,7 +63,10 @@ def configured(config: Config, choice: Choice) -> Config:
 
 
 def price_measured(
-    choices: list[Choice], sizes: Mapping[str, float], config: Config, machine: Machine
+    choices: list[LayoutChoice],
+    sizes: Mapping[str, float],
+    config: Config,
+    machine: MeasuredMachine,
 ) -> Priced:
     """Times and bytes of every choice that can run, and the order of those that fit.
 
@@ -73,18 +76,18 @@ def price_measured(
     room = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
     bytes: list[Held | None] = [None] * len(choices)
     parts: list[Parts | None] = [None] * len(choices)
-    enough: set[Choice] = set()
+    enough: set[LayoutChoice] = set()
     for i, choice in enumerate(choices):
         same = replace(choice, recompute="")
         if same in enough or len(enough) >= MOST:
             continue
-        checked = _checked(configured(config, choice))
-        bytes[i] = None if checked is None else fullest(checked)
+        checked = _checked(configure(config, choice))
+        bytes[i] = None if checked is None else fullest_stage(checked)
         if checked is not None and bytes[i].total <= room:
             parts[i] = step_parts(checked, machine)
             enough.add(same)
     if choices and not any(bytes):  # for a reason that has nothing to do with the layout
-        first = configured(config, choices[0])
+        first = configure(config, choices[0])
         check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
     fits = np.array([p is not None for p in parts])
     seconds = _column(parts, "total")
@@ -100,17 +103,17 @@ def _column(found: Sequence[object | None], name: str) -> Number:
     return np.array([np.inf if one is None else getattr(one, name) for one in found])
 
 
-def fullest(config: Config) -> Held:
+def fullest_stage(config: Config) -> Held:
     """What the fullest rank of a checked configuration holds."""
-    return max((held(config, index) for index in range(config.pp)), key=lambda h: h.total)
+    return max((peak_memory(config, index) for index in range(config.pp)), key=lambda h: h.total)
 
 
-def _memory(found: Sequence[Held | None], bare: float) -> Memory:
+def _memory(found: Sequence[Held | None], bare: float) -> MemoryEstimate:
     state = sum(_column(found, n) for n in ("parameters", "gradients", "masters", "optimizer"))
     total = _column(found, "total") + bare
     none = np.zeros(len(found))
     activations, logits = _column(found, "activations"), _column(found, "logits")
-    return Memory(total, state, activations, logits, none, total)
+    return MemoryEstimate(total, state, activations, logits, none, total)
 
 
 def _checked(config: Config) -> Config | None:
@@ -122,7 +125,7 @@ def _checked(config: Config) -> Config | None:
         return None
 
 
-def measured_sizes(config: Config, machine: Machine, ranks: int) -> dict[str, float]:
+def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
     """All fields of `plan.work.Work` that no layout changes; speeds are not looked at."""
     model, made = config.model, machine.made
     room = machine.numbers["memory_gb"] * 1e9

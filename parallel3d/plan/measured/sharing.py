@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.simulate import Costs, ScheduleError
 
 Made = tuple[bool, int, int]  # of a forward, stage, micro-batch
@@ -17,7 +17,7 @@ Made = tuple[bool, int, int]  # of a forward, stage, micro-batch
 
 def shared_clock(
     orders: Sequence[Sequence[Action]],
-    placement: Placement,
+    placement: StageAssignment,
     costs: Costs,
     replicas: int,
     speed: Callable[[int], float],
@@ -58,7 +58,7 @@ class _Run:
     def __init__(
         self,
         orders: Sequence[Sequence[Action]],
-        placement: Placement,
+        placement: StageAssignment,
         costs: Costs,
         ends: Sequence[float],
     ) -> None:

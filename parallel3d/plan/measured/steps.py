@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel3d.config.schema import Config
-from parallel3d.plan.measured.costs import NOTHING, Costs, Passes
-from parallel3d.plan.measured.machine import Machine
+from parallel3d.plan.measured.costs import NOTHING, MeasuredCosts, Passes
+from parallel3d.plan.measured.machine import MeasuredMachine
 from parallel3d.plan.measured.sharing import shared_clock
 from parallel3d.schedules.simulate import Costs as StageCosts
 from parallel3d.sizes.recompute import recomputing
@@ -34,12 +34,12 @@ class Parts:
         )
 
 
-def step_parts(config: Config, machine: Machine) -> Parts:
+def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
     """What a step of a checked configuration takes on the machine.
 
     Raises UserError for a schedule or a split that cannot be.
     """
-    costs = Costs(config, machine)
+    costs = MeasuredCosts(config, machine)
     schedule = run_schedule(config)
     placement = schedule.placement
     each = _stages(config, costs)
@@ -79,7 +79,7 @@ def step_parts(config: Config, machine: Machine) -> Parts:
     return Parts(computing, total - computing - sum(shown), *shown, work)
 
 
-def _stages(config: Config, costs: Costs) -> list[Passes]:
+def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
     """Of every stage: its layers, the ends, what an action of the pipeline costs the host."""
     splits = layers_of_stages(config)
     layer, again = costs.layer(), costs.again()
@@ -105,7 +105,7 @@ def _share(stages: list[Passes]) -> float:
     return sum(p.products for p in passes) / sum(p.total for p in passes)
 
 
-def speed_of(machine: Machine, ranks: int, products: float) -> Callable[[int], float]:
+def speed_of(machine: MeasuredMachine, ranks: int, products: float) -> Callable[[int], float]:
     """Ranks that compute at once → how fast each is, 1 as if one were alone with one thread.
 
     Cores are shared out, and those that work at once are slowed by what they share besides.

@@ -114,7 +114,7 @@ def _count(
     return sum(p.numel for p in found)
 
 
-def held(config: Config, index: int) -> Held:
+def peak_memory(config: Config, index: int) -> Held:
     """Of rank `index` along pp, as `dryrun` would play it.
 
     `config` is checked, with dp and a schedule that has a name. Dropout of probabilities and

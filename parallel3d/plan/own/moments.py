@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.schedules.actions import Kind
-from parallel3d.schedules.placement import Placement
+from parallel3d.schedules.placement import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, Schedule, make
 
 SENDS = 8  # under way at a time: pipeline/executor.py
@@ -93,7 +93,7 @@ def moments(name: str, pp: int, vpp: int, microbatches: int, rank: int) -> Momen
     )
 
 
-def _sends(placement: Placement, rank: int, chunk: int) -> tuple[bool, bool]:
+def _sends(placement: StageAssignment, rank: int, chunk: int) -> tuple[bool, bool]:
     """Whether the stage before and the one after lie on other ranks."""
     before, after = (placement.neighbour(rank, chunk, offset) for offset in (-1, 1))
     return tuple(place is not None and place[0] != rank for place in (before, after))  # type: ignore[return-value]

@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 
 from parallel3d.config.schema import Config
-from parallel3d.plan.memory import Memory
-from parallel3d.plan.own.memory import Held, held, held_at_least, layers_by_stage
-from parallel3d.plan.search import Choice
+from parallel3d.plan.memory import MemoryEstimate
+from parallel3d.plan.own.memory import Held, held_at_least, layers_by_stage, peak_memory
+from parallel3d.plan.search import LayoutChoice
 from parallel3d.sizes.stages import placement_of
 
 STATE = ("parameters", "gradients", "masters", "optimizer")
 
 
-def configured(config: Config, choice: Choice) -> Config:
+def configure(config: Config, choice: LayoutChoice) -> Config:
     """The configuration with a choice in it, and sequence parallelism where there is tp."""
     return replace(
         config,
@@ -27,7 +27,7 @@ def configured(config: Config, choice: Choice) -> Config:
     )  # fmt: skip
 
 
-def fullest(config: Config) -> tuple[int, Held]:
+def fullest_stage(config: Config) -> tuple[int, Held]:
     """(index along pp, what it holds) of the rank that holds most.
 
     Ranks between the ends differ by layers and by micro-batches under way, of which earlier ones
@@ -39,23 +39,23 @@ def fullest(config: Config) -> tuple[int, Held]:
         counts[placement.place(stage)[0]] += layers
     most = counts.index(max(counts))
     seen = {0, min(1, config.pp - 1), config.pp // 2, config.pp - 1, most}
-    found = ((index, held(config, index)) for index in sorted(seen))
+    found = ((index, peak_memory(config, index)) for index in sorted(seen))
     return max(found, key=lambda pair: pair[1].total)
 
 
 def memories(
     config: Config,
-    choices: Sequence[Choice],
+    choices: Sequence[LayoutChoice],
     reserve: float,
     tell: Callable[[str], None] | None = None,
-) -> Memory:
+) -> MemoryEstimate:
     """Bytes of each choice's fullest GPU, with `reserve` bytes that no tensor gets; `tell` is
     called with how far they are."""
     rows = []
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        rows.append(fullest(configured(config, choice)))
+        rows.append(fullest_stage(configure(config, choice)))
     index = np.array([i for i, _ in rows])
     total = np.array([h.total for _, h in rows]) + reserve
     state = np.array([sum(getattr(h, name) for name in STATE) for _, h in rows])
@@ -63,12 +63,12 @@ def memories(
     logits = np.array([h.logits for _, h in rows])
     last = np.array([choice.pp - 1 for choice in choices])
     stage = np.where(index == 0, 0, np.where(index == last, 2, 1))
-    return Memory(total, state, activations, logits, stage, total)
+    return MemoryEstimate(total, state, activations, logits, stage, total)
 
 
 def least_memory(
     config: Config,
-    choices: Sequence[Choice],
+    choices: Sequence[LayoutChoice],
     reserve: float,
     enough: float,
     tell: Callable[[str], None] | None = None,
@@ -77,7 +77,7 @@ def least_memory(
 
     Those that cannot hold little come last, and not at all where another holds less than they must.
     """
-    configs = [configured(config, choice) for choice in choices]
+    configs = [configure(config, choice) for choice in choices]
     bounds = [held_at_least(one) * (1 - 1e-9) + reserve for one in configs]  # sums are rounded
     found = math.inf
     for done, i in enumerate(sorted(range(len(configs)), key=bounds.__getitem__)):
@@ -85,5 +85,5 @@ def least_memory(
             break
         if tell is not None:
             tell(f"layout {done} of {len(configs)}")
-        found = min(found, fullest(configs[i])[1].total + reserve)
+        found = min(found, fullest_stage(configs[i])[1].total + reserve)
     return found

@@ -17,13 +17,13 @@ from parallel3d.topology.layout import DIMENSIONS
 from parallel3d.topology.price.routes import routes
 
 if TYPE_CHECKING:
-    from parallel3d.topology.map.report import Report
+    from parallel3d.topology.map.report import TopologyReport
 
 SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
 WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
 
 
-def facts_of(report: Report, made_by: str) -> dict[str, Any]:
+def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
     """Everything that the command shows, and the members of the chosen rank's groups."""
     price = report.price
     ports = {"nic": price.nic, "uplink": price.leaf_up}
@@ -83,7 +83,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _job(report: Report) -> dict[str, Any]:
+def _job(report: TopologyReport) -> dict[str, Any]:
     config, layout = report.config, report.layout
     return {
         "model": config.model.name,
@@ -99,7 +99,7 @@ def _job(report: Report) -> dict[str, Any]:
     }
 
 
-def _group(report: Report, dim: str) -> dict[str, Any]:
+def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
     """One dimension: what its groups are, which links they use, what they move and cost."""
     priced, links = report.price.dims[dim], report.links.get(dim)
     fact: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _group(report: Report, dim: str) -> dict[str, Any]:
     return fact
 
 
-def _search(report: Report) -> list[dict[str, Any]]:
+def _search(report: TopologyReport) -> list[dict[str, Any]]:
     """The first `topology.search` candidates, and the default order wherever it stands."""
     rows = report.config.topology.search
     return [
@@ -146,7 +146,7 @@ def _search(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _rank(report: Report) -> dict[str, Any]:
+def _rank(report: TopologyReport) -> dict[str, Any]:
     layout, rank = report.layout, report.rank
     slot = int(report.placement.slots[rank])
     return {
@@ -160,7 +160,7 @@ def _rank(report: Report) -> dict[str, Any]:
 # --- between rails ---------------------------------------------------------------------------
 
 
-def _routes(report: Report) -> dict[str, Any] | None:
+def _routes(report: TopologyReport) -> dict[str, Any] | None:
     """The ways of one message between rails, cheapest first; None where nothing has two rails.
 
     The message is the largest that this job sends between rails or, where it sends none, one from
@@ -188,7 +188,7 @@ def _routes(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
+def _crossing(report: TopologyReport) -> tuple[int, int, int, str | None] | None:
     """The largest message between two rails that this job sends: bytes, from, to, what.
 
     None where there is none, or nothing but scalars.
@@ -212,7 +212,7 @@ def _crossing(report: Report) -> tuple[int, int, int, str | None] | None:
     return largest if largest and largest[0] >= SCALARS else None
 
 
-def _example(report: Report) -> tuple[int, int, int, None] | None:
+def _example(report: TopologyReport) -> tuple[int, int, int, None] | None:
     cluster = report.cluster
     others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
     near = others & (cluster.unit == cluster.unit[0])

@@ -37,19 +37,19 @@ from parallel3d.topology.placement.search import Candidate, place, search
 from parallel3d.topology.price.links import DimLinks, classify
 from parallel3d.topology.price.loads import loads_of
 from parallel3d.topology.price.step import StepPrice, price_step
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d topology"
 READER_LEFT = 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
-class Report:
+class TopologyReport:
     """Everything that the command found out; the text, the JSON and the picture show this."""
 
     config: Config
     assumed: list[str]
-    placement: Placement
+    placement: RankMapping
     transfers: list[Transfer]
     links: dict[str, DimLinks]
     price: StepPrice
@@ -96,7 +96,9 @@ def topology(config: Config, typed: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]) -> Report:
+def make_report(
+    config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]
+) -> TopologyReport:
     """Find out everything, print and write nothing.
 
     Raises:
@@ -125,7 +127,7 @@ def make_report(config: Config, typed: Sequence[str] | None, environ: Mapping[st
     found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
     price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
     told = [*assumed, *more]
-    return Report(config, told, placement, sent, links, price, found, warnings)
+    return TopologyReport(config, told, placement, sent, links, price, found, warnings)
 
 
 def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
@@ -154,7 +156,7 @@ def _data_parallel(config: Config, cluster: Cluster) -> int:
     )
 
 
-def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
+def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
     """The placement of `rank_file` over the GPUs of the cluster, named by node and local index."""
     path = Path(config.rank_file or "")  # check_config wants it named
     try:
@@ -167,10 +169,10 @@ def _from_file(config: Config, cluster: Cluster, layout: Layout) -> Placement:
         for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
     ][: layout.world_size]
     slots = np.asarray(launch_ranks_by_file(text, path.name, everywhere))
-    return Placement(cluster, layout, slots, f"rank file {path.name}")
+    return RankMapping(cluster, layout, slots, f"rank file {path.name}")
 
 
-def picture_of(report: Report, facts: dict[str, Any]) -> str:
+def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:
     """The map as an SVG document; `facts` are those of the report."""
     loads = loads_of(report.placement, report.price)
     sizes, _, job = job_line(facts).partition("; ")

@@ -17,10 +17,10 @@ from parallel3d.topology.map.canvas import GREY, INK, NVLINK, RAILS, SPINE, WARN
 from parallel3d.topology.map.canvas import GROUPS as GROUP_COLOURS
 from parallel3d.topology.map.text import byte_text
 from parallel3d.topology.price.loads import Loads
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 CHOSEN = "rank"  # the mark of the chosen rank itself
-GROUPS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
+GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 MAX_NODES = 40
 MAX_WIDTH = 1700  # of units beside each other
 
@@ -28,7 +28,7 @@ CELL_H, GAP, STUB, ROW, LEAF = 22, 28, 9, 50, 18  # pixels; GAP between the cell
 THICKEST = 9.0
 
 
-def cluster_svg(placement: Placement, rank: int, loads: Loads, title: str, subtitle: str) -> str:
+def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
     """The whole picture. `title` and `subtitle` stand above it; `loads` gives the widths."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
@@ -42,11 +42,11 @@ def cluster_svg(placement: Placement, rank: int, loads: Loads, title: str, subti
 
 def marks(layout: Layout, rank: int) -> dict[int, str]:
     """The ranks to highlight: rank -> the dimension whose group it shares with the chosen one."""
-    shared = ((dim, layout.group_of(rank, dim)) for dim in GROUPS if layout.size(dim) > 1)
+    shared = ((dim, layout.group_of(rank, dim)) for dim in GROUP_NAMES if layout.size(dim) > 1)
     return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
 
 
-def shown_nodes(placement: Placement, rank: int, limit: int = MAX_NODES) -> list[int]:
+def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
     """At most `limit` nodes to draw, ascending: all, or the rank's own, its groups' and the ends.
 
     Of a large cp, pp or dp group some.
@@ -69,7 +69,7 @@ def shown_nodes(placement: Placement, rank: int, limit: int = MAX_NODES) -> list
 class _Picture:
     """One drawing under way."""
 
-    def __init__(self, canvas: Canvas, placement: Placement, rank: int, loads: Loads) -> None:
+    def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
         self.canvas, self.placement, self.rank, self.loads = canvas, placement, rank, loads
         self.cluster = placement.cluster
         self.marked = marks(placement.layout, rank)
@@ -257,7 +257,7 @@ class _Picture:
         """What colours and widths mean, with units."""
         layout, canvas, x = self.placement.layout, self.canvas, 24.0
         entries = {CHOSEN: f"rank {self.rank} ({layout.coordinates(self.rank)})"}
-        for dim, word in GROUPS.items():
+        for dim, word in GROUP_NAMES.items():
             if layout.size(dim) > 1:
                 entries[dim] = f"its {word} group ({dim}={layout.size(dim)})"
         for kind, words in entries.items():

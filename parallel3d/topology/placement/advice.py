@@ -13,7 +13,7 @@ from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.placement.candidates import permutations, snaked
 from parallel3d.topology.price.links import DimLinks, classify, members
 from parallel3d.topology.price.step import Paths, price_step, price_transfer
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 if TYPE_CHECKING:
     from parallel3d.sizes.transfer import Transfer
@@ -22,7 +22,7 @@ TRIED_RANKS = 65_536  # worlds up to which other orders are tried for a refused 
 
 
 def warnings_for(
-    placement: Placement, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
+    placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
 ) -> list[str]:
     """What the user should know before the job starts, worst first; empty if all is well.
 
@@ -46,7 +46,7 @@ def warnings_for(
 
 
 def refuse_unreachable(
-    placement: Placement, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
+    placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer] | None = None
 ) -> None:
     """Raises UserError where neighbours have no wire between them, with what does work.
 
@@ -66,14 +66,14 @@ def refuse_unreachable(
         )
 
 
-def _what_works(placement: Placement, transfers: list[Transfer] | None) -> str:
+def _what_works(placement: RankMapping, transfers: list[Transfer] | None) -> str:
     """The nearest layout or order whose neighbours all have wires, tried out."""
     layout, cluster = placement.layout, placement.cluster
     if layout.world_size <= TRIED_RANKS:
         orders = permutations(layout)
         snake = snaked(orders[0], cluster.domain_gpus)
         for tiling in [*([snake] if snake else []), *orders[1:]]:
-            tried = Placement.tiled(cluster, layout, tiling)
+            tried = RankMapping.tiled(cluster, layout, tiling)
             if _has_paths(tried, transfers) and not _leaves_domain(tried, classify(tried)["tp"]):
                 order = str(tiling) if tiling.snake else "-".join(d for d, _ in tiling.digits)
                 return f"placement={order} has a path for all"
@@ -83,12 +83,12 @@ def _what_works(placement: Placement, transfers: list[Transfer] | None) -> str:
         if tp == layout.tp:
             continue
         other = replace(layout, tp=tp, dp=both // tp)
-        if _has_paths(Placement.tiled(cluster, other, permutations(other)[0]), transfers):
+        if _has_paths(RankMapping.tiled(cluster, other, permutations(other)[0]), transfers):
             return f"the largest tp that works on as many GPUs is tp={tp} with dp={both // tp}"
     return f"no tp works with cp={layout.cp} pp={layout.pp} here; set cluster.spine=true or pp=1"
 
 
-def _has_paths(placement: Placement, transfers: list[Transfer] | None) -> bool:
+def _has_paths(placement: RankMapping, transfers: list[Transfer] | None) -> bool:
     used = None if transfers is None else {t.dim for t in transfers}
     links = classify(placement)
     return not any(
@@ -97,7 +97,7 @@ def _has_paths(placement: Placement, transfers: list[Transfer] | None) -> bool:
 
 
 def _leaves_domain(
-    placement: Placement, links: DimLinks, transfers: list[Transfer] | None = None
+    placement: RankMapping, links: DimLinks, transfers: list[Transfer] | None = None
 ) -> str | None:
     out = links.groups - links.in_domain
     if not out:
@@ -128,7 +128,7 @@ def _off_rail(links: DimLinks) -> int:
     return links.pairs.get(LinkClass.SPINE, 0) - links.between_units
 
 
-def _alternates_rails(placement: Placement, links: DimLinks) -> str | None:
+def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
     off = _off_rail(links)
     if not off:
         return None
@@ -151,17 +151,17 @@ def _alternates_rails(placement: Placement, links: DimLinks) -> str | None:
     )
 
 
-def _snake_on_rails(placement: Placement, dim: str) -> Tiling | None:
+def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
     """The default order as a snake over the same GPUs, where that keeps `dim` on its rails."""
     cluster, layout = placement.cluster, placement.layout
     snake = snaked(permutations(layout)[0], cluster.domain_gpus)
     if snake is None or layout.world_size > TRIED_RANKS:
         return None
-    tried = Placement.tiled(cluster, layout, snake, np.sort(placement.slots))
+    tried = RankMapping.tiled(cluster, layout, snake, np.sort(placement.slots))
     return None if _off_rail(classify(tried)[dim]) else snake
 
 
-def _between_units(placement: Placement, links: DimLinks) -> str | None:
+def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
     if not links.between_units:
         return None
     over = placement.cluster.oversubscription
@@ -172,7 +172,7 @@ def _between_units(placement: Placement, links: DimLinks) -> str | None:
     )
 
 
-def _replica_and_domain(placement: Placement) -> str | None:
+def _replica_and_domain(placement: RankMapping) -> str | None:
     """Domains of several nodes (NVL72): one replica in each, and the Slurm segment for it."""
     layout, cluster = placement.layout, placement.cluster
     replica = layout.tp * layout.cp * layout.pp
@@ -193,7 +193,7 @@ def _replica_and_domain(placement: Placement) -> str | None:
     )
 
 
-def _pp_inside_dp(placement: Placement) -> str | None:
+def _pp_inside_dp(placement: RankMapping) -> str | None:
     """Single-node domains (H100): runs that were measured keep pp outermost."""
     layout, cluster = placement.layout, placement.cluster
     if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:

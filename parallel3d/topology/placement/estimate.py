@@ -65,7 +65,7 @@ def digits_of(tiling: Tiling) -> tuple[Digit, ...]:
 
 
 @dataclass
-class Sample:
+class RankSample:
     """Stretches of the positions 0..world-1 of `slots`, the same for all tilings over them.
 
     `domain`, `unit`: positions of most domains and units.

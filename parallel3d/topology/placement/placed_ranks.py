@@ -31,7 +31,7 @@ from parallel3d.topology.layout import DIMENSIONS, Coordinates, Layout, layout_o
 from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file
 from parallel3d.topology.placement.search import place
 from parallel3d.topology.price.step import price_step
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 DEFAULT, FILE = "default", "file"
 
@@ -54,7 +54,7 @@ class PlacedRanks:
     launch_ranks: tuple[int, ...]
     layout: Layout
     how: str
-    placement: Placement | None = None
+    placement: RankMapping | None = None
     predicted_s: float | None = None
     note: str | None = None
 
@@ -96,7 +96,7 @@ def place_processes(
     layout = layout_with_loops(config)
     cluster, slots, note = slots_of(cluster, processes)
     if config.placement in (DEFAULT, FILE):
-        placement = Placement(cluster, layout, slots[chosen], config.placement)
+        placement = RankMapping(cluster, layout, slots[chosen], config.placement)
     else:
         placement = _searched(config, cluster, layout, slots)
     launch_at = {int(slot): launch for launch, slot in enumerate(slots)}
@@ -118,7 +118,7 @@ def _from_file(rank_file: Path, processes: Sequence[Process]) -> list[int]:
     return launch_ranks_by_file(text, rank_file.name, processes)
 
 
-def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> Placement:
+def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) -> RankMapping:
     """The placement that `config.placement` names, over the slots that have a process."""
     used = set(slots.tolist())
     free = np.array([slot for slot in cluster.sorted_slots() if int(slot) in used])
@@ -126,11 +126,11 @@ def _searched(config: Config, cluster: Cluster, layout: Layout, slots: Slots) ->
     return with_rank_0_at(placement, int(slots[0]))
 
 
-def _predicted_seconds(config: Config, placement: Placement) -> float:
+def _predicted_seconds(config: Config, placement: RankMapping) -> float:
     return float(price_step(placement, transfers(config, placement.layout)).seconds)
 
 
-def with_rank_0_at(placement: Placement, slot: int) -> Placement:
+def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
     """The same groups, counted so that `slot` holds rank 0.
 
     Along tp, cp and dp the ranks turn, which leaves every ring as it is. Along pp a last stage that
@@ -233,7 +233,7 @@ def to_word(placed: PlacedRanks) -> bytes:
     return zlib.compress(json.dumps(word).encode())
 
 
-def from_word(word: bytes, layout: Layout) -> tuple[list[int], Placement | None]:
+def from_word(word: bytes, layout: Layout) -> tuple[list[int], RankMapping | None]:
     """(rank of each launch rank, the placement if the map has one)."""
     said = json.loads(zlib.decompress(word))
     if "cluster" not in said:
@@ -242,7 +242,7 @@ def from_word(word: bytes, layout: Layout) -> tuple[list[int], Placement | None]
     for wire in ("nvlink", "rail", "spine"):
         fields[wire] = Link(**fields[wire])
     slots = np.array(said["slots"], dtype=np.int64)
-    return said["ranks"], Placement(Cluster(**fields), layout, slots, said["how"])
+    return said["ranks"], RankMapping(Cluster(**fields), layout, slots, said["how"])
 
 
 def save(placed: PlacedRanks, path: Path) -> None:

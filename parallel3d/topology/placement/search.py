@@ -37,11 +37,11 @@ from parallel3d.topology.placement.candidates import (
     split_at,
     tilings,
 )
-from parallel3d.topology.placement.estimate import Sample
+from parallel3d.topology.placement.estimate import RankSample
 from parallel3d.topology.price.flows import Fabric
 from parallel3d.topology.price.links import classify
 from parallel3d.topology.price.step import Paths, StepPrice, price_step, price_transfer
-from parallel3d.topology.tiling import Placement, Tiling
+from parallel3d.topology.tiling import RankMapping, Tiling
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import Config
@@ -63,7 +63,7 @@ class Candidate:
     base: Base
     seconds: float
     is_default: bool = False
-    placement: Placement | None = None
+    placement: RankMapping | None = None
     price: StepPrice | None = None
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class _Task:
     def placed(self, tiling: Tiling, base: Base, is_default: bool = False) -> Candidate:
         """The candidate priced in full; infinity where a needed wire is missing."""
         named = Candidate(tiling, base, math.inf, is_default)
-        placement = Placement.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
+        placement = RankMapping.tiled(self.cluster, self.layout, tiling, base.slots, str(named))
         price = price_step(placement, self.transfers, fabric=self.fabric)
         seconds = math.inf
         if price.reachable:
@@ -164,7 +164,9 @@ def _simplest(ranked: list[Candidate]) -> list[Candidate]:
 def _scored(task: _Task, base: Base, in_full: bool) -> list[Candidate]:
     """All tilings over one base with their seconds."""
     layout = task.layout
-    sample = None if in_full else Sample(layout, base.slots, base.domain, base.unit, task.fabric)
+    sample = (
+        None if in_full else RankSample(layout, base.slots, base.domain, base.unit, task.fabric)
+    )
     found: dict[Tiling, Candidate] = {}
 
     def score(tiling: Tiling) -> None:
@@ -210,7 +212,7 @@ def place(
     layout: Layout,
     transfers: list[Transfer],
     slots: Slots | None = None,
-) -> Placement:
+) -> RankMapping:
     """The placement that `config.placement` asks for; rank 0 is on the first of `slots`.
 
     `default`: the default order over the slots as they come. `auto`: the first of `search`. An
@@ -236,16 +238,16 @@ def place(
 
 def _chosen(
     wanted: str, cluster: Cluster, layout: Layout, transfers: list[Transfer], slots: Slots | None
-) -> Placement:
+) -> RankMapping:
     if wanted == "auto":
         return search(cluster, layout, transfers, slots, priced=2)[0].placement
     if wanted == "default":
-        return Placement.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
+        return RankMapping.tiled(cluster, layout, permutations(layout)[0], slots, "default order")
     tiling = _readable(wanted, layout)
     task = _Task(cluster, layout, transfers, Fabric(cluster), {})
     tried = bases(cluster, layout, slots)
     if len(tried) == 1:
-        return Placement.tiled(cluster, layout, tiling, slots)
+        return RankMapping.tiled(cluster, layout, tiling, slots)
     return min((task.placed(tiling, base) for base in tried), key=_rank).placement
 
 

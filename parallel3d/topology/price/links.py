@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from parallel3d.topology.cluster.parts import Cluster, LinkClass, Slots
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 CLASSIFIED = ("tp", "cp", "dp", "pp", "embedding")
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, but in loops of a pipeline
@@ -168,13 +168,13 @@ class Wiring:
         return found
 
 
-def classify(placement: Placement) -> dict[str, DimLinks]:
+def classify(placement: RankMapping) -> dict[str, DimLinks]:
     """The links of tp, cp, dp, pp and `embedding` under `placement`."""
     wiring = Wiring.of(placement.cluster, placement.slots)
     return {dim: _classify(placement, wiring, dim) for dim in CLASSIFIED}
 
 
-def _classify(placement: Placement, wiring: Wiring, dim: str) -> DimLinks:
+def _classify(placement: RankMapping, wiring: Wiring, dim: str) -> DimLinks:
     ranks = members(placement.layout, dim)
     groups, size = ranks.shape
     if size == 1:
@@ -203,7 +203,7 @@ def _classify(placement: Placement, wiring: Wiring, dim: str) -> DimLinks:
     return DimLinks(**{**vars(links), "offending": offending})
 
 
-def _pair(placement: Placement, a: int, b: int, kind: int) -> Pair:
+def _pair(placement: RankMapping, a: int, b: int, kind: int) -> Pair:
     names = (placement.cluster.slot_name(int(placement.slots[r])) for r in (a, b))
     return Pair((int(a), int(b)), tuple(names), LinkClass(kind))
 
@@ -243,7 +243,7 @@ def outer_order(groups: Wiring) -> Matrix | None:
     return order if whole and apart else None
 
 
-def two_levels(placement: Placement, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
+def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
     """The inner and the outer groups of ranks that reduce `dim` in two levels (`Hierarchy`).
 
     The j-th members of the inner groups are an outer group, and hold the same shard between the

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from parallel3d.topology.cluster.parts import LinkClass, Slots
 from parallel3d.topology.price.links import Wiring, members, neighbours, outer_order
 from parallel3d.topology.price.step import Flows, StepPrice, flow_bytes, flows_of
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Loads:
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
 
-def loads_of(placement: Placement, price: StepPrice) -> Loads:
+def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
     """Bytes sent by every GPU into its domain and its NIC, and by every leaf to the spine.
 
     The flows are those of `price`: its busiest NIC and uplink are maxima of these.

@@ -37,7 +37,7 @@ from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass
 from parallel3d.topology.price import costs
 from parallel3d.topology.price.flows import Fabric, Flows, Port, Ports, flows_of
 from parallel3d.topology.price.links import Wiring, inner_size, members
-from parallel3d.topology.tiling import Placement
+from parallel3d.topology.tiling import RankMapping
 
 if TYPE_CHECKING:
     from parallel3d.sizes.transfer import Transfer
@@ -147,7 +147,7 @@ def _two_levels(op: str, nbytes: float, paths: Paths, nvlink: Link) -> float:
 
 
 def price_step(
-    placement: Placement,
+    placement: RankMapping,
     transfers: list[Transfer],
     *,
     fabric: Fabric | None = None,
