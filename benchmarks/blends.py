@@ -18,7 +18,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.corpora.shares import Shares
+from parallel3d.data.blend import Shares
 
 
 def random_weights(random: Random, most: int = 40) -> list[int]:

@@ -36,8 +36,8 @@ import torch
 from benchmarks.command_cases import HERE, SETTINGS, STEPS, composed, without_hydra
 from benchmarks.command_checks import CURVE, TRACEBACK
 from parallel3d.cli import command_line
-from parallel3d.data.pair_index import HEADER
-from parallel3d.data.remote import blocks
+from parallel3d.data import remote
+from parallel3d.data.indexed import HEADER
 from parallel3d.host.processes import die_with_parent
 from parallel3d.metrics.provenance import Provenance
 from parallel3d.trainer import Trainer
@@ -482,7 +482,7 @@ def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2))
         importlib.import_module(name)
     use_some_http()
     # A file of several blocks: some are fetched when the run begins, others later.
-    blocks.BLOCK, blocks._PAUSES_S = 1000, (0.0, 0.0)
+    remote.BLOCK, remote._PAUSES_S = 1000, (0.0, 0.0)
     by_name, found = {kind.name: kind for kind in kinds()}, []
     with bench(starts) as one:
         for name, moment, how in names:

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.checkpoint.boxes import logical_tensors
 from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.checkpoint.planners import logical_tensors
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import CheckpointConfig, Config, ModelConfig
 from parallel3d.data.sampler import Sample

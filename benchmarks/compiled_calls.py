@@ -31,8 +31,8 @@ from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.pretend import enable
-from parallel3d.pretend.device import TYPE
+from parallel3d.simulated_device import enable
+from parallel3d.simulated_device.device import TYPE
 from parallel3d.trainer import Trainer
 
 COMMON = "precision=bf16 model.num_layers=2"

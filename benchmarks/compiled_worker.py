@@ -136,10 +136,10 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     """Forward and backward of all layers under `compile=true`, and `launches()` after each."""
     import torch
 
-    from parallel3d.comm.group import SINGLE
-    from parallel3d.models.context import BuildContext
+    from parallel3d.comm.process_groups import SINGLE
+    from parallel3d.models.layers import BuildContext
     from parallel3d.models.transformer import Stage, compile_blocks
-    from parallel3d.parameters.pieces import Initializer, ParameterSpec
+    from parallel3d.parameters.sharding import Initializer, ParameterSpec
 
     class Empty(Initializer):
         """Parameters as the engine keeps them for the forward: in bf16, here without values."""
@@ -150,7 +150,7 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     device, model = torch.device("cuda", 0), config.model
     context = BuildContext.of_run(config, Empty(config.seed, torch.float32, device), SINGLE)
     stage = Stage(model, range(model.num_layers), False, False, context)
-    compile_blocks([stage], keeps_operands=False)
+    compile_blocks([stage], saves_operands=False)
     size = (config.micro_batch_size, model.seq_length, model.hidden_size)
     x = torch.empty(size, dtype=torch.bfloat16, device=device, requires_grad=True)
     samples = torch.empty(size[0], dtype=torch.int64, device=device) if model.dropout else None

@@ -25,8 +25,8 @@ from parallel3d.models.layers import Norm
 from parallel3d.optim import optimizer
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters import gradients as parameters
-from parallel3d.sizes.loss_chunks import loss_chunks
-from parallel3d.tensor_parallel import cross_entropy, head_loss
+from parallel3d.sizes.model import loss_chunks
+from parallel3d.tensor_parallel import loss
 
 Undo = Callable[[], Any]
 
@@ -61,12 +61,12 @@ def loss_in_small_chunks() -> Iterator[None]:
     def chunks(*args: Any, **how: Any) -> list[int]:
         return loss_chunks(*args, **how | {"on_accelerator": False})
 
-    plain = {name: getattr(cross_entropy, name) for name in LOSS}
+    plain = {name: getattr(loss, name) for name in LOSS}
     with ExitStack() as stack:
-        stack.enter_context(patch.object(head_loss, "loss_chunks", chunks))
-        stack.enter_context(patch.object(cross_entropy, "fuses", lambda device: False))
+        stack.enter_context(patch.object(loss, "loss_chunks", chunks))
+        stack.enter_context(patch.object(loss, "fuses", lambda device: False))
         for name, function in plain.items():
-            stack.enter_context(patch.object(cross_entropy, name, function.function))
+            stack.enter_context(patch.object(loss, name, function.function))
         yield
 
 

@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.fuzz_words import Drawn
-from parallel3d.cli import command_line, hydra_words
+from parallel3d.cli import command_line, hydra_run
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import explain_override_error, groups, presets
@@ -70,7 +70,7 @@ class Composer:
         self._bases: dict[tuple[str, ...], bytes] = {}
 
     def __call__(self, words: Sequence[str]) -> DictConfig:
-        ordered = hydra_words.order_words([hydra_words.without_alias(word) for word in words])
+        ordered = hydra_run.order_words([hydra_run.without_alias(word) for word in words])
         chosen = tuple(word for word in ordered if _is_of_groups(word))
         if not all(_is_a_choice(word) for word in chosen):
             return _composed(ordered)

@@ -31,8 +31,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
-from parallel3d.checkpoint.hf.keys import FIXED, HARMLESS
-from parallel3d.commands.checkpoint import proof
+from parallel3d.checkpoint.hf.names import FIXED, HARMLESS
+from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
@@ -358,7 +358,7 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     """Tokens, and the logits of the model that `checkpoint import` reads. Raises UserError."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
-    stage, held = proof.blank_model(model), {}
+    stage, held = huggingface.blank_model(model), {}
     for parameter in stage.parameters():
         held |= {piece.name: (piece, parameter.detach()) for piece in parameter.spec.pieces}
     tensors = tensors_of(folder, model, found.kind, weights=found.weights, dtype=torch.float32)
@@ -367,8 +367,8 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
         piece.of_local(local).copy_(piece.of_full(tensor))
     if held:
         raise ValueError(f"nothing fills {', '.join(held)}")
-    tokens = proof.some_tokens(model)
-    return tokens, proof.our_logits(stage, model, tokens)
+    tokens = huggingface.some_tokens(model)
+    return tokens, huggingface.our_logits(stage, model, tokens)
 
 
 def outcome(case: Case) -> tuple[str, str]:
@@ -386,11 +386,11 @@ def outcome(case: Case) -> tuple[str, str]:
         except Exception:
             return "CRASH", traceback.format_exc()
         try:
-            theirs = proof.their_logits(folder, tokens)
+            theirs = huggingface.their_logits(folder, tokens)
         except UserError as error:
             return "unproven", str(error).replace(name, "…")
         try:
-            return "equal", proof.compare(folder, ours, theirs)
+            return "equal", huggingface.compare(folder, ours, theirs)
         except UserError as error:
             return "DIFFERENT", str(error).replace(name, "…")
 

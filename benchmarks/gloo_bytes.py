@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel3d.sizes.bus import bus_factor
+from parallel3d.sizes.transfer import bus_factor
 
 
 def sent_on_loopback() -> int:

@@ -23,14 +23,15 @@ from torch.profiler import profile, supported_activities
 
 from benchmarks.gpu_rows import model_of, seconds_of, trainer_of
 from benchmarks.gpu_tasks import Given, Row, judged
-from parallel3d.config.attention import AUTO
+from parallel3d.config.sections import AUTO
 from parallel3d.data.documents import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
-from parallel3d.models import document_attention, dropout, dropped_attention, ops, qk_norm
+from parallel3d.models import document_attention, dropout, layers, ops
+from parallel3d.models import dropout as dropped_attention
 from parallel3d.models.attention import attend
 from parallel3d.parameters import gradients
-from parallel3d.tensor_parallel import cross_entropy
+from parallel3d.tensor_parallel import loss
 
 # Largest relative errors, of norms: |found − exact| / |exact|.
 ROUNDED = 1e-2  # what is stored in bf16
@@ -159,12 +160,12 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     yield "split_heads backward", Comparison(ops.split_heads_backward, (*parts, *turn))
 
     weights = random(shapes.head_dim), random(shapes.head_dim)
-    scales = qk_norm.norm_heads_forward.function(qkv, *weights, *heads, 1e-5)[1:]
-    yield "norm_heads", Comparison(qk_norm.norm_heads_forward, (qkv, *weights, *heads, 1e-5))
+    scales = layers.norm_heads_forward.function(qkv, *weights, *heads, 1e-5)[1:]
+    yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, *heads, 1e-5))
     yield (
         "norm_heads backward",
         Comparison(
-            qk_norm.norm_heads_backward, (random(*qkv.shape), qkv, *weights, *scales, *heads)
+            layers.norm_heads_backward, (random(*qkv.shape), qkv, *weights, *scales, *heads)
         ),
     )
 
@@ -195,7 +196,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     logits = random(tokens, columns)
     target = torch.randint(columns - 7, (tokens, 1), device=device)
     inside = torch.rand(tokens, device=device) > 0.1
-    statistics = cross_entropy.vocabulary_statistics
+    statistics = loss.vocabulary_statistics
     for real in (columns, columns - 7):  # without and with padding behind the vocabulary
         name = "" if real == columns else ", padded"
         arguments = (logits, target, inside, real, True)
@@ -206,7 +207,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
         columns_of = (log_sum, one, -one, target, 1e-6 * one, real)
         yield (
             f"loss's gradient{name}",
-            Comparison(cross_entropy.logits_to_gradient, (logits, *columns_of)),
+            Comparison(loss.logits_to_gradient, (logits, *columns_of)),
         )
 
 

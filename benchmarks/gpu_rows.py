@@ -23,7 +23,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.sizes.flops import flops_per_token, parameter_count
+from parallel3d.sizes.model import flops_per_token, parameter_count
 from parallel3d.trainer import Trainer
 
 
@@ -66,7 +66,7 @@ def device_of(word: str) -> torch.device:
     Raises RuntimeError for what torch does not know or does not find here.
     """
     if word.partition(":")[0] == PRETEND:
-        from parallel3d.pretend import enable
+        from parallel3d.simulated_device import enable
 
         enable()
     device = torch.device(word)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
+from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 
 TOKENS, VOCAB, FACTOR = 1024, 50257, 4.0
 

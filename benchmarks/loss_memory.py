@@ -38,8 +38,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     """Prints, on rank 0, one row of the table."""
     from parallel3d.comm.process_groups import ProcessGroups
-    from parallel3d.tensor_parallel.cross_entropy import Objective
-    from parallel3d.tensor_parallel.head_loss import HeadLoss
+    from parallel3d.tensor_parallel.loss import HeadLoss, Objective
     from parallel3d.topology.layout import Layout
 
     torch.set_num_threads(1)
@@ -51,7 +50,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
     generator = torch.Generator().manual_seed(rank)
     table = nn.Parameter((torch.randn(rows, args.hidden, generator=generator) * 0.02).to(kind))
     table.main_grad = torch.zeros(rows, args.hidden)
-    table.gradient_added = lambda: None
+    table.register_grad_ready = lambda: None
     x = torch.randn(1, args.tokens, args.hidden, generator=torch.Generator().manual_seed(9))
     x = x.to(kind).requires_grad_()
     labels = torch.arange(args.tokens).view(1, -1) * 61 % args.vocab

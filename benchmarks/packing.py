@@ -16,8 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parallel3d.config.data import DataConfig
-from parallel3d.data.packing.best_fit import best_fit
-from parallel3d.data.packing.plan import pieces_of
+from parallel3d.data.packing import best_fit, pieces_of
 from parallel3d.data.sources import find_documents
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.peer import MODEL, OURS, PEER, VOCAB, commit, corpus, environment
-from parallel3d.comm.clock import KINDS
+from parallel3d.comm.step_timer import KINDS
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, make
 from parallel3d.schedules.simulate import Costs, time_orders
 

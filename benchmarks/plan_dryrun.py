@@ -24,8 +24,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.plan.own.launches import launches
-from parallel3d.plan.own.memory import peak_memory
+from parallel3d.plan.own import launches, peak_memory
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import group_size, wire_bytes

@@ -29,14 +29,12 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.calibrate.launches import Same
+from parallel3d.commands.calibrate.measure import Same
 from parallel3d.commands.plan import searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.host.host_memory import keep_freed_memory
-from parallel3d.plan.measured.machine import MeasuredMachine, read
-from parallel3d.plan.measured.price import configure
-from parallel3d.plan.measured.steps import step_parts
+from parallel3d.host.memory import keep_freed_memory
+from parallel3d.plan.measured import MeasuredMachine, configure, read, step_parts
 from parallel3d.plan.search import best
 from parallel3d.topology.layout import layout_of
 from parallel3d.trainer import Trainer

@@ -4,7 +4,7 @@
     python benchmarks/products.py --threads 1 --sizes 512x256x1376
 
 For each size, rows × inputs × outputs, the forward x·Wᵀ and the gradient of the input: microseconds
-at the median and their ratio. `parallel3d/device/products.py` says which are made how in training.
+at the median and their ratio. `parallel3d/device/matmul.py` says which are made how in training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peer import commit
-from parallel3d.device import products
+from parallel3d.device import matmul
 
 SIZES = ["64x64x64", "128x128x128", "512x128x264", "512x256x1376", "512x688x256"]
 SIZES += ["1024x1024x1024", "512x2048x8192"]
@@ -48,9 +48,9 @@ def row(rows: int, inputs: int, outputs: int) -> str:
     grad = torch.randn(rows, outputs)
     made = {
         "forward": lambda: torch.nn.functional.linear(x, weight),
-        "forward by oneDNN": lambda: products.by_onednn(x, weight, None),
+        "forward by oneDNN": lambda: matmul.by_onednn(x, weight, None),
         "backward": lambda: grad @ weight,
-        "backward by oneDNN": lambda: products.by_onednn(grad, weight.t(), None),
+        "backward by oneDNN": lambda: matmul.by_onednn(grad, weight.t(), None),
     }
     times = in_turns(made)
     cells = [f"{rows} × {inputs} × {outputs}"]
@@ -67,7 +67,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     facts = f"commit {commit()}, torch {torch.__version__}, {platform.machine()}"
-    used = "used" if products.onednn_is_faster() else "not used"
+    used = "used" if matmul.onednn_is_faster() else "not used"
     print(f"{facts}, {options.threads} of {os.cpu_count()} cores; oneDNN is {used} here\n")
     print("| rows × inputs × outputs | forward: MKL, oneDNN | gradient of the input |")
     print("|---|---|---|", flush=True)

@@ -33,7 +33,7 @@ from benchmarks.published_scores import (
     regret,
     scaled,
 )
-from parallel3d.plan.constants import FILE, Constants
+from parallel3d.plan.rates import FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6

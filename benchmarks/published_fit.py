@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from benchmarks.published_rows import Run
 from benchmarks.published_scores import balanced
-from parallel3d.plan import constants, memory
-from parallel3d.plan.constants import Constants
+from parallel3d.plan import memory, rates
+from parallel3d.plan.rates import Constants
 from parallel3d.plan.step import step
 from parallel3d.plan.work import StepWork, table
 
@@ -130,7 +130,7 @@ def fit(
 def fit_times(
     runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The constants of `parallel3d/plan/constants.py` from runs with a measured time.
+    """The constants of `parallel3d/plan/rates.py` from runs with a measured time.
 
     `peaks` are the memory's constants.
     """
@@ -141,7 +141,7 @@ def fit_times(
     def predict(values: dict[str, float]) -> Array:
         return rows.seconds(Constants(values))
 
-    return fit(predict, target, weights(used), constants.guesses(), start)
+    return fit(predict, target, weights(used), rates.guesses(), start)
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_models import gpt
-from parallel3d.plan.constants import ENGINES, NETWORKS, SPEEDS
-from parallel3d.plan.devices import DEVICES, FABRICS
-from parallel3d.plan.stages import LayerSplit, split_by_cost, split_evenly
+from parallel3d.plan.rates import DEVICES, ENGINES, FABRICS, NETWORKS, SPEEDS
+from parallel3d.plan.work import LayerSplit, split_by_cost, split_evenly
 
 Row = dict[str, Any]
 

@@ -27,7 +27,7 @@ from typing import Any
 from parallel3d.schedules.actions import ComputeSchedule, Kind, action
 from parallel3d.schedules.check import ScheduleError, check
 from parallel3d.schedules.choose import RankWork, ScheduleChoice, choose, measure, measured_forms
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 
 CLASSES = {

@@ -36,9 +36,8 @@ from typing import Any
 import numpy as np
 
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.making.tokenizing import PreprocessJob, tokenize
-from parallel3d.data.making.training import train_tokenizer
+from parallel3d.data.preprocess.inputs import find_inputs
+from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize, train_tokenizer
 
 VOCABULARY = 8192
 DTYPE = np.dtype("<u2")

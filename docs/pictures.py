@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from parallel3d.cli import command_line
-from parallel3d.schedules.render import render_svg
+from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import schedule
 from parallel3d.schedules.simulate import simulate
 from parallel3d.topology.layout import Coordinates, Layout

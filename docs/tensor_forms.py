@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel3d.sizes.bus import bus_factor
+from parallel3d.sizes.transfer import bus_factor
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price.costs import best_segments, collective_time
 

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from parallel3d.data.corpus import open_corpus
     from parallel3d.data.sampler import Sample
     from parallel3d.errors import UserError
-    from parallel3d.parts.ddp.ddp import DistributedDataParallel
-    from parallel3d.parts.groups import init
-    from parallel3d.parts.linear import (
+    from parallel3d.parallel.ddp.ddp import DistributedDataParallel
+    from parallel3d.parallel.groups import init
+    from parallel3d.parallel.linear import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
     )
-    from parallel3d.parts.pipeline import Pipeline
-    from parallel3d.parts.replicated import check_replicated, sum_gradients_over
+    from parallel3d.parallel.pipeline import Pipeline
+    from parallel3d.parallel.replicated import check_replicated, sum_gradients_over
     from parallel3d.run.launch import Worker
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
@@ -57,24 +57,24 @@ __all__ = [
 ]
 
 _HOME = {
-    "ColumnParallelLinear": "parallel3d.parts.linear",
+    "ColumnParallelLinear": "parallel3d.parallel.linear",
     "Config": "parallel3d.config.schema",
-    "DistributedDataParallel": "parallel3d.parts.ddp.ddp",
+    "DistributedDataParallel": "parallel3d.parallel.ddp.ddp",
     "Layout": "parallel3d.topology.layout",
-    "Pipeline": "parallel3d.parts.pipeline",
+    "Pipeline": "parallel3d.parallel.pipeline",
     "ProcessGroups": "parallel3d.comm.process_groups",
-    "RowParallelLinear": "parallel3d.parts.linear",
+    "RowParallelLinear": "parallel3d.parallel.linear",
     "Sample": "parallel3d.data.sampler",
     "Trainer": "parallel3d.trainer",
     "UserError": "parallel3d.errors",
-    "VocabParallelEmbedding": "parallel3d.parts.linear",
+    "VocabParallelEmbedding": "parallel3d.parallel.linear",
     "Worker": "parallel3d.run.launch",
     "check_config": "parallel3d.config.checks.whole",
-    "check_replicated": "parallel3d.parts.replicated",
+    "check_replicated": "parallel3d.parallel.replicated",
     "compose": "parallel3d.config.composing",
-    "init": "parallel3d.parts.groups",
+    "init": "parallel3d.parallel.groups",
     "open_corpus": "parallel3d.data.corpus",
-    "sum_gradients_over": "parallel3d.parts.replicated",
+    "sum_gradients_over": "parallel3d.parallel.replicated",
     "verify": "parallel3d.commands.verify",
 }
 

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.clock import StepTimer
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups, with_clock
+from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
-from parallel3d.data.batches import Batches, SampleSource
-from parallel3d.data.corpora.blend import Blend
-from parallel3d.data.corpora.reading import sources_of
-from parallel3d.data.corpora.split import Corpus
-from parallel3d.data_parallel.engine import data_parallel_engine
-from parallel3d.data_parallel.measured_order import in_measured_order
+from parallel3d.data.blend import Blend
+from parallel3d.data.loader import Batches, SampleSource
+from parallel3d.data.reading import sources_of
+from parallel3d.data.split import Corpus
+from parallel3d.data_parallel.engine import data_parallel_engine, in_measured_order
 from parallel3d.data_parallel.noise_scale import Noise, NoiseScale
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
@@ -34,18 +33,18 @@ from parallel3d.models.transformer import BuildContext, compile_blocks, stages_o
 from parallel3d.optim.lr_schedule import learning_rate
 from parallel3d.optim.optimizer import (
     Optimizer,
-    sum_partial_gradients,
-    sum_shared_gradients,
-    sum_tied_gradients,
+    ParameterSlice,
+    all_reduce_embedding_grads,
+    all_reduce_layernorm_grads,
+    all_reduce_shared_kv_grads,
+    parameter_slices,
 )
-from parallel3d.optim.state import ParameterSlice, parameter_slices
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.pieces import Initializer
+from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.sizes.run_schedule import run_schedule
-from parallel3d.sizes.stages import layers_of_stages
+from parallel3d.sizes.balance import layers_of_stages, run_schedule
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +123,9 @@ class Trainer:
         self.parameters = self.data_parallel.parameters
         self.noise = NoiseScale.of_run(config, self.data_parallel, groups, self.tied_name)
         for stage in self.stages:
-            stage.before_use = self.data_parallel.wait_for
+            stage.pre_forward = self.data_parallel.wait_for
         if config.compile:
-            compile_blocks(self.stages, keeps_operands=self.schedule.splits_backward)
+            compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
         self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
@@ -189,11 +188,11 @@ class Trainer:
             log.warning("no gradient reached %s", ", ".join(unused))
         with self.clock.range("partial sums"):
             if self.config.sp:
-                sum_partial_gradients(self.data_parallel.segments, self.groups.tp)
-            sum_shared_gradients(self.data_parallel.segments, self.groups.tp)
+                all_reduce_layernorm_grads(self.data_parallel.segments, self.groups.tp)
+            all_reduce_shared_kv_grads(self.data_parallel.segments, self.groups.tp)
             if self.tied_name is not None:
                 table = self.data_parallel.tied_gradient(self.tied_name)
-                sum_tied_gradients(table, self.groups.embedding)
+                all_reduce_embedding_grads(table, self.groups.embedding)
         with self.clock.range("grad norm"):
             loss, grad_norm, stop = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.config.train.steps, step + 1)
@@ -202,7 +201,7 @@ class Trainer:
         if finite:
             with self.clock.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
-            self.data_parallel.publish()
+            self.data_parallel.all_gather_params()
         if self.measures_order:  # in the first step alone
             self.optimizer = in_measured_order(
                 self.data_parallel, self.optimizer, self.config.optim, self.groups
@@ -297,7 +296,7 @@ class Trainer:
         self.optimizer.restore(int(progress["updates"]))
         self.loss_scale.restore(progress)
         self.noise.restore(progress)
-        self.data_parallel.publish()
+        self.data_parallel.all_gather_params()
         self.data_parallel.wait_for_all()
 
     def step_times(self) -> list[RankTimes]:

@@ -1,7 +1,7 @@
 """Measures the figures of Li et al. 2020 (PyTorch Distributed) on this machine.
 
-DistributedDataParallel of `parallel3d.parts` on two small nets, over the backend and through shared
-memory: where the time of a step goes, and how it depends on bucket size, number of ranks, steps
+DistributedDataParallel of `parallel3d.parallel` on two small nets, over the backend and
+through shared memory: where the time of a step goes, and how it depends on bucket size, number of ranks, steps
 between reductions and number of groups. Needs no data. docs/ddp.md shows what came out.
 """
 
@@ -26,9 +26,8 @@ from benchmarks.ddp_figures.measures import (
 )
 from benchmarks.ddp_figures.nets import NETS, made
 from benchmarks.ddp_figures.report import write_report
-from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import GLOO_ON, Interfaces, gloo_on
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.commands.bench.fit import MeasuredOperation, fit
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from parallel3d.metrics.text import three_digits
-from parallel3d.topology.map.canvas import GREY, NVLINK, RAILS, Canvas
+from parallel3d.topology.svg import GREY, NVLINK, RAILS, Canvas
 
 WIDTH, HEIGHT, LEFT, TOP = 560.0, 280.0, 80.0, 100.0
 COLOURS = {

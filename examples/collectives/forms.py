@@ -20,7 +20,7 @@ from functools import lru_cache
 from examples.collectives import parts
 from examples.collectives.messages import Rounds, backwards, edges, price
 from parallel3d.errors import nearest
-from parallel3d.sizes.bus import check_sizes
+from parallel3d.sizes.transfer import check_sizes
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price.costs import best_segments
 

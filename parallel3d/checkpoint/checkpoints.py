@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from parallel3d.checkpoint.boxes import logical_tensors
-from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
@@ -21,8 +19,15 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     told,
 )
-from parallel3d.checkpoint.restoring import compared_with, facts_of, names_of_all, read_together
-from parallel3d.checkpoint.retention import bring_back, newest_word, remove_leftovers, set_aside
+from parallel3d.checkpoint.planners import logical_tensors
+from parallel3d.checkpoint.restore import compared_with, facts_of, names_of_all, read_together
+from parallel3d.checkpoint.retention import (
+    Claim,
+    bring_back,
+    newest_word,
+    remove_leftovers,
+    set_aside,
+)
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
@@ -32,9 +37,9 @@ from parallel3d.config import identity
 from parallel3d.config.schema import Config
 from parallel3d.data.watched import Compared
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.files.reading import plain
+from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
-from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.model import parameter_count
 from parallel3d.trainer import Trainer
 
 _RUNNING, _WRITTEN, _NOT_WRITTEN, _BUG, _OVERTAKEN = range(5)

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel3d.files.durable import write_durably
-from parallel3d.files.reading import parse_json, plain, read_bounded
+from parallel3d.files import parse_json, plain, read_bounded, write_durably
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"

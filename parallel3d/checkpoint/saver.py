@@ -1,10 +1,4 @@
-"""Writes checkpoints, at once or in the background, so that each is whole or not there.
-
-Every rank writes its file into `.saving-…`, flushes it and tells rank 0; rank 0 adds the manifest,
-flushes and renames the folder to `step-…`: then the save has succeeded, and what follows (`latest`,
-the checkpoints that are too many) may fail without changing that. In the background the ranks talk
-through the store alone: a collective there would meet those of the training in any order.
-"""
+"""What ranks say of a save: how their part of it went, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,16 +9,18 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from parallel3d.checkpoint.boxes import LogicalTensor
-from parallel3d.checkpoint.claim import Claim, Overtaken
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     LATEST,
@@ -36,15 +32,210 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
-from parallel3d.checkpoint.outcome import Outcome, WrittenFile, elements_by_kind, failed, summed
-from parallel3d.checkpoint.retention import discard, make_way, not_removed, too_many
-from parallel3d.checkpoint.staging import Staging, State, device_of
-from parallel3d.comm.job_store import get_all, put
+from parallel3d.checkpoint.planners import Box, LogicalTensor
+from parallel3d.checkpoint.retention import (
+    Claim,
+    Overtaken,
+    discard,
+    make_way,
+    not_removed,
+    too_many,
+)
+from parallel3d.comm.store import get_all, put
 from parallel3d.device import accelerator
-from parallel3d.files.durable import flush_folder, write_durably
+from parallel3d.files import flush_folder, write_durably
 
 if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended: `problem` is None, or says why there is no new checkpoint.
+
+    `is_bug`: not the disk's fault, but ours. `is_overtaken`: another start has the run now.
+    `notes`: sentences on what went wrong beside it and changes nothing.
+    """
+
+    step: int
+    problem: str | None = None
+    is_bug: bool = False
+    is_overtaken: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a rank wrote: its file (None if it had nothing to write) and the elements in it."""
+
+    file: FileDigest | None
+    elements: dict[str, int]
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON has of it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, word: dict[str, Any]) -> WrittenFile:
+        file = FileDigest(**word["file"]) if word["file"] else None
+        outcome = Outcome(**word["outcome"] | {"notes": tuple(word["outcome"]["notes"])})
+        return cls(file, word["elements"], outcome)
+
+
+def elements_by_kind(state: dict[str, LogicalTensor]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for name, tensor in state.items():
+        counts[name.partition("/")[0]] += sum(box.elements for box, _ in tensor.boxes)
+    return dict(counts)
+
+
+def summed(counts: list[dict[str, int]]) -> dict[str, int]:
+    kinds = sorted({kind for count in counts for kind in count})
+    return {kind: sum(count.get(kind, 0) for count in counts) for kind in kinds}
+
+
+def failed(step: int, rank: int, error: Exception) -> Outcome:
+    """A full or broken disk is said in words, a mistake of ours with its trace."""
+    if isinstance(error, OSError):
+        return Outcome(step, f"{error.strerror or error} (rank {rank})")
+    trace = "".join(traceback.format_exception(error))
+    return Outcome(step, f"rank {rank}: {trace}", is_bug=True)
+
+
+# A copy of what a save writes, so that training can go on while it is written.
+#
+# The copy itself is made while the next step computes its gradients: parameters and moments stay as
+# they are until its update, which waits for the copy (`Trainer.before_update`).
+
+
+_ALIGNED = 64  # bytes: every staged box begins at a multiple
+# Bytes. torch pins a power of two: in one piece 33 GiB would take 64 of the host's memory.
+SLAB = 1 << 30
+
+State = dict[str, LogicalTensor]
+
+
+class Staging:
+    """Room in CPU memory for copies of boxes, kept from save to save.
+
+    One copy is in it at a time: whoever calls `copy` again has done with the last one, which is
+    overwritten (`Saver.start` waits for the save before).
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []  # uint8, pinned for boxes on an accelerator
+        self.stream: Any = None  # for copies beside the training
+
+    def prepare(self, state: State) -> None:
+        """Make room for `state`, if there is not enough.
+
+        It is filled, or pinned, here and not in the middle of a step: at half a second a GB.
+        """
+        pinned = accelerator.is_accelerator(device_of(state))
+        _, sizes = _places([part.nbytes for _, _, part in _parts(state)])
+        for i, size in enumerate(sizes):
+            if i < len(self.slabs) and self.slabs[i].numel() >= size:
+                continue
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self.slabs[i : i + 1] = [slab if pinned else slab.zero_()]
+
+    def now(self, state: State) -> Any:
+        """Where the values of `state` are those to be saved: an event, to be recorded by the thread
+        that computes them; None for the CPU's, whose values are there."""
+        device = device_of(state)
+        if not accelerator.is_accelerator(device):
+            return None
+        event = accelerator.module(device).Event()
+        event.record(accelerator.module(device).current_stream(device))
+        return event
+
+    def copy(self, state: State, ready: Any = None) -> State:
+        """The same values, in the slabs; boxes larger than a slab are cut by rows.
+
+        From an accelerator they are copied on a stream of their own, behind `ready` (of `now`): not
+        behind what was queued since. At the return all is copied, or nothing writes any more.
+        """
+        self.prepare(state)
+        parts = list(_parts(state))
+        places, _ = _places([part.nbytes for _, _, part in parts])
+        copied = {name: dataclasses.replace(tensor, boxes=[]) for name, tensor in state.items()}
+        pairs = []
+        for (name, box, source), (slab, at) in zip(parts, places, strict=True):
+            room = self.slabs[slab][at : at + source.nbytes]
+            target = room.view(source.dtype).view(source.shape)
+            copied[name].boxes.append((box, target))
+            pairs.append((target, source))
+        if ready is not None:
+            self._copy_beside(pairs, device_of(state), ready)
+        elif pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, sources)
+        return copied
+
+    def _copy_beside(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, ready: Any
+    ) -> None:
+        if self.stream is None:
+            self.stream = accelerator.module(device).Stream(device)
+        self.stream.wait_event(ready)
+        try:
+            with accelerator.on_stream(self.stream):
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+        finally:  # also if one cannot be queued: the slabs are written to until here
+            self.stream.synchronize()
+
+
+def device_of(state: State) -> torch.device:
+    """Where the values of `state` are; the CPU if it has none."""
+    boxes = (values for tensor in state.values() for _, values in tensor.boxes)
+    return next((values.device for values in boxes), torch.device("cpu"))
+
+
+def _parts(state: State) -> Iterator[tuple[str, Box, Tensor]]:
+    """(name, box, values) of every box, cut by rows to parts that fit a slab."""
+    for name, tensor in state.items():
+        for box, values in tensor.boxes:
+            if values.nbytes <= SLAB:
+                yield name, box, values
+                continue
+            rows = max(1, SLAB // values[0].nbytes)
+            for first in range(0, box.sizes[0], rows):
+                part = values[first : first + rows]
+                start = (box.offsets[0] + first, *box.offsets[1:])
+                yield name, Box(start, tuple(part.shape)), part
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """(slab, first byte) of each part, and the bytes of each slab.
+
+    The largest first, each into the first slab with room: little is left over.
+    """
+    places, used = [(0, 0)] * len(sizes), []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        room = _padded(sizes[i])
+        fitting = (slab for slab, taken in enumerate(used) if taken + room <= SLAB)
+        slab = next(fitting, len(used))
+        if slab == len(used):
+            used.append(0)
+        places[i] = (slab, used[slab])
+        used[slab] += room
+    return places, used
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+# Writes checkpoints, at once or in the background, so that each is whole or not there.
+#
+# Every rank writes its file into `.saving-…`, flushes it and tells rank 0; rank 0 adds the
+# manifest, flushes and renames the folder to `step-…`: then the save has succeeded, and what
+# follows (`latest`, the checkpoints that are too many) may fail without changing that. In the
+# background the ranks talk through the store alone: a collective there would meet those of the
+# training in any order.
+
 
 POLL_S = 0.02
 

@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 import parallel3d
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.cli import help_text, hydra_run
-from parallel3d.cli.completion import complete
-from parallel3d.cli.hydra_words import (
+from parallel3d.cli.help_text import complete
+from parallel3d.cli.hydra_run import (
     failed_elsewhere,
     is_sweep,
     numbered,
@@ -34,20 +34,18 @@ from parallel3d.commands.checked import NEED_DATA, checked
 from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
-from parallel3d.commands.generate.start import GENERATE, start_generate, take_prompt
+from parallel3d.commands.generate import GENERATE, start_generate, take_prompt
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
-from parallel3d.data.text.run_tokenizer import with_own_tokenizer
+from parallel3d.data.tokenizer import with_own_tokenizer
 from parallel3d.errors import USER_ERROR, UserError, nearest, print_line, readable
-from parallel3d.host.devices import HostError, check_precision_of, choose_device
-from parallel3d.host.gpu_environment import gpu_environment
-from parallel3d.host.standard_streams import open_closed_streams
+from parallel3d.host.devices import HostError, check_precision_of, choose_device, gpu_environment
+from parallel3d.host.processes import open_closed_streams
 from parallel3d.run.directory import check_run, make_run_directory, take_run
 from parallel3d.run.failure import full_stop
-from parallel3d.run.launch import RankAssignment, detect, port_is_free
-from parallel3d.run.meeting import CAN_GO_ON
-from parallel3d.run.time_limits import or_end
+from parallel3d.run.launch import RankAssignment, detect, or_end, port_is_free
+from parallel3d.run.rendezvous import CAN_GO_ON
 from parallel3d.run.worker import APPS, run_here, run_joined
 
 FAILED = 1
@@ -170,7 +168,7 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
         # Under srun every task gets here, and all know the same.
         first = place is None or place.rank == 0
         if app == TOPOLOGY:
-            from parallel3d.topology.map.report import topology
+            from parallel3d.topology.report import topology
 
             return topology(config, typed) if first else 0
         if app == SCHEDULE:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from parallel3d.config.checks.groups import parse_nccl_settings
+from parallel3d.config.checks.parallelism import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.parts import natural

@@ -1,4 +1,4 @@
-"""This rank's communication groups, made from a `Layout` and held by a `DeviceMesh`."""
+"""Ranks that communicate: what every collective is told of the group that it runs over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.group_options import (
     BACKWARD,
     GLOO_ON,
@@ -21,17 +20,48 @@ from parallel3d.comm.group_options import (
     nccl_options,
     nccl_settings,
 )
-from parallel3d.comm.shared_collectives import SharedCollectives
+from parallel3d.comm.operation_log import OperationLog
+from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.device import accelerator
 from parallel3d.topology.layout import Coordinates, Layout, layout_of
 from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
-    from parallel3d.comm.clock import StepTimer
-    from parallel3d.comm.operation_log import OperationLog
+    from parallel3d.comm.step_timer import StepTimer
     from parallel3d.config.schema import Config
     from parallel3d.topology.tiling import RankMapping
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate along one dimension.
+
+    `handle` is None for a group of one: nothing may be sent there, so nothing is.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int  # this rank's place in `ranks`
+    handle: dist.ProcessGroup | None
+    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
+    log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
+    clock: StepTimer | None = field(default=None, compare=False)  # told how long collectives take
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict) -> Group:
+        """Itself: the copy of a module talks to the same ranks."""
+        return self
+
+
+SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster are unsharded
+
+
+# This rank's communication groups, made from a `Layout` and held by a `DeviceMesh`.
+
 
 # Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
 # rails by their nature, so they stay where the processes met.

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
 from parallel3d.device import accelerator
-from parallel3d.device.ranges import Ranges
+from parallel3d.device.accelerator import Ranges
 from parallel3d.errors import print_line
 from parallel3d.models.transformer import Stage, TransformerBlock
 from parallel3d.run.launch import Worker

@@ -29,13 +29,12 @@ from parallel3d.schedules.choose import (
     measured_forms,
     wanted,
 )
-from parallel3d.schedules.flight import peak_in_flight
-from parallel3d.schedules.render import render_svg, render_text
+from parallel3d.schedules.draw import render_svg, render_text, write_table
+from parallel3d.schedules.messages import peak_in_flight
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
-from parallel3d.schedules.table import write_table
-from parallel3d.sizes.stage_costs import StageWeights
-from parallel3d.topology.map.output import check_free, write
+from parallel3d.sizes.balance import StageWeights
+from parallel3d.topology.text import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE

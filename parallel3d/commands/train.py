@@ -19,29 +19,27 @@ from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.profiling import StepProfiler
 from parallel3d.commands.timeline import LATER, train_drawn_step
 from parallel3d.config.schema import Config
-from parallel3d.data.agreement import check_same_text
-from parallel3d.data.corpora.blend import Blend
-from parallel3d.data.corpora.blended import Blended
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.blend import Blend, Blended
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.text.run_tokenizer import keep_tokenizer, with_own_tokenizer
+from parallel3d.data.reading import check_same_text
+from parallel3d.data.split import Corpus
+from parallel3d.data.tokenizer import keep_tokenizer, with_own_tokenizer
 from parallel3d.data.watched import look_at, unmarked
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fuses
 from parallel3d.errors import TrainingFailure, print_line
+from parallel3d.faults.hang import HANG_FILE
 from parallel3d.faults.health import Health
-from parallel3d.faults.inquiry import HANG_FILE
 from parallel3d.faults.watchdog import start_watchdog
-from parallel3d.files.durable import flush, flush_folder
+from parallel3d.files import flush, flush_folder
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.metrics.memory import PeakMemory, peak_memory
-from parallel3d.metrics.peak import device_peak_flops
+from parallel3d.metrics.peak import PeakMemory, device_peak_flops, peak_memory
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.models.attention_kernel import LEAST_KV_HEADS, avoids_cudnn
+from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.run.directory import status
 from parallel3d.run.launch import Worker
-from parallel3d.sizes.flops import flops_per_token
-from parallel3d.sizes.run_schedule import why_chosen
+from parallel3d.sizes.balance import why_chosen
+from parallel3d.sizes.model import flops_per_token
 from parallel3d.trainer import StepResult, Trainer
 
 # The file in the run directory that asks a batch script to queue the job again.

@@ -15,7 +15,7 @@ from textwrap import dedent
 from parallel3d.checkpoint.manifest import reason
 from parallel3d.config.fields import all_keys, nearest_key, show
 from parallel3d.errors import UserError, nearest
-from parallel3d.files.reading import plain
+from parallel3d.files import plain
 
 HELP = frozenset(("-h", "--help"))
 

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.attention import in_other_precision
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.engines import ScheduleConfig
 from parallel3d.config.run import ProfileConfig
 from parallel3d.config.schema import Config, OptimConfig, PrecisionConfig
-from parallel3d.data.corpora.blend import Blend
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.config.sections import in_other_precision
+from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import open_corpus
+from parallel3d.data.split import Corpus
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_boxes
 from parallel3d.run.launch import Worker

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.attention import AUTO, KERNELS
 from parallel3d.config.cluster import (
     BenchConfig,
     CalibrateConfig,
@@ -31,7 +30,6 @@ from parallel3d.config.engines import (
     ScheduleConfig,
     TensorParallelConfig,
 )
-from parallel3d.config.recompute import PARTS, WORDS, wrong_parts
 from parallel3d.config.run import (
     DataParallelConfig,
     LaunchConfig,
@@ -40,7 +38,16 @@ from parallel3d.config.run import (
     TrainConfig,
     VerifyConfig,
 )
-from parallel3d.config.sections import ModelConfig, OptimConfig, key
+from parallel3d.config.sections import (
+    AUTO,
+    KERNELS,
+    PARTS,
+    WORDS,
+    ModelConfig,
+    OptimConfig,
+    key,
+    wrong_parts,
+)
 
 __all__ = [
     "SECTIONS",

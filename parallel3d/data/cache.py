@@ -1,36 +1,81 @@
-"""The token cache: one file per text, built once, whole or not there.
-
-    header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
-
-A build goes to a temporary file in the same folder, is flushed to disk and renamed, so that a name
-never stands for half a file. The kernel drops a builder's lock when it dies. Nothing is unpickled.
-"""
+"""Of several processes that want the same token cache one builds it, and the others wait."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import struct
 import tempfile
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from parallel3d.data.build_lock import Report, build_lock
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer
 from parallel3d.data.tokens import Tokens
 from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
 from parallel3d.errors import UserError
-from parallel3d.files.durable import flush_folder, is_ours, no_link, others_may_write
-from parallel3d.files.reading import read_into
+from parallel3d.files import flush_folder, is_ours, no_link, others_may_write, read_into
+
+Report = Callable[[str], None]
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_PAUSE_S = 0.02
+
+
+@contextlib.contextmanager
+def build_lock(path: Path, report: Report) -> Iterator[bool]:
+    """Holds the lock file; yields False where the file system (some network ones) has no locks.
+
+    Without a lock two runs may both build: that costs time, the rename still keeps the file whole.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another run is building the token cache: waiting for it")
+            # Asked again and again, for hours if need be: a process that is held in a call would
+            # look to its watchdog like one whose disk is dead.
+            while not _locks(descriptor):
+                time.sleep(_PAUSE_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            report(f"{path.parent} is on a file system without locks: another run may build too")
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)  # which unlocks; the file stays, to remove it would race
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# The token cache: one file per text, built once, whole or not there.
+#
+#     header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
+#
+# A build goes to a temporary file in the same folder, is flushed to disk and renamed, so that a
+# name never stands for half a file. The kernel drops a builder's lock when it dies. Nothing is
+# unpickled.
+
 
 _MAGIC = b"P3DTOKEN"
 _VERSION = 1

@@ -1,10 +1,21 @@
-"""Megatron's pairs of files, read and written as one stream of tokens."""
+"""The index of one of Megatron's pairs: `<prefix>.bin` holds tokens, `<prefix>.idx` says where
+documents begin.
+
+    .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 sequences
+        | u64 documents + 1 | i32 length of each sequence, tokens | i64 byte in .bin of each
+        | i64 first sequence of each document, and the number of sequences
+    .bin: the tokens of the sequences
+
+Source: Megatron-Core, core/datasets/indexed_dataset.py.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import secrets
+import stat
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,10 +23,262 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.data.pair_index import HEADER, MAGIC, TYPES, VERSION, PairIndex, opened
-from parallel3d.data.tokens import File, Tokens
+from parallel3d.data.tokens import File, Tokens, pread, size_of
 from parallel3d.errors import UserError
-from parallel3d.files.durable import flush_folder, no_link
+from parallel3d.files import flush_folder, no_link
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+# By Megatron's type code; those of its floating-point numbers are no tokens.
+TYPES = {
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
+_FLOATS = {6: "float64", 7: "float32"}
+
+_SAMPLED = 4  # places of an index that are looked at when it is opened,
+_RUN = 256  # documents at each of them
+_FEW = 4096  # that are all looked at
+_AT_A_TIME = 1 << 20
+_AROUND = 64  # documents that a search looks at together,
+_MOST_SEQUENCES = 16  # and for each of them so many sequences
+
+
+class PairIndex:
+    """An index whose sequences lie one after another in the .bin; read from the file when asked.
+
+    By reading, not by a map, as `Tokens`; and what a map has touched counts as this process's
+    memory, in pieces far larger than what was asked for.
+    """
+
+    def __init__(self, file: File, named: str) -> None:
+        """The index in the open `file`, which stays open as long as it lives. Raises UserError.
+
+        Reads the header, proves the size of the file by it, and looks at all documents of a small
+        index, at some evenly chosen ones of another.
+        """
+        self._named, self._path = named, file.name
+        self.dtype, self.sequences, self.documents = _header(file, named)
+        pointers_at = HEADER.size + 4 * self.sequences
+        documents_at = pointers_at + 8 * self.sequences
+        self._prove_size(size_of(file), documents_at + 8 * (self.documents + 1))
+        self.lengths = Tokens(file, HEADER.size, self.sequences, np.dtype("<i4"))
+        self._pointers = Tokens(file, pointers_at, self.sequences, np.dtype("<i8"))
+        self._firsts = Tokens(file, documents_at, self.documents + 1, np.dtype("<i8"))
+        last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
+        self.tokens = last + int(self.lengths[self.sequences - 1 :][0])
+        ends = int(self._firsts[:1][0]), int(self._firsts[self.documents :][0])
+        if ends != (0, self.sequences):
+            raise self.damaged(f"its documents are sequences {ends[0]} to {ends[1]}")
+        if first := int(self._pointers[:1][0]):
+            raise self.damaged(f"its first sequence begins at byte {first:,}")
+        for begin, end in _runs(self.documents):
+            self.begins(begin, end)
+
+    def begin(self, document: int) -> int:
+        """The token at which a document begins; `tokens` for number `documents`."""
+        return int(self._near(document, document + 1)[0])
+
+    def document_from(self, token: int) -> int:
+        """The first document that begins at `token` or after it, `documents` if none does."""
+        first, begins = self._block(token)
+        return first + int(begins.searchsorted(token))
+
+    def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The token at which each of the documents `first` … `last` - 1 begins.
+
+        Raises UserError where their sequences do not lie one after another.
+        """
+        if first >= last:
+            return np.zeros(0, np.int64)
+        sequences = self._firsts[first : last + 1]
+        begin, end = int(sequences[0]), int(sequences[-1])
+        steps = sequences[1:] - sequences[:-1]
+        if steps.min() < 0 or not 0 <= begin <= end <= self.sequences:
+            raise self._disordered(first, last)
+        pointers = self._checked_pointers(begin, end)
+        if end - begin == last - first and steps.max() == 1:  # each document is one sequence
+            return pointers[: last - first] // self.dtype.itemsize
+        return pointers[sequences[:-1] - begin] // self.dtype.itemsize
+
+    def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The tokens, of `begin` … `end` - 1, at which documents begin, ascending."""
+        block, begins = self._block(begin)
+        place, last = begins.searchsorted((begin, end)).tolist()
+        if last < begins.size:  # the usual case: all of them are in what the search has read
+            lengths = self._lengths_of(block + place, block + last)
+            if np.array_equal(begins[place + 1 : last + 1] - begins[place:last], lengths):
+                return begins[place:last]
+        first, many, found = block + place, _AROUND, []
+        while True:
+            begins = self.begins(first, min(first + many, self.documents))
+            place = int(begins.searchsorted(end))
+            found.append(begins[:place])
+            if place < begins.size or first + many >= self.documents:
+                return np.concatenate(found)
+            first, many = first + many, 2 * many
+
+    def check_all(self) -> None:
+        """Raises UserError if any sequence lies elsewhere than after the one before it, or if a
+        document does."""
+        for begin in range(0, self.sequences, _AT_A_TIME):
+            self._checked_pointers(begin, min(begin + _AT_A_TIME, self.sequences))
+        for first in range(0, self.documents, _AT_A_TIME):
+            last = min(first + _AT_A_TIME, self.documents)
+            if (np.diff(self._firsts[first : last + 1]) < 0).any():
+                raise self._disordered(first, last)
+        for first in range(0, self.documents, _AT_A_TIME):
+            self.begins(first, min(first + _AT_A_TIME, self.documents))
+
+    def _block(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Some documents, by the number of their first, around where those before `token` end.
+
+        Guessed from the mean length, then from what was found there; in halves where that leads
+        nowhere, as with one document that is most of the text.
+        """
+        low, high, tries = 0, self.documents, 0
+        guess = token * self.documents // self.tokens
+        while low < high:
+            if tries % 3 == 2:
+                guess = (low + high) // 2
+            tries += 1
+            first = max(low, min(guess - _AROUND // 2, high - _AROUND))
+            begins = self._near(first, min(high, first + _AROUND))
+            place = int(begins.searchsorted(token))
+            if 0 < place < begins.size or (place == 0 and first == low):
+                return first, begins
+            if place == 0:
+                high = edge = first
+            else:
+                low = edge = first + begins.size
+            guess = (
+                edge
+                + (token - int(begins[min(place, begins.size - 1)])) * self.documents // self.tokens
+            )
+        return low, np.zeros(0, np.int64)
+
+    def _lengths_of(self, first: int, last: int) -> npt.NDArray[np.integer]:
+        """Tokens of these documents, each of which is one sequence; else nothing that fits them."""
+        if first == last:
+            return np.zeros(0, np.int32)
+        begin = int(self._firsts[first : first + 1][0])
+        return self.lengths[begin : begin + last - first]
+
+    def _near(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """As `begins`, unchecked: to search by. Also of number `documents`, the end."""
+        sequences = self._firsts[first:last]
+        begin, end = int(sequences[0]), int(sequences[-1])
+        if not 0 <= begin <= end <= self.sequences or end - begin > _MOST_SEQUENCES * _AROUND:
+            return np.array([self._slow_begin(int(sequence)) for sequence in sequences])
+        pointers = self._pointers[begin : end + 1]
+        if end == self.sequences:  # behind it nothing begins
+            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
+        if end - begin == last - first - 1:
+            return pointers // self.dtype.itemsize
+        if sequences.min() < begin or sequences.max() > end:
+            raise self._disordered(first, last)
+        return pointers[sequences - begin] // self.dtype.itemsize
+
+    def _slow_begin(self, sequence: int) -> int:
+        if not 0 <= sequence < self.sequences:
+            if sequence == self.sequences:
+                return self.tokens
+            raise self.damaged(f"a document begins at sequence {sequence:,}")
+        return int(self._pointers[sequence : sequence + 1][0]) // self.dtype.itemsize
+
+    def _checked_pointers(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """The bytes at which sequences `begin` … `end` begin, which lie one after another.
+
+        That number `end` may be the end of the .bin.
+        """
+        pointers = self._pointers[begin : end + 1]
+        if end == self.sequences:  # behind it nothing begins
+            pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
+        lengths = self.lengths[begin:end].astype(np.int64)
+        ends = pointers[:-1] + lengths * self.dtype.itemsize
+        wrong = (ends != pointers[1:]) | (lengths < 0)
+        if wrong.any():
+            odd = int(wrong.argmax())
+            raise self.damaged(
+                f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
+                f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
+            )
+        return pointers
+
+    def _disordered(self, first: int, last: int) -> UserError:
+        return self.damaged(f"documents {first:,} to {last:,} are not in the order of sequences")
+
+    def damaged(self, what: str) -> UserError:
+        return UserError(
+            f"{self._named} cannot be read, {self._path} does not fit its .bin: {what}; make the "
+            "pair again"
+        )
+
+    def _prove_size(self, size: int, needed: int) -> None:
+        if size < needed:
+            raise UserError(
+                f"{self._named} is cut short: {self._path} has {size:,} bytes, {self.sequences:,} "
+                f"sequences and {self.documents:,} documents need {needed:,}; copy the pair again"
+            )
+        if size > needed:
+            raise UserError(
+                f"{self._named} cannot be read, {self._path} has {size - needed:,} bytes more than "
+                "an index of text: pairs with modes (images) are not taken"
+            )
+
+
+def opened(path: str, named: str) -> BinaryIO:
+    """The regular file at `path`, to read without a buffer. Raises UserError."""
+    try:
+        file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115  the caller closes it
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(
+            f"{named} does not exist, there is no {path}: give the prefix of a pair, its name "
+            "without .bin and .idx"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{named} cannot be read, {path}: {error.strerror}; give a pair that you may read"
+        ) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UserError(f"{named} cannot be read, {path} is not a regular file: give a pair")
+    return file
+
+
+def _no_wait(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
+    """Type of the tokens, sequences and documents. Raises UserError."""
+    head = pread(file, HEADER.size, 0)
+    if not head.startswith(MAGIC):
+        raise UserError(f"{named} is no pair of Megatron's: {file.name} does not begin as an index")
+    if len(head) < HEADER.size:
+        raise UserError(f"{named} is cut short: {file.name} has {len(head)} bytes; copy it again")
+    _, version, code, sequences, ends = HEADER.unpack(head)
+    if version != VERSION:
+        raise UserError(f"{named} has an index of version {version}: it must be {VERSION}")
+    if code not in TYPES:
+        what = _FLOATS.get(code, f"of the unknown type {code}")
+        raise UserError(f"{named} holds numbers that are no tokens, {what}: it must hold integers")
+    if not sequences or ends < 2:
+        raise UserError(f"{named} holds no documents: give a pair that holds text")
+    return TYPES[code], sequences, ends - 1
+
+
+def _runs(count: int) -> list[tuple[int, int]]:
+    """Begin and end of evenly chosen runs of `count` things: all of them if they are few."""
+    if count <= _FEW:
+        return [(0, count)]
+    begins = [i * (count - _RUN) // (_SAMPLED - 1) for i in range(_SAMPLED)]
+    return [(begin, begin + _RUN) for begin in begins]
+
+
+# Megatron's pairs of files, read and written as one stream of tokens.
+
 
 _WRITTEN = 1 << 20  # numbers of an index that are made at a time
 

@@ -24,12 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import SINGLE, Group
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.pieces import Initializer
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.sharding import Initializer, Segment, SegmentPart
 
 
 class FullyShardedDataParallel:
@@ -144,7 +142,7 @@ class FullyShardedDataParallel:
         """This rank's shard of a tied table's gradient, flat; both stages cut it alike."""
         return self.gradient_of[name]
 
-    def publish(self) -> None:
+    def all_gather_params(self) -> None:
         """Drops what was gathered of older parameters; the next forward gathers the new ones."""
         for unit in self.units:
             unit.reshard()
@@ -249,5 +247,5 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 def _segment(name: str, parameter: nn.Parameter, flat: Tensor, grad: Tensor, start: int) -> Segment:
     spec = parameter.spec
-    kind = (spec.decays, spec.replicated, spec.tied_copy)
+    kind = (spec.decays, spec.replicated, spec.tied_lm_head)
     return Segment(flat, grad, flat, *kind, [SegmentPart(name, spec, start, flat.numel())])

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
-from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.buckets import Bucket
-from parallel3d.data_parallel.engine import DataParallel
+from parallel3d.data_parallel.engine import BucketedDataParallel, DataParallel
+from parallel3d.data_parallel.reducer import Bucket
 from parallel3d.optim.optimizer import sum_of_squares
-from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.sharding import ParameterSpec, Segment
 
 HEAD_TABLE = "head.table"  # of an output head that is not tied
 KEEP = 0.98  # of the running means, a step: they reach back over about 50
@@ -103,7 +101,7 @@ class PartialNorms:
 
     def _runs(self, name: str, spec: ParameterSpec, start: int, numel: int) -> Iterator[slice]:
         """What counts of a parameter's elements from `start` on, counted from there."""
-        if spec.tied_copy or name == self.tied:
+        if spec.tied_lm_head or name == self.tied:
             return
         if spec.replicated and (self.sp or self.tp.index > 0):
             return

@@ -1,9 +1,4 @@
-"""The one room that knows what kind of device a tensor is on.
-
-Everything else asks here, so that a CUDA GPU, a ROCm one, another accelerator that torch knows and
-the pretended one of the tests (`parallel3d.pretend`) take the same lines. `torch.cuda` and its
-siblings share their names; `module` hands out the one of a device.
-"""
+"""Named ranges of what a rank does, as profilers show them."""
 
 from __future__ import annotations
 
@@ -14,6 +9,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
+
+
+class Ranges:
+    """Opens and closes ranges of `torch.profiler` and, on CUDA, the same ones of NVTX for nsys.
+
+    They nest: `pop` closes the newest. The thread that opens one must close it; while autograd's
+    own thread has ranges open, the thread that called the backward waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_device = is_accelerator(device)
+        self.nvtx = getattr(module(device), "nvtx", None) if on_device else None
+        self._open: list[record_function] = []
+
+    def push(self, name: str) -> None:
+        """Opens a range."""
+        opened = record_function(name)
+        opened.__enter__()
+        self._open.append(opened)
+        if self.nvtx is not None:
+            self.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        """Closes the newest range that is open."""
+        if self.nvtx is not None:
+            self.nvtx.range_pop()
+        self._open.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """`push` and `pop` around a block."""
+        self.push(name)
+        try:
+            yield
+        finally:
+            self.pop()
+
+
+# The one room that knows what kind of device a tensor is on.
+#
+# Everything else asks here, so that a CUDA GPU, a ROCm one, another accelerator that torch knows
+# and the pretended one of the tests (`parallel3d.simulated_device`) take the same lines.
+# `torch.cuda` and its siblings share their names; `module` hands out the one of a device.
+
 
 HOST = ("cpu", "meta")  # types whose operations have ended when they return
 

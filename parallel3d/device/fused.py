@@ -1,13 +1,4 @@
-"""Element-wise functions that run as one kernel where the device has a compiler for them.
-
-What stands between the GEMMs is bound by memory: eight operations in a row read and write the
-activations eight times, one kernel of the same arithmetic once. A function under `fused` is plain
-PyTorch, from tensors to tensors. On a CPU it runs as it stands. On an accelerator with Triton it is
-compiled once for each shape (seconds, then found in TorchInductor's cache). A device whose module
-offers `fused_kernel`, as the pretended one does, says itself what one kernel is.
-
-Values may differ from the plain run by rounding alone: intermediates stay in fp32 registers.
-"""
+"""Operators that a compiler takes as they are, without looking into them."""
 
 from __future__ import annotations
 
@@ -23,6 +14,41 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
+
+_library = torch.library.Library("parallel3d", "FRAGMENT")
+
+
+def define(name: str, signature: str, run: Callable, shape: Callable) -> None:
+    """`torch.ops.parallel3d.NAME`.
+
+    Args:
+        signature: of arguments and results, as torch's schemas are written.
+        run: computes it, on any device.
+        shape: results like those of `run` in shape and type, from arguments without values.
+    """
+    _library.define(f"{name}{signature}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
+
+
+def differentiate(name: str, backward: Callable, remember: Callable) -> None:
+    """Gives a defined operator its gradient, as `torch.library.register_autograd` does."""
+    torch.library.register_autograd(
+        f"parallel3d::{name}", backward, setup_context=remember, lib=_library
+    )
+
+
+# Element-wise functions that run as one kernel where the device has a compiler for them.
+#
+# What stands between the GEMMs is bound by memory: eight operations in a row read and write the
+# activations eight times, one kernel of the same arithmetic once. A function under `fused` is
+# plain PyTorch, from tensors to tensors. On a CPU it runs as it stands. On an accelerator with
+# Triton it is compiled once for each shape (seconds, then found in TorchInductor's cache). A
+# device whose module offers `fused_kernel`, as the pretended one does, says itself what one kernel
+# is.
+#
+# Values may differ from the plain run by rounding alone: intermediates stay in fp32 registers.
+
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -1,25 +1,258 @@
-"""Which rank is at fault when nothing moves any more, told from what every rank was doing.
-
-Pure: `watchdog.py` collects the states. Three ways to hang are told apart:
-
-dead        a rank gives no answer: its process is stopped, gone, or its host is out of reach
-shape       ranks are in the same operation of a group, with different tensors or calls
-missing     a rank did not come to an operation in which others wait: it is elsewhere
-
-Who is at fault cannot be read off two ranks that wait in different places: each lacks the other.
-Training repeats itself, though. A rank that this step did another thing than in the step before,
-where the others did as always, is the one. Where devices wait instead of hosts, `hang_queues` looks
-at what they were given.
-"""
+"""What the ranks tell each other of a hang, and the verdict on it; as JSON for the store."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
-from parallel3d.faults.hang_queues import verdict_of_queues
-from parallel3d.faults.hang_state import Diagnosis, Kind, RankState
+from parallel3d.comm.operation_log import Departure, LoggedOperation
+from parallel3d.comm.store import get, get_all, put
+from parallel3d.config.schema import Config
+from parallel3d.faults.flight_record import Queued
+from parallel3d.host.processes import of_this_job, why_silent
+from parallel3d.run import failure
+from parallel3d.run.launch import Worker, until, within
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+Kind = Literal["dead", "shape", "missing", "unknown"]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank was doing when it was asked.
+
+    Attributes:
+        who: "rank 3 (pp 0, dp 1, tp 1) on host". phase: "train step 12".
+        place: innermost line of this package on the stack of the rank's work, "" if there is none.
+        blocked: the function of torch.distributed that the work is in, "" if in none.
+        waiting: the noted operation that the host waits for. waited_s: how long nothing has moved.
+        ranks, counts: of each group that it is in: its ranks, and operations begun so far.
+        recent: the newest operations, oldest first.
+        departure: where this step differs from the one before; see `OperationLog.departure`.
+        queue: what the device was given, done or not, in order; None where nobody records that.
+    """
+
+    rank: int
+    who: str
+    phase: str
+    place: str = ""
+    blocked: str = ""
+    waiting: LoggedOperation | None = None
+    waited_s: float = 0.0
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    recent: tuple[LoggedOperation, ...] = ()
+    departure: Departure | None = None
+    queue: tuple[Queued, ...] | None = None
+
+    @property
+    def stuck(self) -> LoggedOperation | None:
+        """What the device waits in: the first that was queued and has not ended.
+
+        Those behind it may only wait for their turn. What it needs itself has ended, so that it is
+        other ranks that are late.
+        """
+        return next((q.operation for q in self.queue or () if not q.is_done), None)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.stuck is not None or self.waiting is not None or bool(self.blocked)
+
+    @property
+    def awaited(self) -> set[int]:
+        """The ranks that it waits for."""
+        operation = self.stuck or self.waiting
+        if operation is None:
+            return set()
+        if operation.peer is not None:
+            return {operation.peer}
+        return set(self.ranks.get(operation.group, ())) - {self.rank}
+
+    def doing(self) -> str:
+        """ "waits in all_reduce 5 of dp (float32[8])" or where its code is."""
+        if self.stuck is not None:
+            return f"waits on its device in {self.stuck}"
+        if self.waiting is not None:
+            return f"waits in {self.waiting}"
+        if self.blocked:
+            return f"waits in torch.distributed's {self.blocked}{self.place}"
+        return f"is in {self.phase}{self.place}, in no operation"
+
+    def waits(self) -> str:
+        """The witness's part of a verdict."""
+        return f"rank {self.rank} {self.doing()} in {self.phase}, for {self.waited_s:.0f} s"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why the run hangs; `ranks` are at fault."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    sentence: str
+
+
+def to_json(state: RankState) -> dict[str, Any]:
+    """JSON for the store; named tuples become lists."""
+    return dict(vars(state))
+
+
+def from_json(content: dict[str, Any]) -> RankState:
+    """The state again."""
+
+    def operation(fields: list | None) -> LoggedOperation | None:
+        if fields is None:
+            return None
+        group, number, name, shape, dtype, peer = fields
+        return LoggedOperation(group, number, name, tuple(shape), dtype, peer)
+
+    departure, queue = content["departure"], content["queue"]
+    if departure is not None:
+        departure = Departure(*(operation(o) for o in departure))
+    if queue is not None:
+        queue = tuple(Queued(operation(o), is_done) for o, is_done in queue)
+    return RankState(
+        **content
+        | {
+            "waiting": operation(content["waiting"]),
+            "ranks": {name: tuple(ranks) for name, ranks in content["ranks"].items()},
+            "recent": tuple(operation(o) for o in content["recent"]),
+            "departure": departure,
+            "queue": queue,
+        }
+    )
+
+
+# Which rank is at fault, told from what the devices were given and have not done.
+#
+# Where waiting is the devices' business (NCCL), hosts run on until they read a number back, all of
+# them somewhere else, and look alike. The queues do not: an operation that never ends was not
+# queued by one of its group, or with another tensor, or one of the group is stuck before it.
+
+
+UNEVEN = ("all_to_all", "alltoall", "scatter")  # whose ranks may give tensors of different sizes
+
+
+def verdict_of_queues(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """None where no device waits. The queues of all `states` are known."""
+    if all(state.stuck is None for state in states.values()):
+        return None
+    return _other_tensor(states) or _absent(states)
+
+
+def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """A rank whose tensor is another than that of the rest, though it may have got past."""
+    for state in states.values():
+        mine = state.stuck
+        if mine is None or mine.peer is not None or mine.name.startswith(UNEVEN):
+            continue
+        members = [states[rank] for rank in state.ranks.get(mine.group, ()) if rank in states]
+        theirs = {s.rank: found for s in members if (found := _entry(s, mine)) is not None}
+        others = [rank for rank, found in theirs.items() if not found.alike(mine)]
+        if not others:
+            continue
+        # Of two calls the rarer one is at fault; of equally frequent ones the later rank's.
+        same = [rank for rank, found in theirs.items() if found.alike(mine)]
+        odd, usual = (same, others) if len(same) < len(others) else (others, same)
+        blamed, witness = states[odd[0]], states[usual[0]]
+        call = theirs[blamed.rank]
+        sentence = f"{blamed.who} calls {call} in {blamed.phase}, where rank {witness.rank} calls "
+        return Diagnosis("shape", (blamed.rank,), f"{sentence}{theirs[usual[0]]}: {state.waits()}")
+    return None
+
+
+def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
+    """The collective of that group and number in the queue of `state`."""
+    for operation, _ in state.queue or ():
+        same = (operation.group, operation.number) == (wanted.group, wanted.number)
+        if same and operation.peer is None:
+            return operation
+    return None
+
+
+def _absent(states: Mapping[int, RankState]) -> Diagnosis:
+    """From a device that waits to a rank that has not come, and on to what that one waits for."""
+    way = [max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))]
+    while way[-1].stuck is not None and way[-1] not in way[:-1]:
+        state = way[-1]
+        members = (states[rank] for rank in sorted(state.awaited) if rank in states)
+        late = [member for member in members if not _came(member, state)]
+        if not late:
+            return _all_there(state)
+        # A rank whose device has nothing to wait for says more than one that waits itself.
+        way.append(min(late, key=lambda s: s.stuck is not None))
+    before, state = way[-2:]
+    if state.stuck is not None:
+        # Round in a circle. Who has queued what the one before waits in only waits for its turn.
+        circle = way[way.index(state) :]
+        skipped = [(b, s) for b, s in pairwise(circle) if not _queued(s, b)]
+        if len(skipped) != 1:
+            said = f"{state.who} {state.doing()} in {state.phase} and did not come to "
+            said += f"{before.stuck}: {before.waits()}; they went different ways"
+            return Diagnosis("missing", (state.rank, before.rank), said)
+        before, state = skipped[0]
+    said = f"{state.who} has not queued {before.stuck} and {state.doing()}: {before.waits()}"
+    return Diagnosis("missing", (state.rank,), said)
+
+
+def _came(state: RankState, other: RankState) -> bool:
+    """Whether the device of `state` is in what `other` waits in, or past it."""
+    wanted, mine = other.stuck, state.stuck
+    assert wanted is not None
+    if wanted.peer is not None:
+        # Messages that start together share a number.
+        return mine is not None and any(
+            op.peer == other.rank and op.group == wanted.group
+            for op, done in state.queue or ()
+            if not done and (op.group, op.number) == (mine.group, mine.number)
+        )
+    if mine is not None and (mine.group, mine.number) == (wanted.group, wanted.number):
+        return True
+    return _queued(state, other) and all(
+        done
+        for op, done in state.queue or ()
+        if (op.group, op.number, op.peer) == (wanted.group, wanted.number, None)
+    )
+
+
+def _queued(state: RankState, other: RankState) -> bool:
+    """Whether the host of `state` has come to what the device of `other` waits in."""
+    wanted = other.stuck
+    assert wanted is not None
+    queue = [op for op, _ in state.queue or () if op.group == wanted.group]
+    if wanted.peer is not None:
+        return any(op.peer == other.rank for op in queue)
+    return any(op.number >= wanted.number for op in queue if op.peer is None)
+
+
+def _all_there(state: RankState) -> Diagnosis:
+    wanted = state.stuck
+    assert wanted is not None
+    whom = f"all ranks of {wanted.group} are" if wanted.peer is None else f"rank {wanted.peer} is"
+    sentence = f"{state.who} {state.doing()} for {state.waited_s:.0f} s; {whom} in it too, with the"
+    sentence += " same tensor: a device or what lies between them stands still"
+    return Diagnosis("unknown", (state.rank,), sentence)
+
+
+# Which rank is at fault when nothing moves any more, told from what every rank was doing.
+#
+# Pure: `watchdog.py` collects the states. Three ways to hang are told apart:
+#
+# dead        a rank gives no answer: its process is stopped, gone, or its host is out of reach
+# shape       ranks are in the same operation of a group, with different tensors or calls
+# missing     a rank did not come to an operation in which others wait: it is elsewhere
+#
+# Who is at fault cannot be read off two ranks that wait in different places: each lacks the other.
+# Training repeats itself, though. A rank that this step did another thing than in the step before,
+# where the others did as always, is the one. Where devices wait instead of hosts, `hang_queues`
+# looks at what they were given.
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
@@ -173,3 +406,107 @@ def _unknown(states: Mapping[int, RankState]) -> Diagnosis:
     others = f"; all {len(states)} ranks wait" if all(s.is_waiting for s in states.values()) else ""
     sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s{others}"
     return Diagnosis("unknown", (state.rank,), sentence)
+
+
+# What the ranks of a hang tell each other, and which silent processes are to be killed.
+#
+# Each says through the store what it was doing; the first of them finds the verdict. Of those that
+# say nothing, their neighbours look at the processes.
+
+
+KEY = "parallel3d/hang"
+HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
+ANSWER_S = 3.5  # ranks that have not answered after this are silent
+RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
+DUMP_S = 3.0  # what is left for files that are still being written then
+# The others leave after so long, whatever the first of them found and said.
+VERDICT_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
+
+# A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
+Found = tuple[Diagnosis | None, list[tuple[int, int]]]
+
+
+@dataclass
+class Inquiry:
+    """One rank's part in finding out who is at fault.
+
+    Args:
+        store: of all ranks; None for a world of one.
+        keeper: rank 0's process, should the store go with it.
+    """
+
+    config: Config
+    worker: Worker
+    store: Store | None
+    keeper: dict[str, Any] | None = None
+    _silent: list[int] | None = None  # on the rank that speaks
+
+    def agree(self, state: RankState) -> Found:
+        """The verdict, on the rank that finds it, and processes to kill here.
+
+        None elsewhere, once that rank has `spoken`: by the first that ends, launchers end all.
+        """
+        if self.store is None:
+            return diagnose({state.rank: state}, {}), []
+        store, world = self.store, range(self.worker.world_size)
+        put(store, f"{KEY}/state/{state.rank}", to_json(state))
+        store.set(f"{KEY}/asked", "1")
+        first = store.add(f"{KEY}/first", 1) == 1
+        if not first:
+            verdict_key = f"{KEY}/verdict"
+            until(lambda: store.check([verdict_key]), VERDICT_S)
+            silent = get(store, verdict_key) if store.check([verdict_key]) else []
+            return None, self._mine_to_kill(silent)
+        answers = [f"{KEY}/state/{rank}" for rank in world]
+        until(lambda: store.check(answers), ANSWER_S)
+        there = {rank for rank in world if store.check([answers[rank]])}
+        said = get_all(store, [answers[rank] for rank in sorted(there)])
+        found = (from_json(state) for state in said)
+        states = {answer.rank: answer for answer in found}
+        silent = {rank: self._look_at(rank) for rank in world if rank not in there}
+        verdict = diagnose(states, silent)
+        self._silent = sorted(silent)
+        return verdict, self._mine_to_kill(self._silent)
+
+    def spoken(self) -> None:
+        """Lets the others leave."""
+        if self.store is not None and self._silent is not None:
+            put(self.store, f"{KEY}/verdict", self._silent)
+
+    def process(self, rank: int) -> dict[str, Any] | None:
+        key = f"{KEY}/process/{rank}"
+        assert self.store is not None
+        return get(self.store, key) if self.store.check([key]) else None
+
+    def _look_at(self, rank: int) -> tuple[str, str]:
+        """Who a silent rank is, and why it gives no answer."""
+        return self._look_at_process(rank, self.process(rank))
+
+    def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
+        if process is None:
+            return failure.who(self.config, rank), "has not started to train"
+        return failure.who(self.config, rank, process["host"]), why_silent(process)
+
+    def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
+        """Silent processes of this host and job: a stopped one would outlive the job."""
+        return of_this_job([self.process(rank) for rank in silent])
+
+    def without_store(self, state: RankState) -> Found:
+        """What one rank can tell alone; the first to make the file speaks."""
+        who, why = self._look_at_process(0, self.keeper)
+        here = of_this_job([self.keeper])
+        if not within(RECORD_FILE_S, self._is_first_without_store, True):
+            time.sleep(DUMP_S + RECORD_FILE_S)  # the first speaks meanwhile
+            return None, here
+        why += ", and the store that it keeps gives no answer"
+        return diagnose({state.rank: state}, {0: (who, why)}), here
+
+    def _is_first_without_store(self) -> bool:
+        """Whether no other rank has made the file before this one."""
+        try:
+            (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # no disk to agree by: said twice is better than not at all
+        return True

@@ -1,14 +1,4 @@
-"""Notices that nothing moves any more, says which rank is at fault, and ends the run.
-
-A thread of each rank looks once in a while whether the rank's operation log has grown. While it
-does, that is all: nothing is written or sent. Where nothing has moved for `timeout_s`, the ranks
-tell each other through the store what they were doing, dump their stacks into the run directory,
-and the first of them says who is at fault (`hang.diagnose`). Whoever does not answer is at fault
-himself: a stopped process cannot run its own thread, so its neighbours look at it in /proc.
-
-The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it is
-rank 0's: if it does not answer either, rank 0 is the one.
-"""
+"""What this process is in, as Python's stacks tell it."""
 
 from __future__ import annotations
 
@@ -23,27 +13,89 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from parallel3d.comm.job_store import put
 from parallel3d.comm.operation_log import OperationLog
+from parallel3d.comm.store import put
 from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
-from parallel3d.faults import flight_record, hang_state
-from parallel3d.faults.inquiry import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
-from parallel3d.faults.stacks import dump, in_torch_distributed, of_the_work
-from parallel3d.files.durable import replace_durably
+from parallel3d.faults import flight_record, hang
+from parallel3d.faults.hang import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
+from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
-from parallel3d.run.endings import EXIT_ALREADY_REPORTED
-from parallel3d.run.launch import Worker
-from parallel3d.run.time_limits import started, within
+from parallel3d.run.exit_codes import EXIT_ALREADY_REPORTED
+from parallel3d.run.failure import place_in
+from parallel3d.run.launch import Worker, started, within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+Stack = list[tuple[str, int, str]]  # (file, line, function), outermost first
+# The main thread's innermost frame while a backward runs.
+BACKWARD = "_engine_run_backward"
+
+
+def dump(path: Path) -> None:
+    """Writes the stacks of all Python threads. Raises OSError."""
+    with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def of_the_work() -> Stack:
+    """The stack of what the rank works on: the main thread's, and autograd's where it waits for it.
+
+    The backward of tensors on an accelerator runs on a thread of that device, which autograd made.
+    """
+    frames = sys._current_frames()
+    main = _stack(frames.get(threading.main_thread().ident or 0))
+    if not main or main[-1][2] != BACKWARD:
+        return main
+    known = {t.ident for t in threading.enumerate() if not _is_foreign(t)}
+    others = (_stack(frame) for ident, frame in frames.items() if ident not in known)
+    return main + next((stack for stack in others if place_in(stack)), [])
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether Python did not start it, and knows it for having asked who it is."""
+    return isinstance(thread, threading._DummyThread)
+
+
+def _stack(frame: FrameType | None) -> Stack:
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def in_torch_distributed(stack: Stack) -> str:
+    """The call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
+    name = ""
+    for file, _, function in reversed(stack):
+        if "/torch/distributed/" not in Path(file).as_posix():
+            break
+        name = function if function != "wrapper" else name
+    return name
+
+
+# Notices that nothing moves any more, says which rank is at fault, and ends the run.
+#
+# A thread of each rank looks once in a while whether the rank's operation log has grown. While it
+# does, that is all: nothing is written or sent. Where nothing has moved for `timeout_s`, the ranks
+# tell each other through the store what they were doing, dump their stacks into the run directory,
+# and the first of them says who is at fault (`hang.diagnose`). Whoever does not answer is at fault
+# himself: a stopped process cannot run its own thread, so its neighbours look at it in /proc.
+#
+# The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it
+# is rank 0's: if it does not answer either, rank 0 is the one.
+
 
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
 RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
@@ -214,7 +266,7 @@ class Watchdog:
             print_line(failed.sentence())
             self._code = EXIT_ALREADY_REPORTED if by_launcher else 1
 
-    def _state(self, record: str | None) -> hang_state.RankState:
+    def _state(self, record: str | None) -> hang.RankState:
         stack, ranks = of_the_work(), dict(self.log.ranks)
         queue = None
         if record is not None:
@@ -223,7 +275,7 @@ class Watchdog:
                 queue, ranks = read.queue or None, ranks | read.ranks
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 print_line(f"the flight recorder cannot be read ({type(error).__name__}: {error})")
-        return hang_state.RankState(
+        return hang.RankState(
             rank=self.worker.rank,
             who=failure.who(self.config, self.worker.rank),
             phase=self.worker.phase,
@@ -242,7 +294,7 @@ class Watchdog:
         store = self.store
         return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
 
-    def _failure(self, verdict: hang_state.Diagnosis) -> failure.RankFailure:
+    def _failure(self, verdict: hang.Diagnosis) -> failure.RankFailure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"
         return failure.RankFailure(
             rank=verdict.ranks[0],

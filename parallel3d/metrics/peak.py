@@ -1,21 +1,52 @@
-"""The peak of a device, which MFU is measured against: the user's, a datasheet's, or measured.
-
-Never one vendor's number for every device: a name that the table does not know is measured.
-"""
+"""The memory of the ranks' accelerators: how much a layout needs in truth."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from parallel3d.device import accelerator
+from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
-from parallel3d.device.products import matmul
 from parallel3d.host.devices import available_cores
 from parallel3d.metrics.text import si
+
+
+class PeakMemory(NamedTuple):
+    """Bytes of one rank's device, each the most at one time since the process began.
+
+    allocated: of tensors. reserved: what the allocator took from the device for them, with gaps.
+    """
+
+    allocated: int
+    reserved: int
+
+
+def peak_memory(device: torch.device) -> PeakMemory | None:
+    """This rank's so far; None on the CPU, whose memory nobody counts. No synchronisation."""
+    if not accelerator.is_accelerator(device):
+        return None
+    api = accelerator.module(device)
+    return PeakMemory(api.max_memory_allocated(device), api.max_memory_reserved(device))
+
+
+def summary_of(ranks: Sequence[PeakMemory]) -> dict[str, Any]:
+    """What summary.json says of them."""
+    return {
+        "unit": "bytes, the most at one time",
+        "ranks": [{"rank": rank, **memory._asdict()} for rank, memory in enumerate(ranks)],
+    }
+
+
+# The peak of a device, which MFU is measured against: the user's, a datasheet's, or measured.
+#
+# Never one vendor's number for every device: a name that the table does not know is measured.
+
 
 TERA = 1e12
 MEASURE_BUDGET_S = 0.1  # for all timed products together; the start-barrier waits for it

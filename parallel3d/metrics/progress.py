@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.metrics.records import StepRecord
+from parallel3d.metrics.jsonl import StepRecord
 from parallel3d.metrics.text import Curve, duration, encodable, loss_words, percent, si, sparkline
 
 REFRESH_PER_SECOND = 4  # a thread of the training process draws: more would only cost steps

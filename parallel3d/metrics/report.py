@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.comm.clock import KINDS
+from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.progress import MAX_WIDTH, print_styled
@@ -26,7 +26,7 @@ from parallel3d.metrics.text import (
     si,
     three_digits,
 )
-from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.model import parameter_count
 
 MOST_PARTS = 4  # of a blend, in the line of an evaluation; metrics.jsonl has all
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from parallel3d.files.durable import replace_durably
+from parallel3d.files import replace_durably
 
 MAX_ID_LENGTH = 64
 ID_FILE = "wandb-id"

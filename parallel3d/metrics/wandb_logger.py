@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from parallel3d.config.schema import Config
-from parallel3d.metrics.jsonl import value
+from parallel3d.metrics.jsonl import StepRecord, value
 from parallel3d.metrics.provenance import Provenance
-from parallel3d.metrics.records import StepRecord
 from parallel3d.metrics.wandb_file import Row, last_row, run_id
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel3d.config.attention import AUTO, MATH
+from parallel3d.config.sections import AUTO, MATH
 from parallel3d.data.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.device.operators import define, differentiate
+from parallel3d.device.fused import define, differentiate
 from parallel3d.models.attention_backends import allowed
 
 aten = torch.ops.aten

@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.device.fused import fused
-from parallel3d.device.operators import define, differentiate
+from parallel3d.data.documents import Documents
+from parallel3d.device.accelerator import is_accelerator
+from parallel3d.device.fused import define, differentiate, fused
 
 SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # A and B
 FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -172,3 +175,208 @@ define(
     lambda x, *_: x.new_empty(x.shape),
 )
 differentiate("dropout", _differentiate, _remember)
+
+
+# Causal attention whose probabilities are dropped, some rows of scores at a time.
+#
+# PyTorch's kernels draw masks of their own, which depend on the layout. Here the probabilities are
+# written out, dropped by the hash of `dropout` and multiplied with v, for as many queries at once
+# as `AT_ONCE` allows; neither probabilities nor masks are kept. The backward makes both again, as
+# in Dao et al. 2022, §B.2: with P = softmax(scores), Z the mask over 1 − p and A = Z ∘ P, out =
+# A·V,
+#
+#     dV = Aᵀ·dO,   dP = Z ∘ (dO·Vᵀ),   dS = P ∘ (dP − rowsum(dP ∘ P)).
+#
+# Memory is that of s · heads · head_dim and of one block, not of s². To a compiler it is one
+# operator that it does not look into.
+
+
+# Scores of one block: on a CPU 4 MiB in fp32, which stay in its cache; on an accelerator enough
+# that launches do not count.
+AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 20, 1 << 24
+# On a CPU, however long the keys: fewer queries read them all for products of a few rows, which
+# took (1, 16, 4096, 64) 4.0 s with 4 at a time and 1.5 with 32 (one core).
+LEAST_ROWS = 32
+
+
+def attend_dropping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: Dropout,
+    samples: Tensor,
+    documents: Documents | None,
+) -> Tensor:
+    """dropout(softmax(q·kᵀ / sqrt(head_dim) + causal mask))·v.
+
+    Args:
+        q, k, v: (b, heads, s, head_dim), as many heads each.
+        dropout: its heads begin with the first of `q`.
+        samples: (b,) numbers of the samples in the run.
+        documents: a token reads its own alone; None: a sample is one.
+
+    Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
+    """
+    where = (samples, dropout.site, dropout.first_head, dropout.p)
+    inputs = (q, k, v, None if documents is None else documents.starts, *where)
+    if torch.compiler.is_compiling():
+        return torch.ops.parallel3d.dropped_attention(*inputs)
+    return _Attention.apply(*inputs)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.starts, ctx.where = starts, where  # not of the graph: recomputation need not save them
+        return _forward(q, k, v, starts, *where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return *_backward(grad, *ctx.saved_tensors, ctx.starts, *ctx.where), *(None,) * 5
+
+
+class _Block(NamedTuple):
+    """Scores that are written out together: of these samples, these queries and the keys before
+    `keys`."""
+
+    samples: slice
+    rows: slice
+    keys: int
+
+
+def _blocks(q: Tensor) -> Iterator[_Block]:
+    """On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as a
+    fused kernel is made for each."""
+    b, heads, s, _ = q.shape
+    if not is_accelerator(q.device):
+        rows = max(LEAST_ROWS, AT_ONCE // (b * heads * s))
+        for begin in range(0, s, rows):
+            end = min(begin + rows, s)
+            yield _Block(slice(0, b), slice(begin, end), end)
+        return
+    rows = _divisor(s, AT_ONCE_ON_ACCELERATOR // (heads * s))
+    many = _divisor(b, AT_ONCE_ON_ACCELERATOR // (heads * rows * s))
+    for sample in range(0, b, many):
+        for begin in range(0, s, rows):
+            yield _Block(slice(sample, sample + many), slice(begin, begin + rows), s)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest one of `n` up to `most`; 1 at least."""
+    return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
+
+
+def _chances(scores: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
+    """Softmax in fp32 or better over the keys that each query, at its place, sees."""
+    key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    unseen = key > places.unsqueeze(-1)
+    if starts is not None:
+        unseen = unseen | (key < starts[:, None, :, None])
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(unseen, -torch.inf).softmax(-1)
+
+
+@fused
+def dropped_softmax(
+    scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor, p: float
+) -> Tensor:
+    chances = _chances(scores, places, starts)
+    dropped = are_dropped(low, high, scores.shape[-1], p)
+    return without(chances, dropped, p).to(scores.dtype)
+
+
+@fused
+def dropped_softmax_backward(
+    grad: Tensor, scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward's result once more, and the gradient of the scores."""
+    chances = _chances(scores, places, starts)
+    dropped = are_dropped(low, high, scores.shape[-1], p)
+    of_chances = without(grad.to(chances.dtype), dropped, p)
+    along = (of_chances * chances).sum(-1, keepdim=True)
+    of_scores = of_chances.sub_(along).mul_(chances)
+    return without(chances, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
+
+
+class _Scores(NamedTuple):
+    """What the kernels read of a block."""
+
+    scores: Tensor
+    places: Tensor
+    starts: Tensor | None
+    low: Tensor
+    high: Tensor
+    p: float
+
+
+def _scores(
+    block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, samples: Tensor, site: Tensor,
+    head: int, p: float,
+) -> _Scores:  # fmt: skip
+    """`q` is scaled already."""
+    of, rows, keys = block
+    scores = q[of, :, rows] @ k[of, :, :keys].mT
+    places = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)
+    keyed = row_keys(starts_of_keys(samples[of], site), (q.shape[1], len(places)), head, places)
+    begins = None if starts is None else starts[of, rows]
+    return _Scores(scores, places, begins, *keyed, p)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
+    out, q = _empty(q), q * (1 / math.sqrt(q.shape[-1]))
+    for block in _blocks(q):
+        kept = dropped_softmax(*_scores(block, q, k, starts, *where))
+        out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
+    return out
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of k and v add over blocks in fp32 or better."""
+    of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
+    q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
+    of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for block in _blocks(q):
+        of, rows, keys = block
+        of_out = grad[of, :, rows]
+        scores = _scores(block, q, k, starts, *where)
+        kept, of_scores = dropped_softmax_backward(of_out @ v[of, :, :keys].mT, *scores)
+        of_v[of, :, :keys] += kept.mT @ of_out
+        of_q[of, :, rows] = (of_scores @ k[of, :, :keys]).mul_(scale)
+        of_k[of, :, :keys] += of_scores.mT @ q[of, :, rows]
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _empty(like: Tensor) -> Tensor:
+    b, heads, s, size = like.shape
+    return like.new_empty(b, s, heads, size).transpose(1, 2)
+
+
+def _dropped_attention_remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    *tensors, ctx.head, ctx.p = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _dropped_attention_differentiate(ctx: Any, grad: Tensor) -> tuple:
+    found = torch.ops.parallel3d.dropped_attention_backward(
+        grad, *ctx.saved_tensors, ctx.head, ctx.p
+    )
+    return *found, *(None,) * 5
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? starts, Tensor samples, Tensor site, int head, float p"
+)
+define("dropped_attention", f"({_INPUTS}) -> Tensor", _forward, lambda q, *_: _empty(q))
+define(
+    "dropped_attention_backward",
+    f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda grad, q, k, v, *_: (_empty(q), torch.empty_like(k), torch.empty_like(v)),
+)
+differentiate("dropped_attention", _dropped_attention_differentiate, _dropped_attention_remember)

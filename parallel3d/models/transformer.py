@@ -1,35 +1,89 @@
-"""One decoder-only transformer that spells GPT, Llama and what lies between, by configuration.
-
-Free of parallelism but for the layers it is made of: a block reads as in the papers, and what is
-split, gathered and reduced is the business of `tensor_parallel`. Hidden states are
-(batch, sequence, hidden); under sequence parallelism the stream between blocks holds sequence/tp.
-"""
+"""The MLP of a block."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.config.schema import ModelConfig
+from parallel3d.comm.exchange import transfer
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.documents import Documents
-from parallel3d.models.attention import causal_attention
-from parallel3d.models.compilation import keeping_inductor, shared_inductor
-from parallel3d.models.context import BuildContext
+from parallel3d.models.attention import (
+    attend,
+    causal_attention,
+    choose_kernel,
+    kernel_shares_heads,
+    repeated,
+)
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.ends import Embedding, Head
-from parallel3d.models.layers import Norm, output_std, rotary_tables
-from parallel3d.models.mlp import MLP
-from parallel3d.models.ops import Rotary
-from parallel3d.models.qk_norm import QKNorm
-from parallel3d.models.recompute import checkpoint_up_to_linear, recomputed
-from parallel3d.schedules.placement import StageAssignment
-from parallel3d.sizes.recompute import recomputing
+from parallel3d.models.embedding_and_head import Embedding, Head
+from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std, rotary_tables
+from parallel3d.models.ops import Rotary, split_heads_rotary, swiglu
+from parallel3d.models.recompute import (
+    checkpoint_up_to_linear,
+    recomputed,
+    shared_inductor,
+    without_inplace_reuse,
+)
+from parallel3d.parameters.sharding import Initializer, ShardSpec
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.sizes.balance import layers_of_stages
+from parallel3d.sizes.model import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from parallel3d.tensor_parallel.mappings import gather_heads
+from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
+
+
+class MLP(nn.Module):
+    """Two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
+
+    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.activation, self.recompute = model.activation, ctx.recompute
+        prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
+        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
+        split = ctx.split | {"bias": model.bias}
+        self.up = ColumnParallelLinear(
+            prefix, dict.fromkeys(names, ffn), model.hidden_size, std=model.init_std, **split
+        )
+        self.down = RowParallelLinear(
+            f"{prefix}.down", ffn, model.hidden_size, std=output_std(model), **split
+        )
+
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of norm(x)."""
+        if {"mlp", "norm"} <= self.recompute:
+            return checkpoint_up_to_linear(self.down, lambda x: self.inner(norm(x)), x, again=True)
+        if "mlp" in self.recompute:
+            return checkpoint_up_to_linear(self.down, self.inner, norm(x), again=True)
+        x = checkpoint_up_to_linear(self.up, norm, x, again="norm" in self.recompute)
+        return checkpoint_up_to_linear(
+            self.down, self.activate, x, again="activation" in self.recompute
+        )
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.activate(self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            return swiglu(x)
+        if self.activation == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+# One decoder-only transformer that spells GPT, Llama and what lies between, by configuration.
+#
+# Free of parallelism but for the layers it is made of: a block reads as in the papers, and what is
+# split, gathered and reduced is the business of `tensor_parallel`. Hidden states are
+# (batch, sequence, hidden); under sequence parallelism the stream between blocks holds sequence/tp.
+
 
 # Blocks of one compiled graph: enough that what a graph costs to enter (0.4 ms measured) does not
 # count, few enough that a deep stage compiles in seconds.
@@ -186,10 +240,10 @@ class Stage(nn.Module):
         first, last: whether it holds the embedding, the head. Both: the whole model.
         beside: on the rank that holds both ends in two stages (a V), the first of them for the
             last: the last reads its word table where they are tied.
-        ends_meet: both ends are on this rank.
+        first_and_last_share_rank: both ends are on this rank.
         recomputed: how many of its layers recompute, the first ones; None: all.
 
-    `before_use(part)` is called before the forward reads the parameters of "embedding", "layers.3"
+    `pre_forward(part)` is called before the forward reads the parameters of "embedding", "layers.3"
     or "head": whoever shards parameters makes them whole there.
     """
 
@@ -201,19 +255,19 @@ class Stage(nn.Module):
         last: bool,
         ctx: BuildContext,
         beside: Stage | None = None,
-        ends_meet: bool = False,
+        first_and_last_share_rank: bool = False,
         recomputed: int | None = None,
     ) -> None:
         super().__init__()
-        ends_meet |= first and last
+        first_and_last_share_rank |= first and last
         self.first, self.last, self.drops = first, last, model.dropout > 0
-        self.before_use: Callable[[str], None] = lambda part: None
+        self.pre_forward: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
         # Local name of the word table that first and last rank of a pipeline both hold.
         self.tied_table: str | None = None
-        if model.tie_embeddings and (first or last) and not ends_meet:
+        if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
-        uses = 2 if ends_meet and model.tie_embeddings else 1
+        uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
         count = len(layers) if recomputed is None else recomputed
         keeping = replace(ctx, recompute=frozenset())
@@ -260,16 +314,16 @@ class Stage(nn.Module):
             if rotary is not None:
                 rotary = tuple(table[positions] for table in rotary)
         if self.first:
-            self.before_use("embedding")
+            self.pre_forward("embedding")
             x = self.embedding(tokens, samples, positions)
         blocks, names = list(self.layers.values()), list(self.layers)
         for i in range(0, len(blocks), GRAPH_BLOCKS):
             for name in names[i : i + GRAPH_BLOCKS]:
-                self.before_use(f"layers.{name}")
+                self.pre_forward(f"layers.{name}")
             x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, rotary, samples, documents)
         if not self.last:
             return x
-        self.before_use("head")
+        self.pre_forward("head")
         return self.head(x, labels, loss_mask, loss_scale)
 
 
@@ -289,31 +343,156 @@ def stages_of_rank(
     """
     held = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
     last = placement.stages - 1
-    ends_meet = 0 in held and last in held
+    first_and_last_share_rank = 0 in held and last in held
     stages: list[Stage] = []
     for stage in held:
-        beside = stages[0] if stage == last and ends_meet and stages else None
+        beside = stages[0] if stage == last and first_and_last_share_rank and stages else None
         recomputed = recomputing(ctx.recompute_layers, stage, len(layers[stage]))
         ends = stage == 0, stage == last
-        stages.append(Stage(model, layers[stage], *ends, ctx, beside, ends_meet, recomputed))
+        stages.append(
+            Stage(model, layers[stage], *ends, ctx, beside, first_and_last_share_rank, recomputed)
+        )
     return stages
 
 
-def compile_blocks(stages: Sequence[Stage], keeps_operands: bool) -> None:
+def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """From here on the blocks run, forward and backward, as compiled graphs.
 
     Groups of equal size share their code. Gradients of the linear layers go to their buckets (see
     `tensor_parallel.linear_ops`), never to `.grad`.
 
     Args:
-        keeps_operands: weight gradients may be put off (see `shared_inductor`).
+        saves_operands: weight gradients may be put off (see `shared_inductor`).
     """
     own_code = {}  # models of other shapes in this process are not counted as recompilations
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
         own_code["isolate_recompiles"] = True
-    backend = keeping_inductor if keeps_operands else shared_inductor
+    backend = without_inplace_reuse if saves_operands else shared_inductor
     compiled = torch.compile(
         _run_blocks, backend=backend, fullgraph=True, dynamic=False, **own_code
     )
     for stage in stages:
         stage.run_blocks = compiled
+
+
+# The forward pass one token at a time: keys and values of what was read are kept.
+#
+# Runs the very layers that were trained, on tensor-parallel ranks and through the stages of a
+# pipeline. One sequence, no gradients, no sequence parallelism.
+
+
+class Blank(Initializer):
+    """Makes parameters whose values come from elsewhere: drawing them would be for nothing."""
+
+    def fill(self, piece: ShardSpec, out: Tensor) -> None:
+        pass
+
+
+def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
+    """This rank's part of the model in fp32 (fp64 for a run of that precision), all zero."""
+    dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
+    init, kernel = Blank(config.seed, dtype, device), choose_kernel(config, device)
+    context = BuildContext(init, groups.tp, sp=False, attention_kernel=kernel)
+    layers = layers_of_stages(config)[groups.pp.index]
+    return Stage(config.model, layers, groups.is_first_stage, groups.is_last_stage, context)
+
+
+@dataclass
+class _Cache:
+    """Keys and values of one attention layer: (1, key-value heads, seq_length, head_dim)."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Decoder:
+    """Reads a sequence and gives the logits of what comes next; collective over tp × pp.
+
+    At most `seq_length` tokens are in view, as in training.
+    """
+
+    def __init__(self, config: Config, groups: ProcessGroups, stage: Stage) -> None:
+        self.model, self.groups, self.stage = config.model, groups, stage
+        self.window = self.model.seq_length
+        example = next(stage.parameters())
+        self.device, self.dtype = example.device, example.dtype
+        self.caches = {name: self._empty_cache(b.attention) for name, b in stage.layers.items()}
+        self.start = 0  # first token in view
+        self.read = 0  # tokens in the caches, from `start` on
+
+    def _empty_cache(self, attention: Attention) -> _Cache:
+        shape = (1, attention.kv_heads, self.window, attention.head_dim)
+        keys, values = torch.zeros((2, *shape), dtype=self.dtype, device=self.device)
+        return _Cache(keys, values)
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor | None:
+        """Logits (vocab_size,) of the token after `tokens`, on the last stage; None elsewhere.
+
+        Call it with the whole sequence so far: only what is new since the last call is read. When
+        the window is full, the latter half of it is read anew, from position 0 on.
+        """
+        start = self._in_view(len(tokens))
+        if start != self.start or len(tokens) - start - self.read != 1:
+            self.start, self.read = start, 0
+        view = tokens[start:]
+        new = torch.tensor([view[self.read :]], device=self.device)
+        x = self._embed(new) if self.stage.first else self._receive(new.shape[1])
+        for name, block in self.stage.layers.items():
+            x = self._block(block, self.caches[name], x)
+        self.read = len(view)
+        if not self.stage.last:
+            transfer(dist.isend, x.contiguous(), self._neighbour(1), self.groups.pp.handle)
+            return None
+        logits = gather_from_vocabulary(self.stage.head.logits(x[:, -1:]), self.groups.tp)
+        return logits[0, 0, : self.model.vocab_size]
+
+    def _in_view(self, length: int) -> int:
+        """First token in view: it moves on by half a window whenever the window is full."""
+        half = max(1, self.window // 2)
+        return 0 if length <= self.window else -(-(length - self.window) // half) * half
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedding = self.stage.embedding
+        x = embedding.word(tokens)
+        if embedding.position is None:
+            return x
+        return x + embedding.position[self.read : self.read + tokens.shape[1]]
+
+    def _receive(self, length: int) -> Tensor:
+        shape = (1, length, self.model.hidden_size)
+        x = torch.empty(shape, dtype=self.dtype, device=self.device)
+        transfer(dist.irecv, x, self._neighbour(-1), self.groups.pp.handle)
+        return x
+
+    def _neighbour(self, step: int) -> int:
+        return self.groups.pp.ranks[self.groups.pp.index + step]
+
+    def _block(self, block: TransformerBlock, cache: _Cache, x: Tensor) -> Tensor:
+        """`Block.layer` with the attention over the cache."""
+        attention = block.attention
+        inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
+        x = x + attention.out(inner)
+        return x + block.mlp(x, block.mlp_norm)
+
+    def _attend(self, attention: Attention, cache: _Cache, qkv: Tensor) -> Tensor:
+        """`causal_attention` of new tokens (1, n, …) over all that were read, kept in `cache`.
+
+        Either the cache is empty or n is 1: then every new token sees what it may see.
+        """
+        first, end = self.read, self.read + qkv.shape[1]
+        if attention.qk_norm is not None:
+            qkv = attention.qk_norm(qkv)
+        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
+        if self.stage.rotary is not None:
+            rotary = tuple(table[first:end] for table in self.stage.rotary)
+            q, k, v = split_heads_rotary(qkv, heads, kv_heads, width, rotary)
+        else:
+            parts = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=2)
+            q, k, v = (t.transpose(1, 2) for t in parts)
+        cache.keys[:, :, first:end], cache.values[:, :, first:end] = k, v
+        k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
+        if not kernel_shares_heads(q):
+            k, v = repeated(k, heads), repeated(v, heads)
+        y = attend(q, k, v, is_causal=first == 0, kernel=attention.kernel)
+        return y.transpose(1, 2).flatten(2)

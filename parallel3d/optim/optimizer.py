@@ -1,17 +1,84 @@
-"""AdamW and SGD on flat segments of parameters, with global-norm clipping."""
+"""What a checkpoint saves of one rank: slices of parameters with their optimizer state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """A run of one local parameter's elements, with all that its optimizer knows of them.
+
+    Attributes:
+        name: local parameter name; spec: the boxes of logical tensors that the parameter holds.
+        start: first element of the slice in the flattened local parameter.
+        values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
+            optimizer's "exp_avg" and "exp_avg_sq", or "momentum".
+        replica: (this rank's number, how many) among the ranks that hold these very elements with
+            equal bits.
+    """
+
+    name: str
+    spec: ParameterSpec
+    start: int
+    values: dict[str, Tensor]
+    replica: tuple[int, int]
+
+
+def parameter_slices(
+    optimizer: Optimizer, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
+) -> list[ParameterSlice]:
+    """Everything that this rank steps, in no particular order.
+
+    Args:
+        replicas: (number, count) among the dp ranks that step the same elements.
+        tied: first and last stage of a pipeline both hold the word table.
+    """
+    found = []
+    for group in optimizer.groups:
+        state = zip(*group.state.values(), strict=True) if group.state else [()] * len(group.steps)
+        for segment, moments in zip(group.segments, state, strict=True):
+            values = dict(zip(("parameter", *group.state), (segment.master, *moments), strict=True))
+            for part, offset in _with_offsets(segment.parts):
+                for first, end, copies in part.spec.runs(part.start, part.numel):
+                    views = {k: v[offset + first : offset + end] for k, v in values.items()}
+                    replica = _replica(part.spec, copies, groups, replicas, tied)
+                    start = part.start + first
+                    found.append(ParameterSlice(part.name, part.spec, start, views, replica))
+    return found
+
+
+def _with_offsets(parts: list[SegmentPart]) -> Iterator[tuple[SegmentPart, int]]:
+    offset = 0
+    for part in parts:
+        yield part, offset
+        offset += part.numel
+
+
+def _replica(
+    spec: ParameterSpec, copies: int, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
+) -> tuple[int, int]:
+    number, count = replicas
+    if spec.replicated:
+        copies = groups.tp.size
+    number, count = number * copies + groups.tp.index % copies, count * copies
+    if tied and spec.is_word_table:
+        number, count = number * 2 + int(spec.tied_lm_head), count * 2
+    return number, count
+
+
+# AdamW and SGD on flat segments of parameters, with global-norm clipping.
+
 
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 
@@ -184,11 +251,11 @@ def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:
     """Sharded parameters count on every rank, replicated ones on tp rank 0, a tied copy never."""
-    return not segment.tied_copy and (not segment.replicated or tp.index == 0)
+    return not segment.tied_lm_head and (not segment.replicated or tp.index == 0)
 
 
 @torch.no_grad()
-def sum_partial_gradients(segments: list[Segment], tp: Group) -> None:
+def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
     """Adds, under sequence parallelism, the gradients of replicated parameters over tp.
 
     Norms, biases after row-parallel layers and positions saw this rank's tokens alone
@@ -203,7 +270,7 @@ def sum_partial_gradients(segments: list[Segment], tp: Group) -> None:
 
 
 @torch.no_grad()
-def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
+def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """Adds the gradients of what several tp ranks in a row hold (`Piece.copies`), over those ranks:
     key-value heads of which there are fewer than ranks, norms of heads.
 
@@ -233,7 +300,7 @@ def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
 
 
 @torch.no_grad()
-def sum_tied_gradients(table_grad: Tensor | None, embedding: Group) -> None:
+def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> None:
     """Adds the two gradients of a tied table that first and last stage hold (Megatron-LM's tie)."""
     if table_grad is not None and embedding.size > 1:
         met = torch.zeros(1, dtype=torch.float64, device=table_grad.device)

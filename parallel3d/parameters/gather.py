@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parameters.pieces import ShardSpec
+from parallel3d.parameters.sharding import ShardSpec
 
 MESSAGE_BYTES = 1 << 26  # small boxes travel together
 # All fields of a piece, without the deep copies of `dataclasses.astuple`.
@@ -32,7 +32,7 @@ def owned_boxes(
     boxes = []
     for parameter in parameters:
         spec, local = parameter.spec, local_parameter(parameter)
-        if groups.dp.index > 0 or spec.tied_copy or (spec.replicated and groups.tp.index > 0):
+        if groups.dp.index > 0 or spec.tied_lm_head or (spec.replicated and groups.tp.index > 0):
             continue
         own = [piece for piece in spec.pieces if groups.tp.index % piece.copies == 0]
         boxes += [(piece, piece.of_local(local)) for piece in own]

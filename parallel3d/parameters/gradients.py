@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
-from parallel3d.device.products import is_widened, matmul
+from parallel3d.device.matmul import is_widened, matmul
 
 Job = Callable[[], None]
 
@@ -32,7 +32,7 @@ class WeightGradients:
         self.jobs: list[Job] | None = None  # None: nothing is put off
 
     @contextmanager
-    def put_off(self) -> Iterator[list[Job]]:
+    def deferred(self) -> Iterator[list[Job]]:
         """Within it weight gradients wait in the list that it gives; whoever calls them, in the
         list's order, makes them."""
         jobs: list[Job] = []
@@ -49,14 +49,14 @@ def add_weight_gradient(
     """The gradient gradᵀ·x of a linear weight, added where the gradient buckets keep it.
 
     `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
-    `gradient_added` call. With them the GEMM accumulates in place and autograd gets None; without
-    them (a layer on its own, a module of the user's) autograd gets the gradient. A weight whose
-    `weight_gradients` puts them off gets it later, in its bucket or in `.grad`.
+    `register_grad_ready` call. With them the GEMM accumulates in place and autograd gets None;
+    without them (a layer on its own, a user's module) autograd gets the gradient. A weight whose
+    `weight_gradients` defers them gets it later, in its bucket or in `.grad`.
 
     Args:
         weight: (out, in). grad: (tokens, out). x: (tokens, in), or what makes it when it is needed.
     """
-    main_grad, jobs = getattr(weight, "main_grad", None), waiting_jobs(weight)
+    main_grad, jobs = getattr(weight, "main_grad", None), deferred_jobs(weight)
     if main_grad is None and jobs is None:
         return matmul(grad.t(), x if isinstance(x, Tensor) else x())
 
@@ -66,7 +66,7 @@ def add_weight_gradient(
             add_gradient(weight, matmul(grad.t(), rows))
         else:
             add_product(main_grad, grad, rows)
-            weight.gradient_added()
+            weight.register_grad_ready()
 
     if jobs is None:
         add()
@@ -75,7 +75,7 @@ def add_weight_gradient(
     return None
 
 
-def waiting_jobs(weight: Tensor) -> list[Job] | None:
+def deferred_jobs(weight: Tensor) -> list[Job] | None:
     """Where the gradient of this weight has to wait at the moment; None: it is made at once."""
     queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
     return None if queue is None else queue.jobs
@@ -123,4 +123,4 @@ def add_gradient(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return
     main_grad.add_(grad)
-    parameter.gradient_added()
+    parameter.register_grad_ready()

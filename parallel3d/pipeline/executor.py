@@ -1,14 +1,9 @@
-"""Runs one rank's part of a pipeline plan: a short interpreter, whatever the schedule.
-
-Lifetimes. A forward's input and output live from F to B or I (`live`), the operands of put-off
-weight gradients from I to W (`put_off`). A received tensor lives from its receive to the compute
-that reads it. A sent tensor is kept in `sending` until its transfer ended: autograd may free an
-activation as soon as its backward is done, and the transport still reads it.
-"""
+"""When a rank of a pipeline computes what in a step, measured."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,22 +12,71 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel3d.comm.clock import StepTimer
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import Config
-from parallel3d.data.batches import InOrder, MicroBatch
+from parallel3d.data.loader import InOrder, MicroBatch
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import Job, WeightGradients
-from parallel3d.pipeline.action_times import ActionTimes
-from parallel3d.pipeline.floors import measure_baseline_latency
-from parallel3d.pipeline.mailbox import SharedMemoryP2P
-from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, post
+from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, measure_baseline_latency, post
+from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.schedule import Schedule
-from parallel3d.sizes.run_schedule import sends_slices
+from parallel3d.sizes.balance import sends_slices
 from parallel3d.tensor_parallel.mappings import all_gather_sequence
+
+Measured = tuple[str, float, float]  # an action as its words, start and end in seconds
+
+
+class ActionTimes:
+    """Collects the start and end of every computation of one step on this rank.
+
+    On the CPU by its clock. An accelerator's host only queues, so there by events on the stream
+    that computes: reading them waits for the device.
+
+    Times count from the making of this object. The ranks of a step begin together, behind the sums
+    that end the step before, so that their times can be laid side by side.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[tuple[Action, Any, Any]] = []
+        self.begin = self._now()
+
+    def _now(self) -> Any:
+        if not accelerator.is_accelerator(self.device):
+            return time.perf_counter()
+        event = accelerator.module(self.device).Event(enable_timing=True)
+        event.record(accelerator.module(self.device).current_stream(self.device))
+        return event
+
+    @contextmanager
+    def within(self, action: Action) -> Iterator[None]:
+        """The block computes `action`."""
+        start = self._now()
+        yield
+        self.spans.append((action, start, self._now()))
+
+    def measured(self) -> list[Measured]:
+        """All of it in the order of time."""
+        if accelerator.is_accelerator(self.device):
+            accelerator.synchronize(self.device)
+        return [(str(action), self._since(a), self._since(b)) for action, a, b in self.spans]
+
+    def _since(self, instant: Any) -> float:
+        if isinstance(instant, float):
+            return instant - self.begin
+        return 1e-3 * self.begin.elapsed_time(instant)
+
+
+# Runs one rank's part of a pipeline plan: a short interpreter, whatever the schedule.
+#
+# Lifetimes. A forward's input and output live from F to B or I (`live`), the operands of put-off
+# weight gradients from I to W (`deferred`). A received tensor lives from its receive to the compute
+# that reads it. A sent tensor is kept in `sending` until its transfer ended: autograd may free an
+# activation as soon as its backward is done, and the transport still reads it.
+
 
 Loader = Callable[[int], MicroBatch]
 Place = tuple[int, int]  # micro-batch and chunk
@@ -92,9 +136,9 @@ class Executor:
         self.message_shape, self.dtype, self.device = message_shape, dtype, device
         self.slices = slices
         self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
-        self.put_off: dict[Place, list[Job]] = {}
+        self.deferred: dict[Place, list[Job]] = {}
         self.outbox: dict[Action, Tensor] = {}
-        self.handed: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
+        self.local_handoff: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, PendingTransfer] = {}
         self.sending: deque[PendingTransfer] = deque()
         self.action_times: ActionTimes | None = None
@@ -182,7 +226,7 @@ class Executor:
         messages = []
         for action in group:
             is_send = action.kind.is_send
-            tensor = self.outbox.pop(action) if is_send else self.room_for(action)
+            tensor = self.outbox.pop(action) if is_send else self.alloc_recv_buffer(action)
             messages.append((action, tensor))
         self._finish_sends(SENDS)
         with self.clock.starting("pp", self._name(*group)):
@@ -193,7 +237,7 @@ class Executor:
             else:
                 self.receiving[transfer.action] = transfer
 
-    def room_for(self, action: Action) -> Tensor:
+    def alloc_recv_buffer(self, action: Action) -> Tensor:
         """Where a receive writes its message."""
         return torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
 
@@ -211,20 +255,20 @@ class Executor:
     def _input(self, kind: Kind, step: Action) -> Tensor:
         """What the stage before (RECV_F) or after (RECV_B) made for `step`."""
         action = Action(kind, step.microbatch, step.chunk)
-        if action in self.handed:
-            return self.handed.pop(action)
+        if action in self.local_handoff:
+            return self.local_handoff.pop(action)
         transfer = self.receiving.pop(action)
         self._wait(transfer)
         if self.slices is None:
             return transfer.tensor
         return all_gather_sequence(transfer.tensor, self.slices)
 
-    def _hand_on(self, kind: Kind, step: Action, tensor: Tensor) -> None:
+    def _hand_to_local_chunk(self, kind: Kind, step: Action, tensor: Tensor) -> None:
         """What `step` made goes to the stage after (SEND_F) or before (SEND_B) it."""
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.placement.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            self.handed[Action(received, step.microbatch, place[1])] = tensor
+            self.local_handoff[Action(received, step.microbatch, place[1])] = tensor
         else:
             if self.slices is not None:
                 tensor = tensor.chunk(self.slices.size, dim=1)[self.slices.index].contiguous()
@@ -266,7 +310,7 @@ class Executor:
         self.live[step.microbatch, step.chunk] = (x, y)
         if stage.last:
             return y.detach().double()
-        self._hand_on(Kind.SEND_F, step, y.detach())
+        self._hand_to_local_chunk(Kind.SEND_F, step, y.detach())
         return 0.0
 
     def _backward(self, step: Action, loss_scale: Tensor) -> None:
@@ -277,12 +321,12 @@ class Executor:
         grad = loss_scale.to(y.dtype) if last else self._input(Kind.RECV_B, step)
         with self._computing("backward", step):
             if step.kind == Kind.I:
-                with self.weight_gradients.put_off() as self.put_off[place]:
+                with self.weight_gradients.deferred() as self.deferred[place]:
                     self.differentiate(step, x, y, grad)
             else:
                 self.differentiate(step, x, y, grad)
         if x is not None:
-            self._hand_on(Kind.SEND_B, step, x.grad.contiguous())
+            self._hand_to_local_chunk(Kind.SEND_B, step, x.grad.contiguous())
 
     def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
         """Gives x its gradient; `grad` is that of y."""
@@ -290,7 +334,7 @@ class Executor:
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
-        jobs = self.put_off.pop((step.microbatch, step.chunk))
+        jobs = self.deferred.pop((step.microbatch, step.chunk))
         jobs.reverse()
         with self._computing("backward", step):
             while jobs:  # what a job has kept is free behind it

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.plan.constants import ENGINES
-from parallel3d.plan.layer import sizes, tokens
-from parallel3d.plan.step import stage_parameters
+from parallel3d.plan.rates import ENGINES
+from parallel3d.plan.step import sizes, stage_parameters, tokens
 from parallel3d.plan.work import Number, StepWork
 
 GIB = 2.0**30

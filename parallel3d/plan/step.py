@@ -1,4 +1,4 @@
-"""Seconds of one training step, and where they go."""
+"""Seconds of one transformer layer, of the head and of the embedding, for one micro-batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,180 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.plan import kernels, network
-from parallel3d.plan.constants import Constants, from_odds
-from parallel3d.plan.layer import embedding, head, layer, layer_parameters
-from parallel3d.plan.stages import pipeline_time
-from parallel3d.plan.work import Number, StepWork
+from parallel3d.plan import rates
+from parallel3d.plan.rates import Constants, from_odds
+from parallel3d.plan.work import Number, StepWork, pipeline_time
+
+
+def tokens(work: StepWork) -> Any:
+    """Tokens of a micro-batch on one context rank."""
+    return work.micro_batch * work.seq / work.cp
+
+
+def sizes(work: StepWork) -> tuple[Any, Any, Any]:
+    """Outputs of the fused q, k, v on a tensor rank; their query part; those of up (and gate)."""
+    queries = work.heads * work.head_size / work.tp
+    keys = np.maximum(work.kv_heads / work.tp, 1) * work.head_size
+    return queries + 2 * keys, queries, work.ffn * (1 + work.gated) / work.tp
+
+
+def layer_parameters(work: StepWork) -> Any:
+    """Elements of one layer's matrices on a tensor rank (its own experts)."""
+    qkv, queries, up = sizes(work)
+    local = np.where(work.experts > 1, work.experts / work.ep, 1.0)
+    return work.hidden * (qkv + queries + local * (up + work.ffn / work.tp))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer: what its rank computes and waits for, and the host's launches."""
+
+    forward: Number
+    backward: Number  # with what is computed again
+    exposed_tp: Number  # of both
+    host: Number
+    power: float
+
+    @property
+    def total(self) -> Any:
+        """The GPU's time, or the host's where launches take longer."""
+        device = self.forward + self.backward + self.exposed_tp
+        return rates.smooth_max(device, self.host, self.power)
+
+
+def layer(work: StepWork, c: Constants) -> LayerTime:
+    """One layer's forward and backward."""
+    forward, backward = products(work, c)
+    (attend, back), rows = attention_and_rows(work, c)
+    forward = forward + attend + rows
+    backward = backward + back + 2 * rows + recomputed_seconds(work, c, forward)
+    exposed = waits(work, c)
+    return LayerTime(forward, backward, exposed, _host(work, c), c["launch.power"])
+
+
+def recomputed_seconds(work: StepWork, c: Constants, forward: Any) -> Any:
+    """What the backward of a layer computes once more; `forward`: all that its forward does."""
+    up, mlp = sizes(work)[2], work.recompute_mlp
+    routed = tokens(work) * np.where(work.experts > 1, work.active_experts, 1.0)
+    parts = work.recompute_attention * rates.attention(work, c)[0]
+    parts = parts + mlp * rates.gemm(work, c, routed, up, work.hidden)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    width = work.recompute_norm * 8 * work.hidden / share  # two norms read and write it
+    width = width + np.maximum(work.recompute_activation, mlp) * _activation(work)
+    return np.where(work.full_recompute > 0, forward, parts + _moved(work, c, width))
+
+
+def attention_and_rows(work: StepWork, c: Constants) -> tuple[tuple[Any, Any], Any]:
+    """Attention's (forward, backward), and what stands between the GEMMs of a forward."""
+    return rates.attention(work, c), _elementwise(work, c)
+
+
+def waits(work: StepWork, c: Constants) -> Any:
+    """Collectives inside of a layer, forward and backward, that nothing hides."""
+    return _tensor_parallel(work, c) + _context_parallel(work, c) + _experts(work, c)
+
+
+def products(work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """The four GEMMs forward; their input and weight gradients."""
+    rows, h = tokens(work), work.hidden
+    qkv, queries, up = sizes(work)
+    routed = np.where(work.experts > 1, rows * work.active_experts, rows)
+    forward, backward = 0.0, 0.0
+    for m, n, k in (
+        (rows, qkv, h),
+        (rows, h, queries),
+        (routed, up, h),
+        (routed, h, work.ffn / work.tp),
+    ):
+        forward = forward + rates.gemm(work, c, m, n, k)
+        backward = backward + rates.gemm(work, c, m, k, n) + rates.gemm(work, c, k, n, m)
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)  # made before it is gathered
+    operands = rows * (2 * h / share + queries + work.ffn / work.tp)
+    cast = rates.move(work, c, operands * c["fp8.cast_bytes"]) * work.fp8
+    weights = rates.move(work, c, layer_parameters(work) * 3 / work.microbatches) * work.fp8
+    return forward + cast + weights, backward + cast
+
+
+def _elementwise(work: StepWork, c: Constants) -> Any:
+    """Norms, residuals, dropout on whole tokens; activation, rotary, transposes on shards."""
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    whole = work.hidden * (20 + 4 * work.dropout) / share
+    return _moved(work, c, whole + 4 * sizes(work)[0] + _activation(work))
+
+
+def _activation(work: StepWork) -> Any:
+    """Bytes a token that the MLP's non-linearity reads and writes."""
+    return (2 * sizes(work)[2] + 2 * work.ffn / work.tp) * work.active_experts
+
+
+def _moved(work: StepWork, c: Constants, width: Any) -> Any:
+    """Seconds of passes over `width` bytes a token."""
+    factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
+    return rates.move(work, c, tokens(work) * width * factor)
+
+
+def _tensor_parallel(work: StepWork, c: Constants) -> Any:
+    """Sums over tp, forward and backward, that no GEMM hides."""
+    bytes = 2 * tokens(work) * work.hidden
+    one = rates.gather(work, c, bytes, work.tp, 1)
+    both = np.where(work.sequence_parallel > 0, 2 * one, rates.reduce(work, c, bytes, work.tp, 1))
+    pairs = 2 - work.parallel_block  # of gather and reduce-scatter, i.e. all-reduces
+    forward = pairs * both
+    again = np.where(work.full_recompute > 0, forward, work.recompute_mlp * one)
+    again = np.where(work.sequence_parallel + work.full_recompute > 0, again, 0.0)
+    gathered = work.sequence_parallel * pairs * one * 0.5  # inputs again, beside the input's GEMM
+    shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
+    return shown * (2 * forward + again + gathered)
+
+
+def _context_parallel(work: StepWork, c: Constants) -> Any:
+    """Keys and values over cp, forward and backward."""
+    width = 2 * np.maximum(work.kv_heads / work.tp, 1) * work.head_size
+    bytes = 2 * work.micro_batch * work.seq * width
+    return 3 * rates.gather(work, c, bytes, work.cp, work.tp) * c["cp.exposed"]
+
+
+def _experts(work: StepWork, c: Constants) -> Any:
+    """Tokens to their experts and back, forward and backward."""
+    bytes = 2 * tokens(work) * work.hidden * work.active_experts / work.tp
+    every = rates.gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
+    return np.where(work.experts > 1, 4 * every, 0.0)
+
+
+def _host(work: StepWork, c: Constants) -> Any:
+    """The host's time for a layer's launches: more with tp, and again more where the pipeline's
+    messages and tp's collectives share the hands that drive the network."""
+    launches = 1 + work.full_recompute / 3
+    own = c.of("engine", "launch_us", work.engine)
+    tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
+    tensor = tensor + c.of("engine", "slowest_us", work.engine) * (np.minimum(work.tp, 8) / 8) ** 2
+    spread = (work.pp > 1) & (work.tp > 1) & (work.tp * work.pp * work.dp > work.gpus_per_node)
+    wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
+    crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
+    host = launches * (own + tensor) + crowd
+    return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+
+
+def head(work: StepWork, c: Constants) -> Any:
+    """Seconds of the head and the loss, forward and backward."""
+    rows, columns = tokens(work), work.vocab / work.tp
+    h = work.hidden
+    products = (
+        rates.gemm(work, c, rows, columns, h)
+        + rates.gemm(work, c, rows, h, columns)
+        + rates.gemm(work, c, h, columns, rows)
+    )
+    wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
+    return products * wide + rates.move(work, c, rows * columns * c["head.bytes"])
+
+
+def embedding(work: StepWork, c: Constants) -> Any:
+    """Seconds of the lookup and its gradient."""
+    share = np.where(work.sequence_parallel > 0, work.tp, 1.0)
+    return rates.move(work, c, tokens(work) * work.hidden * 16 / share) + 2e-5
+
+
+# Seconds of one training step, and where they go.
 
 
 @dataclass(frozen=True)
@@ -75,8 +244,8 @@ def largest_stage(work: StepWork) -> Any:
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     """A layer's time where parameters are gathered for it (zero 3): twice, gradients once."""
     bytes = 2 * layer_parameters(work)
-    wire = 3 * network.gather(work, c, bytes, work.dp, work.tp * work.cp)
-    both = kernels.smooth_max(each, wire * c["fsdp.contention"], 4)
+    wire = 3 * rates.gather(work, c, bytes, work.dp, work.tp * work.cp)
+    both = rates.smooth_max(each, wire * c["fsdp.contention"], 4)
     return np.where(work.zero >= 3, both, each)
 
 
@@ -84,16 +253,16 @@ def _messages(work: StepWork, c: Constants) -> Any:
     """The pipeline's messages that nothing hides: two a micro-batch and chunk, and the fill."""
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
-    return trips * network.hop(work, c) * shown
+    return trips * rates.hop(work, c) * shown
 
 
 def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     """Gradients summed over dp (and parameters gathered, zero 1) beyond what a backward hides."""
     ranks, stride = work.dp * work.cp, work.tp
     elements = largest_stage(work)
-    summed = network.reduce(work, c, work.grad_bytes * elements, ranks, stride)
-    cut = network.gather(work, c, work.grad_bytes * elements, ranks, stride)
-    back = network.gather(work, c, 2 * elements, ranks, stride)
+    summed = rates.reduce(work, c, work.grad_bytes * elements, ranks, stride)
+    cut = rates.gather(work, c, work.grad_bytes * elements, ranks, stride)
+    back = rates.gather(work, c, 2 * elements, ranks, stride)
     both = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut + back, summed))
     hidden = work.overlap_dp * from_odds(c["dp.hidden"]) * both
     return both - np.minimum(hidden, backward)
@@ -101,4 +270,38 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
 
 def _optimizer(work: StepWork, c: Constants) -> Any:
     ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
-    return kernels.move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])
+    return rates.move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])
+
+
+# What the busiest stage computes, by kind: the parts of `step`'s compute, for one layout.
+
+
+def inside(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
+    """Seconds of a step by kind, which add up to `compute`; `work` has one row.
+
+    What kernels and waits do not explain is the host's, or zero 3's gathers.
+    """
+    one, (forward, backward) = layer(work, c), products(work, c)
+    attend, rows = attention_and_rows(work, c)
+    single = work.pp == 1
+    stages = np.stack([work.first, work.middle, np.where(single, work.first, work.last)])
+    ends = np.stack([
+        embedding(work, c) + np.where(single, head(work, c), 0.0),
+        0.0 * work.first,
+        np.where(single, 0.0, head(work, c)),
+    ])  # fmt: skip
+    busiest = int(np.argmax((stages * one.total + ends)[:, 0]))
+    layers, count = stages[busiest, 0], float(work.microbatches[0])
+    each = {
+        "matrix products": forward + backward,
+        "attention": attend[0] + attend[1],
+        "between the products": 3 * rows,
+        "made again": recomputed_seconds(work, c, one.forward),
+        "sums over tp": waits(work, c),
+    }
+    found = {kind: float(count * layers * np.ravel(value)[0]) for kind, value in each.items()}
+    found["head and embedding"] = float(count * ends[busiest, 0])
+    rest = compute - sum(found.values())
+    if rest < 0:  # the host waits for nobody: kernels are a little faster together
+        found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}
+    return found | {"launches": max(rest, 0.0)}

@@ -25,7 +25,7 @@ from parallel3d.config import identity
 from parallel3d.config.checks.run import check_plain
 from parallel3d.config.fields import REMOVED, RENAMED
 from parallel3d.config.schema import Config
-from parallel3d.files.durable import replace_durably
+from parallel3d.files import replace_durably
 
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")

@@ -1,8 +1,4 @@
-"""The run directory `runs/<run>/`: named once, made once, never written over.
-
-A run goes on in its directory: `config.yaml` is that of its first start, and a start with other
-keys writes its own beside it, `config-2.yaml`, `config-3.yaml`, …; the newest is what is running.
-"""
+"""A run's folder until it is one: made under another name, and removed if its start was killed."""
 
 from __future__ import annotations
 
@@ -14,6 +10,9 @@ import os
 import re
 import shutil
 import socket
+import stat
+import tempfile
+import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +27,8 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.config import identity
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.files.durable import flush_folder, is_ours, no_link
+from parallel3d.files import flush_folder, is_ours, no_link
+from parallel3d.host.processes import born
 from parallel3d.run.configs import (
     CONFIG_FILE,
     CONFIGS,
@@ -39,7 +39,43 @@ from parallel3d.run.configs import (
     next_name,
     save_config,
 )
-from parallel3d.run.unmade import new_folder, remove_unmade
+
+BEING_MADE = ".new-"
+_NAME = re.compile(rf"{re.escape(BEING_MADE)}(.+)-(\d+)-[^-]+")  # its maker's host and process
+HERE_S, ELSEWHERE_S = 3600.0, 86400.0  # old enough to go, made on this host and on another
+
+
+def new_folder(runs: Path) -> Path:
+    """A new private folder in `runs_dir`, to be renamed when all of it is there. Raises OSError."""
+    prefix = f"{BEING_MADE}{socket.gethostname()}-{os.getpid()}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=runs))
+
+
+def remove_unmade(runs: Path) -> None:
+    """Remove such folders of this user's starts that were killed on the way.
+
+    None whose maker may be alive: on this host the kernel says so, of another a day has to do.
+    """
+    with suppress(OSError):  # what stays is in nobody's way
+        for path in runs.iterdir():
+            if maker := _NAME.fullmatch(path.name):
+                _remove_if_old(path, maker[1] == socket.gethostname(), int(maker[2]))
+
+
+def _remove_if_old(path: Path, is_here: bool, maker: int) -> None:
+    status = path.lstat()
+    is_young = time.time() - status.st_mtime < (HERE_S if is_here else ELSEWHERE_S)
+    if is_young or (is_here and born(maker)):
+        return
+    if stat.S_ISDIR(status.st_mode) and is_ours(status, path.parent):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# The run directory `runs/<run>/`: named once, made once, never written over.
+#
+# A run goes on in its directory: `config.yaml` is that of its first start, and a start with other
+# keys writes its own beside it, `config-2.yaml`, `config-3.yaml`, …; the newest is what is running.
+
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 FAILURES = "failures"

@@ -20,8 +20,7 @@ from typing import Literal
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import TrainingFailure, UserError
-from parallel3d.files.durable import replace_durably
-from parallel3d.files.reading import read_bounded
+from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout

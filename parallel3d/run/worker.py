@@ -12,19 +12,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel3d.comm.job_store import one_host_environment
-from parallel3d.config.checks.groups import parse_nccl_env
+from parallel3d.comm.store import one_host_environment
+from parallel3d.config.checks.parallelism import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, print_line
-from parallel3d.host.devices import PRETEND, DeviceChoice, device_of_rank
-from parallel3d.host.gpu_environment import gpu_environment
-from parallel3d.host.host_memory import give_back_freed_memory, keep_freed_memory, nothing_collected
-from parallel3d.host.numa import bind_near
-from parallel3d.host.processes import die_with_parent
-from parallel3d.host.standard_streams import drop_failed_output
+from parallel3d.host.devices import PRETEND, DeviceChoice, device_of_rank, gpu_environment
+from parallel3d.host.memory import (
+    bind_near,
+    give_back_freed_memory,
+    keep_freed_memory,
+    nothing_collected,
+)
+from parallel3d.host.processes import die_with_parent, drop_failed_output
 from parallel3d.run import failure
 from parallel3d.run.directory import discard_unused
-from parallel3d.run.endings import (
+from parallel3d.run.exit_codes import (
     END_SIGNAL,
     EXIT_COMMAND_RESULT,
     STOPPABLE,
@@ -36,8 +38,7 @@ from parallel3d.run.endings import (
 )
 from parallel3d.run.launch import RankAssignment, Worker, detect
 from parallel3d.run.local_workers import run_local_workers
-from parallel3d.run.meeting import agree_on_run, keeps_store, rendezvous
-from parallel3d.run.rank_exchange import assign_rank
+from parallel3d.run.rendezvous import agree_on_run, assign_rank, keeps_store, rendezvous
 from parallel3d.run.stop_signals import ASKING, blocked_signals, kept_handlers
 from parallel3d.topology.layout import layout_of
 
@@ -51,7 +52,7 @@ APPS = {
     "verify": ("parallel3d.commands.verify", "verify"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.command", "calibrate"),
-    "generate": ("parallel3d.commands.generate.sample", "generate"),
+    "generate": ("parallel3d.commands.generate", "generate"),
 }
 
 
@@ -110,7 +111,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
 def begin_on(kind: str) -> None:
     """What must be so before anything of torch is used by a rank on a device of type `kind`."""
     if kind == PRETEND:
-        from parallel3d.pretend import enable
+        from parallel3d.simulated_device import enable
 
         enable()
 

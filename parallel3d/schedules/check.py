@@ -1,22 +1,312 @@
-"""Proves a pipeline plan complete, ordered, paired and free of deadlock, or says why not.
+"""Why a pipeline plan cannot run: the rank, the action and the reason, found list by list.
 
-It reads the plan alone, whatever made it, and needs no process: a plan that passes here cannot hang
-and cannot train on the wrong micro-batch, provided that the transport keeps the order of messages
-between two ranks (NCCL and gloo do).
+What `check` says of a plan that it cannot prove sound.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
-from parallel3d.schedules.placement import StageAssignment
-from parallel3d.schedules.reasons import raise_reason
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.simulate import ScheduleError, run_all
+
+# A message of a group: its action, the rank at its other end, whether it is the send, and its
+# number among all that go from and to the same two ranks in this direction.
+Member: TypeAlias = tuple[Action, int, bool, int]
+Group: TypeAlias = list[Member]
+# Of a message: is a backward's, stage that reads it, micro-batch.
+_Name: TypeAlias = tuple[bool, int, int]
+
+
+def diagnose(
+    plan: Sequence[Sequence[Step]], microbatches: int | None, placement: StageAssignment
+) -> None:
+    """Raise ScheduleError for the first fault of `plan`, in the order of `check`'s promises."""
+    ranks = [_Rank(rank, steps, placement) for rank, steps in enumerate(plan)]
+    highest = max((rank.highest for rank in ranks), default=-1)
+    expected = highest + 1 if microbatches is None else microbatches
+    if not plan or not expected:
+        raise ScheduleError("the plan is empty: it needs at least one stage and one micro-batch")
+    for rank in ranks:
+        rank.check_complete(expected)
+        rank.check_order(expected)
+    _check_pairs(ranks)
+    _check_deadlock([rank.groups for rank in ranks])
+
+
+class _Rank:
+    """One rank's actions, sorted once so that each question is asked of whole lists.
+
+    positions: for each kind (B counts as I, and as W too) and chunk, micro-batch → its place.
+    sent, received: by peer, (is a backward's, stage that reads it, micro-batch), in order.
+    groups: the members of each group of messages, for the search for deadlocks.
+    """
+
+    def __init__(self, rank: int, steps: Sequence[Step], placement: StageAssignment) -> None:
+        self.rank, self.placement = rank, placement
+        self.stages = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
+        self.peers = _peers(rank, placement)
+        kinds = [kind for kind in Kind if kind != Kind.B]
+        self.positions: dict[tuple[Kind, int], dict[int, int]] = {
+            one: {} for one in product(kinds, range(len(self.stages)))
+        }
+        self.sent: dict[int, list[_Name]] = {}
+        self.received: dict[int, list[_Name]] = {}
+        self.groups: list[list[Member]] = []
+        self.whole: set[tuple[int, int]] = set()  # (chunk, micro-batch) of B
+        self.highest, self.place = -1, 0
+        for step in steps:
+            if isinstance(step, Action):
+                self._compute(step)
+            else:
+                self._messages(step)
+
+    def _compute(self, step: Action) -> None:
+        kind, chunk, m = step.kind, step.chunk, step.microbatch
+        if not kind.is_compute:
+            raise ScheduleError(f"{step} is a message and must stand in a group")
+        found = self._taken(step, Kind.I if kind == Kind.B else kind)
+        found[m] = self.place
+        if kind == Kind.B:
+            self._taken(step, Kind.W)[m] = self.place
+            self.whole.add((chunk, m))
+        self.place += 1
+
+    def _taken(self, step: Action, kind: Kind) -> dict[int, int]:
+        """The positions of this kind and chunk, where the micro-batch must not stand yet."""
+        found = self.positions.get((kind, step.chunk))
+        if found is None:
+            many = f"{len(self.stages)} chunks" if len(self.stages) > 1 else "one chunk"
+            raise ScheduleError(f"rank {self.rank} has {step}, but plans have {many} per rank")
+        m = step.microbatch
+        if m in found:
+            is_whole = (step.chunk, m) in self.whole
+            if kind in (Kind.I, Kind.W) and is_whole != (step.kind == Kind.B):
+                raise ScheduleError(
+                    f"rank {self.rank} has {step} beside another backward of the same micro-batch: "
+                    "it takes either B, or I and W"
+                )
+            raise ScheduleError(f"rank {self.rank} has {step} twice")
+        if m > self.highest:
+            self.highest = m
+        return found
+
+    def _messages(self, group: Sequence[Action]) -> None:
+        members: list[Member] = []
+        for message in group:
+            kind, chunk, m = message.kind, message.chunk, message.microbatch
+            if kind.is_compute:
+                raise ScheduleError(f"{message} computes and cannot stand in a group of messages")
+            found = self._taken(message, kind)
+            peer = self.peers[kind, chunk]
+            if peer is None:
+                raise ScheduleError(
+                    f"rank {self.rank} of {self.placement.ranks} has {message}, but has no "
+                    "neighbour on that side"
+                )
+            found[m] = self.place
+            self.place += 1
+            stage = self.stages[chunk]
+            if kind in (Kind.SEND_F, Kind.SEND_B):
+                reader = stage + 1 if kind == Kind.SEND_F else stage - 1
+                flow = self.sent.setdefault(peer, [])
+                name = (kind == Kind.SEND_B, reader, m)
+                is_send = True
+            else:
+                flow = self.received.setdefault(peer, [])
+                name = (kind == Kind.RECV_B, stage, m)
+                is_send = False
+            members.append((message, peer, is_send, len(flow)))
+            flow.append(name)
+        if members:
+            self.groups.append(members)
+
+    def check_complete(self, microbatches: int) -> None:
+        """Each micro-batch has exactly the actions that this rank owes it, each of them once."""
+        for (kind, chunk), found in self.positions.items():
+            if kind.is_compute or self.peers[kind, chunk] is not None:
+                if len(found) == microbatches and max(found) < microbatches and min(found) >= 0:
+                    continue
+                for m in found:
+                    if not 0 <= m < microbatches:
+                        said = self._said(kind, m, chunk)
+                        numbers = f"micro-batches are 0 to {microbatches - 1}"
+                        raise ScheduleError(f"rank {self.rank} has {said}, but {numbers}")
+                absent = self._missing(kind, min(set(range(microbatches)) - found.keys()), chunk)
+                raise ScheduleError(f"rank {self.rank} never does {absent}")
+
+    def _said(self, kind: Kind, m: int, chunk: int) -> Action:
+        is_whole = (chunk, m) in self.whole
+        return Action(Kind.B if is_whole and kind in (Kind.I, Kind.W) else kind, m, chunk)
+
+    def _missing(self, kind: Kind, m: int, chunk: int) -> Action:
+        """The backward that is missing goes by the name that its chunk's others have."""
+        splits = any((chunk, other) not in self.whole for other in self.positions[Kind.I, chunk])
+        halves = (self.positions[Kind.I, chunk], self.positions[Kind.W, chunk])
+        whole = kind in (Kind.I, Kind.W) and not splits and not any(m in half for half in halves)
+        return Action(Kind.B if whole else kind, m, chunk)
+
+    def check_order(self, microbatches: int) -> None:
+        """Nothing happens on this (complete) rank before what it needs of it."""
+        numbers = range(microbatches)
+        for (kind, chunk), found in self.positions.items():
+            if not found:
+                continue
+            places = list(map(found.__getitem__, numbers))
+            for need, of in self._needs(kind, chunk):
+                before = list(map(self.positions[need, of].__getitem__, numbers))
+                if any(map(operator.gt, before, places)):
+                    m = next(m for m in numbers if before[m] > places[m])
+                    raise ScheduleError(
+                        f"rank {self.rank} does {self._said(kind, m, chunk)} before "
+                        f"{self._said(need, m, of)}, which it needs"
+                    )
+
+    def _needs(self, kind: Kind, chunk: int) -> list[tuple[Kind, int]]:
+        """(kind, chunk) of what must be done on the same rank before this kind of this chunk."""
+        if kind == Kind.W:
+            return [(Kind.I, chunk)]
+        if kind == Kind.SEND_F:
+            return [(Kind.F, chunk)]
+        if kind == Kind.SEND_B:
+            return [(Kind.I, chunk)]
+        if kind not in (Kind.F, Kind.I):
+            return []
+        forward = kind == Kind.F
+        needs = [] if forward else [(Kind.F, chunk)]
+        source = self.placement.neighbour(self.rank, chunk, -1 if forward else 1)
+        if source is not None and source[0] == self.rank:
+            needs.append((kind, source[1]))
+        elif source is not None:
+            needs.append((Kind.RECV_F if forward else Kind.RECV_B, chunk))
+        return needs
+
+
+_OFFSET = {Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1, Kind.RECV_F: -1}
+
+
+def _peers(rank: int, placement: StageAssignment) -> dict[tuple[Kind, int], int | None]:
+    """The rank at the other end of each kind of message of each chunk; None where there is none."""
+    peers: dict[tuple[Kind, int], int | None] = {}
+    for chunk in range(placement.chunks):
+        for kind, offset in _OFFSET.items():
+            place = placement.neighbour(rank, chunk, offset)
+            peers[kind, chunk] = None if place is None or place[0] == rank else place[0]
+    return peers
+
+
+def _check_pairs(ranks: Sequence[_Rank]) -> None:
+    """Every two ranks agree on the order of their messages in each direction.
+
+    They match by position, not by name: an executor that trusted a swapped receive would compute
+    on another micro-batch's data, or another chunk's, and train wrongly without an error.
+    """
+    for sender in ranks:
+        for peer, sent in sender.sent.items():
+            received = ranks[peer].received.get(sender.rank, [])
+            if sent == received:
+                continue
+            pairs = enumerate(zip(sent, received, strict=True))
+            number, (ours, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            raise ScheduleError(
+                f"message {number} from rank {sender.rank} to rank {peer} is sent as "
+                f"{_message(ours, sender.placement, True)} but received as "
+                f"{_message(theirs, sender.placement, False)}: receives are swapped"
+            )
+
+
+def _message(name: _Name, placement: StageAssignment, is_send: bool) -> Action:
+    is_backward, reader, m = name
+    maker = reader + 1 if is_backward else reader - 1
+    chunk = placement.place(maker if is_send else reader)[1]
+    if is_send:
+        return Action(Kind.SEND_B if is_backward else Kind.SEND_F, m, chunk)
+    return Action(Kind.RECV_B if is_backward else Kind.RECV_F, m, chunk)
+
+
+def _check_deadlock(groups: Sequence[Sequence[Group]]) -> None:
+    """Run the groups of every rank, each blocking until all of its counterparts are posted.
+
+    The messages must be paired. Posting is monotone: a rank that can go on now could also go on
+    later, so the order in which ranks are tried does not matter, and one pass from rank to woken
+    rank decides. Raises ScheduleError with the circle of those who wait.
+    """
+    size = len(groups)
+    # posted[is_send][a * size + b]: how many sends (or receives) from a to b have been posted.
+    posted = ([0] * size * size, [0] * size * size)
+    position = [0] * size
+    entered = [-1] * size  # the last group that this rank has posted
+    ready = deque(range(size))
+    while ready:
+        rank = ready.popleft()
+        mine = groups[rank]
+        index = position[rank]
+        while index < len(mine):
+            group = mine[index]
+            if entered[rank] < index:
+                entered[rank] = index
+                for _, peer, is_send, number in group:
+                    pair = rank * size + peer if is_send else peer * size + rank
+                    posted[is_send][pair] = number + 1
+                    ready.append(peer)
+            if any(
+                posted[not is_send][rank * size + peer if is_send else peer * size + rank] <= number
+                for _, peer, is_send, number in group
+            ):
+                break
+            index += 1
+        position[rank] = index
+    blocked = {
+        rank: [
+            member
+            for member in groups[rank][position[rank]]
+            if not _is_met(member, rank, size, posted)
+        ]
+        for rank in range(size)
+        if position[rank] < len(groups[rank])
+    }
+    if blocked:
+        raise ScheduleError(_describe(blocked, groups, position))
+
+
+def _is_met(member: Member, rank: int, size: int, posted: tuple[list[int], list[int]]) -> bool:
+    _, peer, is_send, number = member
+    pair = rank * size + peer if is_send else peer * size + rank
+    return posted[not is_send][pair] > number
+
+
+def _describe(
+    blocked: dict[int, Group], groups: Sequence[Sequence[Group]], position: Sequence[int]
+) -> str:
+    """Follow who waits for whom until a rank comes up again, and name that circle."""
+    path: list[int] = []
+    rank = min(blocked)
+    # A finished rank has posted all its messages, so whoever blocks waits for a blocked rank.
+    while rank not in path:
+        path.append(rank)
+        rank = blocked[rank][0][1]
+    sentences = []
+    for member in path[path.index(rank) :]:
+        action, peer, is_send, _ = blocked[member][0]
+        group = " ".join(str(message[0]) for message in groups[member][position[member]])
+        verb = f"send {action} to" if is_send else f"get {action} from"
+        sentences.append(f"rank {member} is in group ({group}) and waits to {verb} rank {peer}")
+    return "deadlock: " + ", while ".join(sentences)
+
+
+# Proves a pipeline plan complete, ordered, paired and free of deadlock, or says why not.
+#
+# It reads the plan alone, whatever made it, and needs no process: a plan that passes here cannot
+# hang and cannot train on the wrong micro-batch, provided that the transport keeps the order of
+# messages between two ranks (NCCL and gloo do).
+
 
 __all__ = ["ScheduleError", "ScheduleReport", "check"]
 
@@ -72,7 +362,7 @@ def check(
     expected = _highest(plan) + 1 if microbatches is None else microbatches
     proof = _Proof(plan, placement, expected)
     if not proof.holds():
-        raise_reason(plan, microbatches, placement)
+        diagnose(plan, microbatches, placement)
         raise AssertionError(f"no fault was found in a plan that could not be proven: {plan}")
     sends = sum(map(len, proof.sent.values()))
     return ScheduleReport(placement, expected, tuple(proof.peaks), sends)
@@ -89,7 +379,7 @@ def _highest(plan: Sequence[Sequence[Step]]) -> int:
 
 
 class _UnsoundError(Exception):
-    """Something is not as it must be; `raise_reason` knows what."""
+    """Something is not as it must be; `diagnose` knows what."""
 
 
 # What a rank has done for a micro-batch in a chunk, as bits; B does what I and W do.

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from parallel3d.errors import UserError
-from parallel3d.files.reading import plain, read_bounded
+from parallel3d.files import plain, read_bounded
 from parallel3d.schedules.actions import ComputeSchedule, Kind
-from parallel3d.schedules.listed import Rule, list_schedule
-from parallel3d.schedules.orders import interleaved_zero_bubble
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.draw import read_table
+from parallel3d.schedules.greedy import Rule, list_schedule
+from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, clock
-from parallel3d.schedules.table import read_table
 
 WORK = 600_000  # actions that the search may place: some seconds
 SAME = 1e-9
@@ -270,7 +269,7 @@ def _lists(
     """List schedules over interleaved orders: several chunks, groups and rules, the likeliest
     first, until WORK is done."""
     left = WORK
-    for patience, alternates, slope, group, count in product(
+    for wait_fraction, alternates, slope, group, count in product(
         (0.25, 0.0, 0.5), (True, False), (0.0, 0.25), _group_sizes(ranks, microbatches, memory),
         _chunk_counts(chunks),
     ):  # fmt: skip
@@ -284,7 +283,7 @@ def _lists(
         most = int(memory * min(ranks, microbatches) * count + SAME)
         caps = tuple(max(count, int(most - slope * rank)) for rank in range(ranks))
         base = interleaved_zero_bubble(ranks, count, microbatches, group)
-        rule = Rule(caps, patience, alternates)
+        rule = Rule(caps, wait_fraction, alternates)
         orders = list_schedule(base, placement, work.costs(placement), rule)
         if orders is not None:
             yield Schedule("auto", placement, microbatches, orders)

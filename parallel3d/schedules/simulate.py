@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 
 _ENDED = 1 << 60  # more than any run yields
 

@@ -1,23 +1,21 @@
-"""What every rank sends in one optimizer step, by arithmetic on the configuration alone.
-
-The list mirrors the code call by call; `tests/distributed/test_traffic.py` runs real steps and
-compares every call and byte. Evaluation, checkpoints and the start of a run are not part of it.
-"""
+"""Which parameters share a gradient bucket: arithmetic without torch, for reducer and price."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.schedules.placement import StageAssignment
-from parallel3d.sizes.buckets import assign, compressed_rank, padded_numel
-from parallel3d.sizes.layer_traffic import layer_transfers
-from parallel3d.sizes.local_shapes import LocalParameter, word_table_numel
-from parallel3d.sizes.loss_chunks import loss_chunk_counts
-from parallel3d.sizes.stages import layers_of_stages, placement_of
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.sizes.balance import layers_of_stages, placement_of
+from parallel3d.sizes.model import (
+    LocalParameter,
+    collectives_again,
+    loss_chunk_counts,
+    word_table_numel,
+)
 from parallel3d.sizes.transfer import (
     SCALAR_BYTES,
     PipelineRank,
@@ -26,6 +24,116 @@ from parallel3d.sizes.transfer import (
     wire_bytes,
 )
 from parallel3d.topology.layout import Layout
+
+MIB = 1024 * 1024
+FIRST_BUCKET_MIB = 1.0
+CPU_CAP_MIB = 25.0
+# NVLink and InfiniBand come near their rate at a hundred MiB and more, where TCP long has its own.
+ACCELERATOR_CAP_MIB = 128.0
+SHARD_ALIGNMENT = 32  # elements: a shard of fp32 begins at a multiple of 128 bytes
+
+
+def padded_numel(numel: int, shards: int) -> int:
+    """Elements of a bucket that is cut into `shards` equal parts; unsharded ones are not padded."""
+    unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
+    return -(-numel // unit) * unit
+
+
+def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
+    """MiB at which each bucket closes, the last number for all that follow."""
+    if bucket_cap_mb is None:
+        return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
+    return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
+
+
+def cap_bytes(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> int:
+    """The largest of them, in bytes."""
+    return int(max(caps_of(bucket_cap_mb, accelerated)) * MIB)
+
+
+def assign(
+    sizes: Iterable[int],
+    bucket_cap_mb: float | Sequence[float] | None,
+    alone: Collection[int] = (),
+    accelerated: bool = False,
+) -> list[list[int]]:
+    """Groups parameters, given by their bytes in the order of readiness, into buckets.
+
+    As PyTorch's DDP means `bucket_cap_mb`: parameters are never split, and a bucket closes with
+    the parameter that makes it reach the cap. With None the first bucket closes at 1 MiB, so that
+    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB
+    where the parameters are on an accelerator (`accelerated`). There the first bucket ends, since
+    parameters are not split, with the first matrix of the backward: one call more for a start that
+    is a layer earlier. Several numbers are for one bucket each, the last for all that follow. The
+    parameters numbered in `alone` get buckets of their own: a tied table's two copies must be cut
+    alike.
+    """
+    caps = caps_of(bucket_cap_mb, accelerated)
+    buckets: list[list[int]] = []
+    current: list[int] = []
+    filled = 0
+    for i, size in enumerate(sizes):
+        if i in alone and current:
+            buckets.append(current)
+            current, filled = [], 0
+        current.append(i)
+        filled += size
+        if i in alone or filled >= caps[min(len(buckets), len(caps) - 1)] * MIB:
+            buckets.append(current)
+            current, filled = [], 0
+    if current:
+        buckets.append(current)
+    return buckets
+
+
+def compressed_rank(rows: int, columns: int, rank: int) -> int:
+    """The rank at which PowerSGD sends a gradient of this shape; 0: as it is.
+
+    Compressed only if both factors together are less than half of the matrix (PyTorch's rule).
+    """
+    rank = min(rank, rows, columns)
+    return rank if 2 * rank * (rows + columns) < rows * columns else 0
+
+
+# What the layers of a rank send over tp in one step (see `traffic`).
+
+
+def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
+    """tensor_parallel/linear_ops.py: a layer has two column- and two row-parallel GEMMs."""
+    whole, what = rank.hidden, "activations of the layers"
+    microbatches = rank.config.num_microbatches
+    layers = rank.layer_count * microbatches
+    recomputed = rank.recomputed_layers * microbatches
+    again = collectives_again(rank.recompute)
+    if rank.config.tensor_parallel.attention == "gather_qk":
+        model, tp = rank.config.model, rank.layout.tp
+        heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
+        every = rank.tokens * heads * model.head_size * rank.item
+        twice = recomputed * ("layer" in rank.recompute)
+        yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
+        yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
+    if not rank.sp:
+        yield Transfer("tp", "all_reduce", whole, 4 * layers + again.sums * recomputed, what)
+        return
+    # The backward of a column-parallel GEMM gathers the shard that was kept and scatters its
+    # gradient, both in one.
+    yield Transfer("tp", "all_gather", whole, 2 * layers, what)
+    yield Transfer("tp", "reduce_scatter", whole, 2 * layers, what)
+    # In pieces: the forward gathers for column- and scatters for row-parallel ones, and the
+    # backward of the row-parallel ones gathers.
+    chunks = rank.config.tensor_parallel.chunks
+    piece = whole // chunks
+    gathers = 4 * layers + again.gathers * recomputed
+    scatters = 2 * layers + again.scatters * recomputed
+    yield Transfer("tp", "all_gather", piece, chunks * gathers, what)
+    yield Transfer("tp", "reduce_scatter", piece, chunks * scatters, what)
+
+
+# What every rank sends in one optimizer step, by arithmetic on the configuration alone.
+#
+# The list mirrors the code call by call; `tests/distributed/test_traffic.py` runs real steps and
+# compares every call and byte. Evaluation, checkpoints and the start of a run are not part of it.
+
 
 TIED_TABLES = ("embedding.word.weight", "head.table")
 DIMS = ("tp", "pp", "dp", "embedding", "world")
@@ -113,7 +221,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _shared_elements(model: ModelConfig, tp: int, shards: int) -> int:
-    """Elements that `sum_shared_gradients` adds for a layer, a place for each part in the sum."""
+    """Counts the elements that `all_reduce_shared_kv_grads` sums for a layer, by part."""
     found = 0
     if tp > model.kv_heads:  # each head on several ranks
         rows = 2 * model.kv_heads * model.head_size
@@ -124,7 +232,7 @@ def _shared_elements(model: ModelConfig, tp: int, shards: int) -> int:
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
-    """tensor_parallel/head_loss.py, over tp."""
+    """tensor_parallel/loss.py, over tp."""
     model, microbatches, whole = rank.config.model, rank.config.num_microbatches, rank.hidden
     tp, loss, columns = rank.layout.tp, rank.config.loss, model.padded_vocab_size
     if rank.sp:
@@ -240,7 +348,7 @@ def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
 
 
 def _low_rank(rank: PipelineRank, buckets: list[list[LocalParameter]]) -> Iterator[Transfer]:
-    """data_parallel/powersgd.py, once it has begun: P and what is left whole, then Q."""
+    """data_parallel/comm_hooks.py, once it has begun: P and what is left whole, then Q."""
     for bucket in buckets:
         first = second = 0
         for p in bucket:

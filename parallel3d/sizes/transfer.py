@@ -1,4 +1,7 @@
-"""A call that a rank makes in a step, and what is known of the rank."""
+"""Collectives by name, and how many bytes of each go through the busiest rank's port.
+
+No torch and no cluster: `sizes.traffic` counts with it, `topology.price.costs` turns it into time.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config
-from parallel3d.schedules.placement import StageAssignment
-from parallel3d.sizes.bus import bus_factor
-from parallel3d.sizes.local_shapes import LocalParameter, stage_parameters
-from parallel3d.sizes.recompute import recomputing
-from parallel3d.sizes.run_schedule import sends_slices
+from parallel3d.config.sections import parts_of
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.sizes.balance import sends_slices
+from parallel3d.sizes.model import LocalParameter, recomputing, stage_parameters
 from parallel3d.topology.layout import Layout
+
+OPERATIONS = (
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "send_recv",
+    "barrier",
+)
+
+
+def check_sizes(n: int, nbytes: float = 0.0) -> None:
+    """Raises ValueError for fewer than one rank, or less than no bytes."""
+    if n < 1:
+        raise ValueError(f"a collective of {n} ranks")
+    if not nbytes >= 0:
+        raise ValueError(f"a message of {nbytes} bytes")
+
+
+def bus_factor(op: str, n: int) -> float:
+    """Bytes that the busiest port carries over `nbytes`: bus bandwidth = factor · nbytes / time.
+
+    Bus bandwidth can be held against the link's own, whatever the operation and n. Source:
+    nccl-tests, doc/PERFORMANCE.md, and src/scatter.cu, src/gather.cu. 0 for one rank, and for a
+    barrier, which moves no data. Raises ValueError for a name that is not in `OPERATIONS`.
+    """
+    check_sizes(n)
+    if op not in OPERATIONS:
+        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
+    if n == 1 or op == "barrier":
+        return 0.0
+    if op == "all_reduce":
+        return 2 * (n - 1) / n
+    if op in ("broadcast", "reduce", "send_recv"):
+        return 1.0
+    return (n - 1) / n
+
+
+# A call that a rank makes in a step, and what is known of the rank.
+
 
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 SCALAR_BYTES = 8  # losses, token counts and squared norms travel as float64

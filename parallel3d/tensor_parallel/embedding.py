@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 
 
@@ -40,7 +40,7 @@ class _Lookup(torch.autograd.Function):
             add_rows(main_grad, ids.flatten(), grad, ctx.alike)
             return None, main_grad, None
         add_rows(main_grad, ids.flatten(), grad.to(main_grad.dtype), ctx.alike)
-        weight.gradient_added()
+        weight.register_grad_ready()
         return None, None, None
 
 
@@ -72,7 +72,7 @@ def word_table(
     group: Group,
     replicated: bool,
     init: Initializer,
-    tied_copy: bool = False,
+    tied_lm_head: bool = False,
     uses: int = 1,
 ) -> nn.Parameter:
     """A (padded/tp, hidden) or, replicated, (padded, hidden) table; padding rows are zero."""
@@ -83,7 +83,7 @@ def word_table(
     if real:
         pieces = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
     whole = replicated or group.size == 1
-    return init.parameter(ParameterSpec((rows, hidden), pieces, whole, tied_copy, uses))
+    return init.parameter(ParameterSpec((rows, hidden), pieces, whole, tied_lm_head, uses))
 
 
 class VocabParallelEmbedding(nn.Module):

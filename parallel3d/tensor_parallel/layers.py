@@ -13,11 +13,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.parameters.gradients import add_gradient
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel import linear_ops
-from parallel3d.tensor_parallel.linear_nodes import (
+from parallel3d.tensor_parallel.linear_ops import (
     ColumnNode,
     RowNode,
     column_backward,

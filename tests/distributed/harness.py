@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
 from parallel3d.parameters.gather import gather_boxes
-from parallel3d.parameters.pieces import ShardSpec
+from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import (

@@ -39,7 +39,7 @@ PRELOAD = [
     "parallel3d.trainer",
     "parallel3d.checkpoint.checkpoints",
     "parallel3d.faults.health",
-    "parallel3d.pretend",
+    "parallel3d.simulated_device",
     # Imported by torch where a step first needs them: seconds of every new worker's time.
     "numpy.random",
     "torch.distributed.fsdp",

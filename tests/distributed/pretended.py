@@ -25,7 +25,7 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
 
     Autograd counts the devices when it first runs, so a worker that does this does nothing else.
     """
-    from parallel3d.pretend import enable
+    from parallel3d.simulated_device import enable
 
     machine = enable()
     machine.forget()  # blocks of memory that a run before this one has left are nobody's business

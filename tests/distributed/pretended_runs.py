@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.models import ops
-from parallel3d.pretend.device import this_machine
-from parallel3d.pretend.races import caller
-from parallel3d.pretend.records import Observer
+from parallel3d.simulated_device.device import this_machine
+from parallel3d.simulated_device.machine import Observer, caller
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem

@@ -11,10 +11,9 @@ import torch
 
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.models.attention import causal_attention
-from parallel3d.models.attention_kernel import choose_kernel
-from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
-from parallel3d.pretend.device import this_machine
+from parallel3d.models.attention import causal_attention, choose_kernel
+from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
+from parallel3d.simulated_device.device import this_machine
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, References, differences, run_cases
 from tests.distributed.pretended import PretendedPool, here

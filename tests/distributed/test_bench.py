@@ -16,16 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench import rows as bench_rows
+from parallel3d.comm.process_groups import Group, ProcessGroups
+from parallel3d.commands.bench import measure as bench_rows
 from parallel3d.commands.bench.comm import bench_comm
-from parallel3d.commands.bench.measure import Measurement
+from parallel3d.commands.bench.measure import BenchRow, Measurement, Where
 from parallel3d.commands.bench.operations import BenchOperation, WrongResult
 from parallel3d.commands.bench.preflight import preflight
 from parallel3d.commands.bench.probe import exchange, probe
-from parallel3d.commands.bench.rows import BenchRow
-from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from parallel3d.comm.clock import KINDS
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.step_timer import KINDS
 from parallel3d.metrics.breakdown import RankTimes
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from parallel3d.sizes.bus import OPERATIONS
+from parallel3d.sizes.transfer import OPERATIONS
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price import costs
 from tests.distributed.pool import Pool

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.data_parallel import compressed
-from parallel3d.data_parallel.compressed import InBf16
-from parallel3d.data_parallel.powersgd import Factors, PowerSGD, orthonormal
-from parallel3d.sizes.buckets import compressed_rank
+from parallel3d.data_parallel import comm_hooks
+from parallel3d.data_parallel.comm_hooks import Factors, InBf16, PowerSGD, orthonormal
+from parallel3d.sizes.traffic import compressed_rank
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, relative, run_cases
@@ -50,7 +48,7 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Te
 def rounded_twice() -> Iterator[None]:
     """The contributions are added in bf16: rounded again after every addition."""
 
-    def add_in_bf16(self: compressed._Started) -> None:
+    def add_in_bf16(self: comm_hooks._Started) -> None:
         if self.exchanging is None:
             self.exchange()
         self.exchanging.wait()
@@ -58,10 +56,10 @@ def rounded_twice() -> Iterator[None]:
         mine = parts[0].clone()
         for part in parts[1:]:
             mine += part
-        total = compressed.collectives.all_gather(mine, self.group)
+        total = comm_hooks.collectives.all_gather(mine, self.group)
         self.tensor.copy_(total[: self.tensor.numel()])
 
-    with patch.object(compressed._Started, "wait", add_in_bf16):
+    with patch.object(comm_hooks._Started, "wait", add_in_bf16):
         yield
 
 

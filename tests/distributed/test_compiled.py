@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.profiling import layers_shown
-from parallel3d.device.ranges import Ranges
+from parallel3d.device.accelerator import Ranges
 from parallel3d.models import transformer
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem

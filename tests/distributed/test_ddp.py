@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d import DistributedDataParallel
-from parallel3d.comm.group import Group
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.parts.ddp import ddp, transport
-from parallel3d.parts.ddp.reducer import DDPReducer
-from parallel3d.parts.ddp.transport import SharedTransport
+from parallel3d.parallel.ddp import ddp, transport
+from parallel3d.parallel.ddp.reducer import DDPReducer
+from parallel3d.parallel.ddp.transport import SharedTransport
 from parallel3d.topology.layout import Layout
 from tests.distributed.ddp_cases import (
     Case,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel3d import DistributedDataParallel
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parts.ddp.hooks import GradBucket
+from parallel3d.parallel.ddp.reducer import GradBucket
 from tests.distributed.ddp_cases import Case, Mixed, batch_of, loss_of
 from tests.distributed.pool import Pool
 

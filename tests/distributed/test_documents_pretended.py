@@ -13,9 +13,9 @@ import torch
 from parallel3d.data.documents import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
 from parallel3d.models.document_attention import attend_within
-from parallel3d.pretend.attention import FLASH, FLASH_BACKWARD
-from parallel3d.pretend.device import this_machine
-from parallel3d.pretend.records import Kernel, Observer
+from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
+from parallel3d.simulated_device.device import this_machine
+from parallel3d.simulated_device.machine import Kernel, Observer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences
 from tests.distributed.pretended import PretendedPool, here

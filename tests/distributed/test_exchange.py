@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from parallel3d.comm import exchange
 from parallel3d.parameters import gather
-from parallel3d.parameters.pieces import ShardSpec
+from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups

@@ -16,7 +16,7 @@ from parallel3d.comm.group_options import GLOO_ON, Interfaces
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.pipeline.p2p import P2PRoute, post
-from parallel3d.schedules import placement
+from parallel3d.schedules import orders
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
@@ -57,7 +57,7 @@ def everything_works() -> dict[str, object]:
         calls = [(Action(Kind.SEND_F, 0), forward), (Action(Kind.RECV_B, 0), inbox)]
     else:
         calls = [(Action(Kind.RECV_F, 0), inbox), (Action(Kind.SEND_B, 0), backward)]
-    for transfer in post(calls, P2PRoute(groups.pp, placement.StageAssignment(2))):
+    for transfer in post(calls, P2PRoute(groups.pp, orders.StageAssignment(2))):
         transfer.work.wait()
     peer = groups.pp.ranks[1 - groups.pp.index]
     assert inbox.tolist() == [peer if peer < rank else -peer] * 3

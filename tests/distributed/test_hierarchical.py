@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.data_parallel.hierarchical import HierarchicalAllReduce
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.price.links import two_levels

@@ -13,11 +13,10 @@ from torch import nn
 
 from parallel3d.comm import collectives
 from parallel3d.config.schema import DataParallelConfig, OptimConfig
-from parallel3d.data_parallel.bucketed import BucketedDataParallel
-from parallel3d.data_parallel.measured_order import agreed_order, in_measured_order
+from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, in_measured_order
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.sizes.buckets import MIB
+from parallel3d.parameters.sharding import ParameterSpec
+from parallel3d.sizes.traffic import MIB
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
@@ -73,7 +72,7 @@ def artificial(
         chain(parameters, order, 1.0 + groups.rank).backward()
         result["unused"] = engine.finish_step()
         optimizer.step(0.1, 1.0)
-        engine.publish()
+        engine.all_gather_params()
         if measured and step == 0:
             result["arrivals"] = list(engine.reducer.arrivals)
             with mutation():

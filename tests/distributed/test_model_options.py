@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel3d.checkpoint.boxes import logical_tensors
+from parallel3d.checkpoint.planners import logical_tensors
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (

@@ -19,13 +19,12 @@ from torch import Tensor
 import parallel3d.optim.optimizer
 import parallel3d.trainer
 from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.models.dropout import Dropout
-from parallel3d.parameters.pieces import Initializer, ParameterSpec, ShardSpec
-from parallel3d.parameters.segments import Segment
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, ShardSpec
 from parallel3d.pipeline.executor import Executor, Loader
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.tensor_parallel.cross_entropy import ChunkLoss
+from parallel3d.tensor_parallel.loss import ChunkLoss
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
@@ -70,7 +69,7 @@ def mean_of_means_over_dp() -> Iterator[None]:
 @contextmanager
 def sequence_parallel_sum_missing() -> Iterator[None]:
     """Norms, biases and positions keep the gradient of their own tokens alone."""
-    with patch.object(parallel3d.trainer, "sum_partial_gradients", lambda *_: None):
+    with patch.object(parallel3d.trainer, "all_reduce_layernorm_grads", lambda *_: None):
         yield
 
 
@@ -88,7 +87,7 @@ def tied_weight_counted_twice() -> Iterator[None]:
 @contextmanager
 def tied_gradient_not_summed() -> Iterator[None]:
     """First and last stage step their copies of the table by their own gradients."""
-    with patch.object(parallel3d.trainer, "sum_tied_gradients", lambda *_: None):
+    with patch.object(parallel3d.trainer, "all_reduce_embedding_grads", lambda *_: None):
         yield
 
 
@@ -177,7 +176,7 @@ def dropout_counts_local_positions() -> Iterator[None]:
 @contextmanager
 def shared_heads_apart() -> Iterator[None]:
     """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
-    with patch.object(parallel3d.trainer, "sum_shared_gradients", lambda *_: None):
+    with patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", lambda *_: None):
         yield
 
 
@@ -187,7 +186,7 @@ def shared_heads_counted_twice() -> Iterator[None]:
     sound = Segment.runs
     with (
         patch.object(Segment, "runs", lambda self: [(run, 1) for run, _ in sound(self)]),
-        patch.object(parallel3d.trainer, "sum_shared_gradients", summed(sound)),
+        patch.object(parallel3d.trainer, "all_reduce_shared_kv_grads", summed(sound)),
     ):
         yield
 
@@ -195,11 +194,11 @@ def shared_heads_counted_twice() -> Iterator[None]:
 def summed(runs: Callable[[Segment], list[tuple[slice, int]]]) -> Callable[..., None]:
     """The sum over copies as it should be, whatever `Segment.runs` says by now."""
 
-    def sum_shared_gradients(segments: list[Segment], tp: Group) -> None:
+    def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
         with patch.object(Segment, "runs", runs):
-            parallel3d.optim.optimizer.sum_shared_gradients(segments, tp)
+            parallel3d.optim.optimizer.all_reduce_shared_kv_grads(segments, tp)
 
-    return sum_shared_gradients
+    return all_reduce_shared_kv_grads
 
 
 @contextmanager

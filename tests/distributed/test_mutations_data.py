@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
-from parallel3d.data_parallel.bucketed import BucketedDataParallel
+from parallel3d.comm.process_groups import Group
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters.pieces import Initializer, ShardSpec
+from parallel3d.parameters.sharding import Initializer, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, plain_groups, run_cases
@@ -149,14 +149,14 @@ def neighbours_shard() -> Iterator[None]:
 @contextmanager
 def parameters_not_gathered() -> Iterator[None]:
     """Each rank goes on with its own shard of the new parameters and the rest of the old ones."""
-    sound = BucketedDataParallel.publish
+    sound = BucketedDataParallel.all_gather_params
 
-    def publish(self: BucketedDataParallel) -> None:
+    def all_gather_params(self: BucketedDataParallel) -> None:
         self.sharded, was = False, self.sharded
         sound(self)
         self.sharded = was
 
-    with patch.object(BucketedDataParallel, "publish", publish):
+    with patch.object(BucketedDataParallel, "all_gather_params", all_gather_params):
         yield
 
 
@@ -167,10 +167,10 @@ def not_gathered_before_evaluation() -> Iterator[None]:
 
     def evaluate(self: Trainer) -> float:
         engine = self.data_parallel
-        self.stages[0].before_use = lambda part: None
+        self.stages[0].pre_forward = lambda part: None
         with patch.object(engine, "wait_for_all", lambda: None):
             found = sound(self)
-        self.stages[0].before_use = engine.wait_for
+        self.stages[0].pre_forward = engine.wait_for
         return found
 
     with patch.object(Trainer, "evaluate", evaluate):

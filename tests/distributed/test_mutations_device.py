@@ -19,18 +19,18 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
-from parallel3d.data.batches import Batches
-from parallel3d.data_parallel import bucketed, fully_sharded, side_stream
+from parallel3d.data.loader import Batches
+from parallel3d.data_parallel import comm_hooks, engine, fully_sharded
+from parallel3d.data_parallel.comm_hooks import SideStream
 from parallel3d.data_parallel.reducer import Reducer
-from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.device import accelerator, fused
 from parallel3d.faults.health import Health
 from parallel3d.models.dropout import Dropout
 from parallel3d.parameters import gradients
 from parallel3d.pipeline.executor import Executor
 from parallel3d.pipeline.p2p import P2PRoute
-from parallel3d.pretend.device import this_machine
-from parallel3d.pretend.records import Kernel, Observer
+from parallel3d.simulated_device.device import this_machine
+from parallel3d.simulated_device.machine import Kernel, Observer
 from parallel3d.tensor_parallel import embedding
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
@@ -78,7 +78,7 @@ def sums_are_read_before_they_are_there() -> Iterator[None]:
 
 @contextmanager
 def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
-    with patch.object(bucketed.BucketedDataParallel, "wait_for", lambda self, part: None):
+    with patch.object(engine.BucketedDataParallel, "wait_for", lambda self, part: None):
         yield
 
 
@@ -95,7 +95,7 @@ def sums_over_copies_may_be_overwritten() -> Iterator[None]:
 
 @contextmanager
 def nobody_waits_for_the_side_stream() -> Iterator[None]:
-    with patch.object(side_stream._Queued, "wait", lambda self: None):
+    with patch.object(comm_hooks._Queued, "wait", lambda self: None):
         yield
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.data import batches
-from parallel3d.data.batches import Batches, MicroBatch
+from parallel3d.data import loader
 from parallel3d.data.documents import Documents
+from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.data.sampler import Sample
-from parallel3d.models import attention, ends
+from parallel3d.models import attention, embedding_and_head
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
@@ -30,12 +30,12 @@ from tests.distributed.test_mutations import ALL_NUMBERS, Mutation
 
 def with_documents(change: Callable[[Documents, int], Documents]) -> Iterator[None]:
     """Every micro-batch has the documents that `change` makes of its own; samples are so long."""
-    sound = batches.documents_of
+    sound = loader.documents_of
 
     def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
         return change(sound(samples, *rest), len(samples[0].loss_mask))
 
-    with patch.object(batches, "documents_of", documents_of):
+    with patch.object(loader, "documents_of", documents_of):
         yield
 
 
@@ -81,7 +81,7 @@ def positions_of_another_sample() -> Iterator[None]:
 @contextmanager
 def documents_begin_a_token_late() -> Iterator[None]:
     """The first token of a document belongs to the one before it."""
-    sound = batches.documents_of
+    sound = loader.documents_of
 
     def late(sample: Sample) -> Sample:
         if sample.starts is None:
@@ -95,7 +95,7 @@ def documents_begin_a_token_late() -> Iterator[None]:
     def documents_of(samples: Sequence[Sample], *rest: Any) -> Documents:
         return sound([late(sample) for sample in samples], *rest)
 
-    with patch.object(batches, "documents_of", documents_of):
+    with patch.object(loader, "documents_of", documents_of):
         yield
 
 
@@ -136,15 +136,18 @@ def dropout_sees_everything() -> Iterator[None]:
 @contextmanager
 def parts_have_the_positions_of_the_first() -> Iterator[None]:
     """Each part of the sequence looks its tokens up as if it were the first."""
-    sound = ends.Embedding.forward
+    sound = embedding_and_head.Embedding.forward
 
     def forward(
-        self: ends.Embedding, tokens: Tensor, samples: Tensor | None, positions: Tensor
+        self: embedding_and_head.Embedding,
+        tokens: Tensor,
+        samples: Tensor | None,
+        positions: Tensor,
     ) -> Tensor:
         first_part = positions.chunk(self.tp.size, dim=1)[0]
         return sound(self, tokens, samples, first_part.repeat(1, self.tp.size))
 
-    with patch.object(ends.Embedding, "forward", forward):
+    with patch.object(embedding_and_head.Embedding, "forward", forward):
         yield
 
 

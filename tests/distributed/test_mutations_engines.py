@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.data_parallel.reducer import Reducer
 from parallel3d.models import transformer
-from parallel3d.tensor_parallel import linear_nodes, overlap
+from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import RowParallelLinear
 from tests.distributed.cases import Case
 from tests.distributed.harness import References, differences, run_cases
@@ -37,26 +37,26 @@ def pieces_in_a_row() -> Iterator[None]:
         in_a_row = whole.view(batch, chunks, ranks * run, features)
         in_a_row[:, i] = piece.transpose(0, 1)
 
-    with patch.object(overlap, "_put", put):
+    with patch.object(linear_ops, "_put", put):
         yield
 
 
 @contextmanager
 def pieces_out_of_turn() -> Iterator[None]:
     """Piece 1 is put where piece 0 belongs, and the reverse, on the way in and out."""
-    sound = overlap._put
+    sound = linear_ops._put
 
     def put(piece: Tensor, whole: Tensor, i: int) -> None:
         sound(piece, whole, 1 - i)
 
-    with patch.object(overlap, "_put", put):
+    with patch.object(linear_ops, "_put", put):
         yield
 
 
 @contextmanager
 def gather_split_in_the_backward() -> Iterator[None]:
     """Each rank takes its part of its own input gradient; those of the others are not added."""
-    sound = linear_nodes.column_backward
+    sound = linear_ops.column_backward
 
     def column_backward(*args: Any) -> Any:
         def own_part(tensor: Tensor, group: Group) -> tuple[Tensor, collectives.CompletedWork]:
@@ -65,26 +65,26 @@ def gather_split_in_the_backward() -> Iterator[None]:
         with patch.object(collectives, "reduce_scatter_async", own_part):
             return sound(*args)
 
-    with patch.object(linear_nodes, "column_backward", column_backward):
+    with patch.object(linear_ops, "column_backward", column_backward):
         yield
 
 
 @contextmanager
 def split_summed_in_the_backward() -> Iterator[None]:
     """Gradients of what was scattered are added over the ranks on top of being gathered."""
-    sound = linear_nodes.row_backward
+    sound = linear_ops.row_backward
 
     def row_backward(grad: Tensor, *rest: Any) -> Any:
         return sound(collectives.all_reduce(grad.clone(), rest[2]), *rest)
 
-    with patch.object(linear_nodes, "row_backward", row_backward):
+    with patch.object(linear_ops, "row_backward", row_backward):
         yield
 
 
 @contextmanager
 def weight_gradient_of_the_own_tokens() -> Iterator[None]:
     """The backward forgets to gather the kept shard: a weight sees the tokens of its own rank."""
-    sound = linear_nodes.column_backward
+    sound = linear_ops.column_backward
 
     def column_backward(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: Any) -> Any:
         def nothing_of_others(
@@ -97,20 +97,20 @@ def weight_gradient_of_the_own_tokens() -> Iterator[None]:
         with patch.object(collectives, "all_gather_async", nothing_of_others):
             return sound(grad, x, weight, group, sp)
 
-    with patch.object(linear_nodes, "column_backward", column_backward):
+    with patch.object(linear_ops, "column_backward", column_backward):
         yield
 
 
 @contextmanager
 def input_gradient_not_reduced() -> Iterator[None]:
     """f without its backward: each rank goes on with the gradient of its own outputs."""
-    sound = linear_nodes.column_backward
+    sound = linear_ops.column_backward
 
     def column_backward(*args: Any) -> Any:
         with patch.object(collectives, "all_reduce_async", lambda *_: collectives.CompletedWork()):
             return sound(*args)
 
-    with patch.object(linear_nodes, "column_backward", column_backward):
+    with patch.object(linear_ops, "column_backward", column_backward):
         yield
 
 
@@ -119,7 +119,7 @@ def row_bias_on_every_rank() -> Iterator[None]:
     """The bias is added before the sum over the ranks: tp times. It starts at zero."""
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        y = linear_nodes.row_node(x, self.weight, self.group, self.sp)
+        y = linear_ops.row_node(x, self.weight, self.group, self.sp)
         return y + self.group.size * self.bias
 
     with patch.object(RowParallelLinear, "forward", forward):
@@ -171,14 +171,14 @@ def recomputed_backward_twice() -> Iterator[None]:
 @contextmanager
 def recomputed_without_communication() -> Iterator[None]:
     """The forward that is run again leaves its reductions out, as if its sums were known."""
-    sound = linear_nodes.row_forward
+    sound = linear_ops.row_forward
 
     def row_forward(x: Tensor, weight: Tensor, group: Group, sp: Any) -> Tensor:
         if torch._C._current_graph_task_id() == -1:  # not inside of a backward
             return sound(x, weight, group, sp)
         return F.linear(x, weight)
 
-    with patch.object(linear_nodes, "row_forward", row_forward):
+    with patch.object(linear_ops, "row_forward", row_forward):
         yield
 
 

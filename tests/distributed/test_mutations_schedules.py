@@ -15,17 +15,17 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.collectives import CompletedWork
-from parallel3d.comm.group import Group
-from parallel3d.models import compilation, transformer
-from parallel3d.parameters.gradients import add_product, waiting_jobs
-from parallel3d.parameters.pieces import Initializer
+from parallel3d.comm.process_groups import Group
+from parallel3d.models import recompute, transformer
+from parallel3d.parameters.gradients import add_product, deferred_jobs
+from parallel3d.parameters.sharding import Initializer
 from parallel3d.pipeline.executor import Executor
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
 from parallel3d.schedules.check import ScheduleError, check
 from parallel3d.schedules.messages import peer_of
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import Schedule, make
-from parallel3d.tensor_parallel import linear_nodes
+from parallel3d.tensor_parallel import linear_ops
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught
@@ -80,7 +80,7 @@ def a_weight_gradient_dropped() -> Iterator[None]:
 
     def weights(self: Executor, step: Action) -> None:
         if (step.microbatch, step.chunk) == (1, len(self.stages) - 1):
-            self.put_off.pop((1, step.chunk))
+            self.deferred.pop((1, step.chunk))
         else:
             sound(self, step)
 
@@ -109,9 +109,9 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
         def add() -> None:
             add_product(weight.main_grad, grad, x if isinstance(x, Tensor) else x())
 
-        jobs = waiting_jobs(weight)
+        jobs = deferred_jobs(weight)
         add() if jobs is None else jobs.append(add)
-        weight.gradient_added()
+        weight.register_grad_ready()
         return None
 
     def at_once(tensor: Tensor, group: Group) -> CompletedWork:
@@ -119,7 +119,7 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
         return CompletedWork()
 
     with (
-        patch.object(linear_nodes, "add_weight_gradient", early),
+        patch.object(linear_ops, "add_weight_gradient", early),
         patch.object(collectives, "all_reduce_bucket", at_once),
     ):
         yield
@@ -129,7 +129,7 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
 def the_compiler_reuses_operands() -> Iterator[None]:
     """Compiled blocks write again into memory that a later W reads."""
 
-    with patch.object(transformer, "keeping_inductor", compilation.shared_inductor):
+    with patch.object(transformer, "without_inplace_reuse", recompute.shared_inductor):
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.tensor_parallel.overlap import gather_linear, linear_scatter
+from parallel3d.tensor_parallel.linear_ops import gather_linear, linear_scatter
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences, run_cases

@@ -120,8 +120,8 @@ def every_schedule(ranks: int) -> None:
                 shared_memory=shared_memory,
             )
             agrees(trained(pipe), wanted, f"{schedule} {shared_memory=}")
-            put_off = [j for e in pipe.executors for j in e.put_off]
-            assert not put_off and not pipe.executors[0].live
+            deferred = [j for e in pipe.executors for j in e.deferred]
+            assert not deferred and not pipe.executors[0].live
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel3d as p3d
+from parallel3d.parallel.deferred_weight_gradients import SplitBackward
 from parallel3d.parameters.gradients import WeightGradients
-from parallel3d.parts.put_off import SplitBackward
 from tests.distributed.pool import Pool
 
 HEADS, SIZE, WIDTH = 4, 6, 10
@@ -95,7 +95,7 @@ def test_norms_of_heads_learn_as_in_one_process(world: int, tp: int, pool: Pool)
         assert "parameter 0.q_norm.weight differs by" in found["drift False"]
 
 
-def put_off() -> float:
+def deferred() -> float:
     """A linear layer between the two, whose weight gradient a schedule would put off."""
     group = p3d.init(tp=2).tp
     torch.manual_seed(3)
@@ -104,7 +104,7 @@ def put_off() -> float:
     p3d.sum_gradients_over(layer, group)
     with SplitBackward():
         y = layer(torch.ones(3, 4) * (1 + group.index))
-    with queue.put_off() as jobs:
+    with queue.deferred() as jobs:
         y.sum().backward()
     for job in jobs:
         job()
@@ -112,7 +112,7 @@ def put_off() -> float:
 
 
 def test_a_gradient_that_a_schedule_would_put_off_is_summed(pool: Pool) -> None:
-    assert pool.run(2, put_off) == [0.0, 0.0]
+    assert pool.run(2, deferred) == [0.0, 0.0]
 
 
 def graph_of_a_gradient() -> float:

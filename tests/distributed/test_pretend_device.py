@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel3d.pretend.device import PretendedModule
-from parallel3d.pretend.machine import SimulatedMachine
-from parallel3d.pretend.races import Race
+from parallel3d.simulated_device.device import PretendedModule
+from parallel3d.simulated_device.machine import Race, SimulatedMachine
 from tests.distributed.pretended import PretendedPool, here
 
 # The last is asked of every device that is not one of PyTorch's own.

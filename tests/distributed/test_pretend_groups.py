@@ -16,12 +16,12 @@ from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_whole
 from parallel3d.comm import exchange
-from parallel3d.comm.clock import KINDS
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.metrics.memory import peak_memory
+from parallel3d.metrics.peak import peak_memory
 from parallel3d.parameters import gather
-from parallel3d.pretend.device import this_machine
+from parallel3d.simulated_device.device import this_machine
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import array, make_trainer, plain_groups

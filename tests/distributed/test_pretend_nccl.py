@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.pretend.races import Race
-from parallel3d.pretend.wire import Mismatch
+from parallel3d.simulated_device.machine import Race
+from parallel3d.simulated_device.nccl import Mismatch
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.test_pretend_device import module, raises

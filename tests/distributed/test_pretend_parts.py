@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.ddp_figures.measures import Trial
 from parallel3d import DistributedDataParallel
-from parallel3d.parts import replicas
-from parallel3d.parts.groups import group_of
+from parallel3d.parallel import replicated
+from parallel3d.parallel.groups import group_of
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.pretended_runs import waits
 from tests.distributed.test_ddp_figures import check_report, measured
@@ -70,8 +70,8 @@ def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | N
     """The waits of `average_gradients` in three buckets, and what it leaves."""
     net = Net().to(here())
     net(torch.full((2, 4), 1.0 + dist.get_rank()).to(here()), uses[dist.get_rank()]).backward()
-    with patch.object(replicas, "BUCKET_BYTES", 80), waits() as seen:
-        replicas.average_gradients(list(net.parameters()), group_of(None))
+    with patch.object(replicated, "BUCKET_BYTES", 80), waits() as seen:
+        replicated.average_gradients(list(net.parameters()), group_of(None))
     return seen, gradients(net)
 
 

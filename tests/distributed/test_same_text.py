@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from parallel3d.commands.train import train
 from parallel3d.config.schema import Config, DataConfig, LaunchConfig, ModelConfig
-from parallel3d.data.agreement import check_same_text
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.data.reading import check_same_text
+from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout

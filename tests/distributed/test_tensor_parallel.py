@@ -15,8 +15,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
 from parallel3d.tensor_parallel import mappings
-from parallel3d.tensor_parallel.cross_entropy import Objective
-from parallel3d.tensor_parallel.head_loss import HeadLoss
+from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from parallel3d.commands.calibrate import command, launches, together
+from parallel3d.commands.calibrate import command, measure
 from parallel3d.config.schema import Config
 from parallel3d.run.launch import Worker
 from tests.distributed.test_calibrate import FEW
@@ -12,8 +12,8 @@ from tests.distributed.test_calibrate import FEW
 
 def calibrate(config: Config, worker: Worker) -> int:
     with (
-        patch.multiple(together, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, MOVED=1 << 12),
-        patch.multiple(launches, STEPS=1, ROUNDS=1),
-        patch.object(together, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
+        patch.multiple(measure, LARGE_SIZES=(1024, 65536), CALLS=1, WINDOWS=1, MOVED=1 << 12),
+        patch.multiple(measure, STEPS=1, ROUNDS=1),
+        patch.object(measure, "peak_tflops", lambda *_: 1.0),  # of products of 8192²
     ):
         return command.calibrate(config, worker, FEW)

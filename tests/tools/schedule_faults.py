@@ -7,7 +7,7 @@ import random
 from collections import deque
 
 from parallel3d.schedules.actions import Action, Kind, PipelineProgram, Step
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 
 
 def corrupt(plan: PipelineProgram, rng: random.Random) -> PipelineProgram:

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.config.schema import LaunchConfig
-from parallel3d.data.batches import MicroBatch
-from parallel3d.parameters.gradients import waiting_jobs
-from parallel3d.pipeline.action_times import ActionTimes, Measured
-from parallel3d.pipeline.executor import Executor
-from parallel3d.pipeline.mailbox import SharedMemoryP2P
+from parallel3d.data.loader import MicroBatch
+from parallel3d.parameters.gradients import deferred_jobs
+from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
 from parallel3d.pipeline.p2p import P2PRoute
+from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.schedules.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ class _Work(torch.autograd.Function):
             time.sleep(weight_s)
             ctx.weight.main_grad += activation.numel()
 
-        jobs = waiting_jobs(ctx.weight)
+        jobs = deferred_jobs(ctx.weight)
         if jobs is None:
             weight_gradient()
         else:

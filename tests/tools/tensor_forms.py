@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.tensor_parallel.layers import column_parallel_linear
-from parallel3d.tensor_parallel.linear_nodes import row_node
+from parallel3d.tensor_parallel.linear_ops import row_node
 
 HEADS = 4
 Weights = tuple[Tensor, ...]

@@ -13,22 +13,20 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from parallel3d.comm.group import SINGLE
-from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.comm.process_groups import SINGLE, ProcessGroups
 from parallel3d.commands import train
 from parallel3d.commands.verify import variants
-from parallel3d.config.attention import in_other_precision
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.sections import in_other_precision
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
-from parallel3d.models import attention_kernel
-from parallel3d.models.attention import causal_attention
+from parallel3d.models import attention
+from parallel3d.models.attention import avoids_cudnn, causal_attention, choose_kernel
 from parallel3d.models.attention_backends import NOT_CUDNN, allowed
-from parallel3d.models.attention_kernel import avoids_cudnn, choose_kernel
-from parallel3d.models.context import BuildContext
-from parallel3d.models.decoder import Decoder
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.recompute import recomputed
-from parallel3d.parameters.pieces import Initializer
+from parallel3d.models.transformer import Decoder
+from parallel3d.parameters.sharding import Initializer
 from tests.operators import Operators
 from tests.unit.test_document_attention import documents
 from tests.unit.test_generate import LLAMA, decoder_of
@@ -198,7 +196,7 @@ def test_a_start_says_so_in_a_line(
 
 def test_cudnn_by_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, (10, 0))
-    monkeypatch.setattr(attention_kernel, "_try", lambda *_: None)
+    monkeypatch.setattr(attention, "_try", lambda *_: None)
     assert choose_kernel(config("cudnn"), CUDA) == "cudnn"
     assert not avoids_cudnn(config("cudnn"), CUDA)
 
@@ -230,7 +228,7 @@ def test_one_whose_backward_fails_is_refused_too(monkeypatch: pytest.MonkeyPatch
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             raise RuntimeError("no execution plan.\nand a long explanation")
 
-    monkeypatch.setattr(attention_kernel, "causal_attention", lambda x, *_, **__: Forward.apply(x))
+    monkeypatch.setattr(attention, "causal_attention", lambda x, *_, **__: Forward.apply(x))
     with torch.no_grad():  # generation tries it as well
         assert "(no execution plan);" in refusal(config("flash"))
 
@@ -242,7 +240,7 @@ def test_what_is_tried_has_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) 
         seen.append((tuple(qkv.shape), qkv.dtype, *how, kernel))
         return qkv * 1
 
-    monkeypatch.setattr(attention_kernel, "causal_attention", attend)
+    monkeypatch.setattr(attention, "causal_attention", attend)
     assert choose_kernel(config("flash", "fp16", tp=4), CPU) == "flash"
     assert seen == [((1, 128, 3 * HEAD_DIM), torch.float16, 1, 1, HEAD_DIM, None, "flash")]
 
@@ -309,5 +307,5 @@ def test_a_package_of_another_gpu_is_refused_when_it_is_tried(
     def attend(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("FA3 SDPA forward unsupported: FA3 requires compute capability 9.0")
 
-    monkeypatch.setattr(attention_kernel, "causal_attention", attend)
+    monkeypatch.setattr(attention, "causal_attention", attend)
     assert "FA3 requires compute capability 9.0" in refusal(config("fa3"))

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parallel3d.commands.bench.findings import Finding, Judging
-from parallel3d.commands.bench.fit import FITTED, MeasuredOperation, fit
-from parallel3d.commands.bench.operations import BenchOperation, pattern, reduced
+from parallel3d.commands.bench.comm import duration, size, table
+from parallel3d.commands.bench.fit import FITTED, Finding, Judging, MeasuredOperation, fit
+from parallel3d.commands.bench.measure import Where
+from parallel3d.commands.bench.operations import (
+    BenchOperation,
+    CallCounts,
+    pattern,
+    reduced,
+    slowest_rank,
+)
 from parallel3d.commands.bench.preflight import GroupTime, judge, off_the_price
 from parallel3d.commands.bench.probe import pairs_to_probe, turns
-from parallel3d.commands.bench.table import duration, size, table
-from parallel3d.commands.bench.timing import CallCounts, slowest_rank
-from parallel3d.commands.bench.where import Where
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import BenchConfig, Config, ModelConfig
 from parallel3d.errors import UserError

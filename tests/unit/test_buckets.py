@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel3d.comm.group import SINGLE
-from parallel3d.data_parallel import buckets as buckets_module
-from parallel3d.data_parallel.buckets import Sharding, build_buckets
-from parallel3d.data_parallel.reducer import Reducer
-from parallel3d.parameters.pieces import ParameterSpec
-from parallel3d.sizes.buckets import MIB, assign
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.data_parallel import reducer as buckets_module
+from parallel3d.data_parallel.reducer import Reducer, Sharding, build_buckets
+from parallel3d.parameters.sharding import ParameterSpec
+from parallel3d.sizes.traffic import MIB, assign
 
 
 @pytest.mark.parametrize("cap", [None, 0.001, 0.5, 1.0, 3.0, 25.0, [0.5, 4.0], [3.0, 0.5, 1.0]])
@@ -169,9 +168,9 @@ def test_tied_parameter_is_ready_after_its_last_use() -> None:
         build_buckets([("table", table)], None, torch.float32), two_ranks(), True, hook
     )
     reducer.start_step(1)
-    table.gradient_added()
+    table.register_grad_ready()
     assert hook.calls == []
-    table.gradient_added()
+    table.register_grad_ready()
     assert hook.calls == [16]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.commands.calibrate import command, together
-from parallel3d.commands.calibrate.kernels import Kernels
+from parallel3d.commands.calibrate import command, measure
+from parallel3d.commands.calibrate.measure import Kernels
 from parallel3d.config.schema import Config
 from parallel3d.optim import optimizer
 from parallel3d.run.launch import Worker
@@ -45,8 +45,8 @@ def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
     store = dist.HashStore()
     worker = Worker(1, 1, 2, 2, Path(), "local", store=store)
     with (
-        patch.object(together, "collectives", lambda *_: {}),
-        patch.object(together, "slowing", lambda *_: {}),
+        patch.object(measure, "collectives", lambda *_: {}),
+        patch.object(measure, "slowing", lambda *_: {}),
         ThreadPoolExecutor() as threads,
     ):
         code = threads.submit(command.calibrate, Config(device="cpu"), worker)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint.boxes import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
-from parallel3d.parameters.pieces import ParameterSpec, ShardSpec
+from parallel3d.checkpoint.planners import SHARED_ELEMENTS, boxes_of_range, logical_tensors, share
+from parallel3d.parameters.sharding import ParameterSpec, ShardSpec
 
 
 @dataclass

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from parallel3d.checkpoint import restoring, saver
-from parallel3d.checkpoint.claim import Claim, Overtaken
+from parallel3d.checkpoint import restore, saver
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     IncompleteCheckpoint,
@@ -24,11 +23,10 @@ from parallel3d.checkpoint.manifest import (
     read_manifest,
     step_folder,
 )
-from parallel3d.checkpoint.outcome import WrittenFile
-from parallel3d.checkpoint.restoring import names_of_all, read_together
-from parallel3d.checkpoint.retention import bring_back, remove_leftovers
-from parallel3d.checkpoint.saver import Outcome, Save, Saver
-from parallel3d.comm import job_store
+from parallel3d.checkpoint.restore import names_of_all, read_together
+from parallel3d.checkpoint.retention import Claim, Overtaken, bring_back, remove_leftovers
+from parallel3d.checkpoint.saver import Outcome, Save, Saver, WrittenFile
+from parallel3d.comm import store as job_store
 from parallel3d.config.schema import CheckpointConfig
 from parallel3d.errors import TrainingFailure, UserError
 from tests.unit.test_checkpoint_files import (
@@ -54,7 +52,7 @@ def refuse(number: int) -> Callable[..., None]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not waited for."""
     waited: list[float] = []
-    monkeypatch.setattr(restoring.time, "sleep", waited.append)
+    monkeypatch.setattr(restore.time, "sleep", waited.append)
     return waited
 
 
@@ -82,7 +80,7 @@ def test_b1_what_cannot_be_read_is_no_damage(
     sentence = str(ended.value)
     assert os.strerror(number) in sentence and "on rank 0, host " in sentence
     assert "step-00000003" in sentence and "\n" not in sentence
-    assert pauses == [0.0, *restoring.PAUSES_S]
+    assert pauses == [0.0, *restore.PAUSES_S]
     assert read_together(lambda: load(folder), alone) == (None, None)
 
 
@@ -95,7 +93,7 @@ def test_b1_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
         return "read"
 
     assert read_together(read, alone) == ("read", None)
-    assert pauses == [0.0, *restoring.PAUSES_S[:2]]
+    assert pauses == [0.0, *restore.PAUSES_S[:2]]
 
 
 def test_b1_ranks_that_see_different_files_prove_nothing(

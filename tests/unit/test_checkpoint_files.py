@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 
 from parallel3d.checkpoint import saver as saver_module
-from parallel3d.checkpoint.boxes import Box, LogicalTensor
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
     DamagedCheckpoint,
@@ -30,6 +29,7 @@ from parallel3d.checkpoint.manifest import (
     step_folder,
     write_manifest,
 )
+from parallel3d.checkpoint.planners import Box, LogicalTensor
 from parallel3d.checkpoint.retention import remove_leftovers, too_many
 from parallel3d.checkpoint.saver import Outcome, Save, Saver
 from parallel3d.checkpoint.storage import read_state, read_whole, verify_checkpoint, write_state

@@ -31,7 +31,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.files.reading import parse_json, plain
+from parallel3d.files import parse_json, plain
 from tests.pace import in_cpu_time
 from tests.unit.test_checkpoint_files import load, make
 

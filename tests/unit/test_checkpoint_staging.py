@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.checkpoint import staging
-from parallel3d.checkpoint.boxes import Box, LogicalTensor
+from parallel3d.checkpoint import saver as staging
 from parallel3d.checkpoint.checkpoints import Checkpoints
-from parallel3d.checkpoint.saver import Saver
-from parallel3d.checkpoint.staging import Staging
+from parallel3d.checkpoint.planners import Box, LogicalTensor
+from parallel3d.checkpoint.saver import Saver, Staging
 from parallel3d.config.schema import CheckpointConfig, Config, TrainConfig
 from parallel3d.device import accelerator
 

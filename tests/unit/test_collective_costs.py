@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from parallel3d.sizes.bus import OPERATIONS, bus_factor
+from parallel3d.sizes.transfer import OPERATIONS, bus_factor
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price.costs import (
     all_gather,

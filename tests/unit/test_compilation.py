@@ -9,7 +9,7 @@ import torch
 from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
 from torch._inductor.runtime import runtime_utils
 
-from parallel3d.models import compilation
+from parallel3d.models import recompute
 from parallel3d.models.transformer import compile_blocks
 from tests.kernels import no_kernels
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage
@@ -22,10 +22,10 @@ def test_ranks_take_turns_on_a_cpu_alone(
     """The locks are in `tmp_path`; the compiler itself keeps its cache, and so its headers."""
     monkeypatch.setattr(runtime_utils, "cache_dir", lambda: str(tmp_path))
     if on_accelerator:
-        monkeypatch.setattr(compilation, "is_on_accelerator", lambda tensor: True)
+        monkeypatch.setattr(recompute, "is_on_accelerator", lambda tensor: True)
     torch._dynamo.reset()
     stage = middle_stage("none", layers=1)
-    compile_blocks([stage], keeps_operands=False)
+    compile_blocks([stage], saves_operands=False)
     # A graph that another test has had compiled would be taken from there.
     with no_kernels(), torch._functorch.config.patch(enable_autograd_cache=False):
         stage(hidden(), *NOTHING).sum().backward()

@@ -17,8 +17,8 @@ import pytest
 from parallel3d.config import fields
 from parallel3d.config.checks.whole import NOT_YET, check_config
 from parallel3d.config.fields import all_keys
-from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
 from tests.pace import in_time
 

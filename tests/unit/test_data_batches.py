@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.data.batches import Batches, InOrder, MicroBatch
+from parallel3d.data.loader import Batches, InOrder, MicroBatch
 from parallel3d.data.sampler import Sample, Sampler
 
 EOT, SEQ, GLOBAL = 256, 8, 36

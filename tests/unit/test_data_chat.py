@@ -16,11 +16,10 @@ import pytest
 import transformers
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
-from parallel3d.data.chat.conversation import Reader
-from parallel3d.data.chat.template import ChatTemplate, Refused
-from parallel3d.data.corpora.reading import sources_of
+from parallel3d.data import corpus as planned
+from parallel3d.data.chat import ChatTemplate, Reader, Refused
 from parallel3d.data.corpus import check_data, open_corpus
-from parallel3d.data.packing import planned
+from parallel3d.data.reading import sources_of
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import END, PANIC, folder, panicking, trained
@@ -314,7 +313,7 @@ def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path
     # Of packs: a first token is told by nothing, and this answer has no other in its piece.
     given = data(tmp_path, ROWS, cut_documents=True)
     with (
-        patch("parallel3d.data.packing.planned.learned", lambda _, starts, __: starts < 0),
+        patch("parallel3d.data.corpus.learned", lambda _, starts, __: starts < 0),
         pytest.raises(UserError, match="says nothing in the samples that are trained on"),
     ):
         open_corpus(given, 100)
@@ -328,7 +327,7 @@ def test_a_row_that_is_no_row_or_that_cannot_be_encoded_is_named(
     with pytest.raises(UserError, match=r"chat.jsonl:21 cannot be encoded by its tokenizer \(Onig"):
         open_corpus(given, 200)
     given = data(tmp_path, ROWS)
-    monkeypatch.setattr("parallel3d.data.chat.corpus.LONGEST", 100)
+    monkeypatch.setattr("parallel3d.data.chat.LONGEST", 100)
     with pytest.raises(UserError, match=r"chat.jsonl:1 has more than 100 bytes"):
         open_corpus(given, 200)
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import transformers
 
-from parallel3d.data.batches import SampleSource
-from parallel3d.data.chat.conversation import Conversation, Reader
-from parallel3d.data.chat.corpus import SPOKEN, TOKEN, ChatSamples
+from parallel3d.data.chat import SPOKEN, TOKEN, ChatSamples, Conversation, Reader
+from parallel3d.data.loader import SampleSource
 from parallel3d.data.sampler import Sample
 from tests.unit.test_data_chat import ROWS, data, samples
 

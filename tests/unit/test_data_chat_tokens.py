@@ -22,8 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from tokenizers import normalizers as norm
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from parallel3d.data.chat.conversation import Reader
-from parallel3d.data.chat.template import ChatTemplate, Refused
+from parallel3d.data.chat import ChatTemplate, Reader, Refused
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import END, TEXT, folder

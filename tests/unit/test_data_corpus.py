@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel3d import files
 from parallel3d.config.schema import DataConfig
 from parallel3d.data import cache
 from parallel3d.data.corpus import Corpus, check_data, open_corpus
 from parallel3d.data.sources import find_documents
 from parallel3d.data.tokenizer import ByteTokenizer
 from parallel3d.errors import UserError
-from parallel3d.files import durable
 from tests.pace import in_time
 
 EOT = 256
@@ -313,7 +313,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
 def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process takes itself for another user, whose new files are that user's."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: None)
+    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: None)
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def test_a4_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     open_corpus(data, 20)
     cache_file(tmp_path).chmod(0o777)
     everything = cache_file(tmp_path).stat()  # what CIFS says of any file
-    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: everything)
+    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: everything)
     reports: list[str] = []
     open_corpus(data, 20, report=reports.append)
     assert reports == []

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from parallel3d.data.text.decoding import decoding_of
-from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
+from parallel3d.data.tokenizer import ByteTokenizer, decoding_of, open_tokenizer
 from parallel3d.data.tokenizer import Tokenizer as AnyTokenizer
 from tests.tokenizers import END, TEXT, folder, trained
 

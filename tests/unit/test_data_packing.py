@@ -15,13 +15,12 @@ import pytest
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config
 from parallel3d.config.sections import ModelConfig
-from parallel3d.data.corpora.reading import sources_of
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.data import packing as plans
 from parallel3d.data.corpus import check_data, open_corpus
-from parallel3d.data.packing import plan as plans
-from parallel3d.data.packing.best_fit import best_fit
-from parallel3d.data.packing.plan import Pieces, kept_plan, pieces_of
+from parallel3d.data.packing import Pieces, best_fit, kept_plan, pieces_of
+from parallel3d.data.reading import sources_of
 from parallel3d.data.sampler import Sample
+from parallel3d.data.split import Corpus
 from parallel3d.errors import UserError
 from tests.corpora import pair
 

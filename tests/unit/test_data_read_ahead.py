@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.data.batches import Batches
-from parallel3d.data.read_ahead import ReadAhead
+from parallel3d.data.loader import Batches, ReadAhead
 from parallel3d.data.sampler import Sample
 
 SEQ = 4

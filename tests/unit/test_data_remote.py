@@ -19,11 +19,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.data.corpora.reading import sources_of
+from parallel3d.data import remote
 from parallel3d.data.corpus import check_data, open_corpus
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.remote import blocks
-from parallel3d.data.remote.blocks import BlockCache, BlockFile
+from parallel3d.data.reading import sources_of
+from parallel3d.data.remote import BlockCache, BlockFile
 from parallel3d.errors import UserError
 from tests.corpora import pair
 
@@ -50,8 +50,8 @@ class Served:
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """memory://web.bin, .idx and .json, in blocks of a thousand bytes and with ETags."""
     served, plain, info = Served(), MemoryFileSystem.cat_file, MemoryFileSystem.info
-    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
-    monkeypatch.setattr(blocks, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "BLOCK", BLOCK)
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
 
     def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
         return served.cat_file(lambda *a, **k: plain(self, *a, **k), path, start, end)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from parallel3d.config.data import DataConfig
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.data import remote
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.remote import blocks
-from parallel3d.data.remote.blocks import BlockCache, BlockFile
+from parallel3d.data.preprocess.inputs import find_inputs
+from parallel3d.data.remote import BlockCache, BlockFile
+from parallel3d.data.split import Corpus
 from parallel3d.data.watched import compare, marks_of, unmarked
 from parallel3d.errors import UserError
 from tests.corpora import like_pair
@@ -31,8 +31,8 @@ every_server = pytest.mark.parametrize(
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
-    monkeypatch.setattr(blocks, "BLOCK", BLOCK)
-    monkeypatch.setattr(blocks, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(remote, "BLOCK", BLOCK)
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.0, 0.0))
     use_some_http()
     for seed, name in enumerate("ab"):
         like_pair(tmp_path / name, seed)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.blends import oracle, owners, random_weights, tree
-from parallel3d.data.corpora.shares import Shares, whole_weights
+from parallel3d.data.blend import Shares, whole_weights
 
 # Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.
 HEAVY = [1000, *[1] * 1000]

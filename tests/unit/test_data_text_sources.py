@@ -15,11 +15,18 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from parallel3d.data.making import pieces
-from parallel3d.data.making.documents import Count, documents
-from parallel3d.data.making.inputs import digest_of, find_inputs
-from parallel3d.data.making.opening import opened
-from parallel3d.data.making.pieces import FIRST, PIECE, InputPosition, cut
+from parallel3d.data.preprocess import inputs as pieces
+from parallel3d.data.preprocess.inputs import (
+    FIRST,
+    PIECE,
+    Count,
+    InputPosition,
+    cut,
+    digest_of,
+    documents,
+    find_inputs,
+    opened,
+)
 from parallel3d.errors import UserError
 from tests.tokenizers import lines
 
@@ -147,8 +154,8 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet(TEXTS))
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from parallel3d.data.making.inputs import find_inputs\n"
-        "from parallel3d.data.making.pieces import cut\n"
+        "from parallel3d.data.preprocess.inputs import find_inputs\n"
+        "from parallel3d.data.preprocess.inputs import cut\n"
         f"list(cut(find_inputs({str(tmp_path)!r})))"
     )
     ended = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True)

@@ -13,8 +13,13 @@ import pytest
 
 from parallel3d.config.schema import DataConfig
 from parallel3d.data.corpus import check_data, open_corpus
-from parallel3d.data.text.run_tokenizer import keep_tokenizer, tokenizer_of, with_own_tokenizer
-from parallel3d.data.tokenizer import ByteTokenizer, open_tokenizer
+from parallel3d.data.tokenizer import (
+    ByteTokenizer,
+    keep_tokenizer,
+    open_tokenizer,
+    tokenizer_of,
+    with_own_tokenizer,
+)
 from parallel3d.errors import UserError
 from tests.tokenizers import END, PANIC, TEXT, folder, panicking, trained
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.making import tokenizing
-from parallel3d.data.making.inputs import find_inputs
-from parallel3d.data.making.journal import JournalEntry
-from parallel3d.data.making.tokenizing import PreprocessJob, tokenize
-from parallel3d.data.text.facts import facts_beside, tokenizer_beside
+from parallel3d.data.preprocess import tokenize as tokenizing
+from parallel3d.data.preprocess.inputs import find_inputs
+from parallel3d.data.preprocess.journal import JournalEntry
+from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize
+from parallel3d.data.text_files import facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import open_tokenizer
 from parallel3d.errors import UserError
 from tests.tokenizers import PANIC, TEXT, folder, lines, panicking, trained
@@ -95,8 +95,8 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 KILLED = """
     import os, pathlib, signal, sys
     from parallel3d.data.making import journal
-    from parallel3d.data.making.inputs import find_inputs
-    from parallel3d.data.making.tokenizing import Job, tokenize
+    from parallel3d.data.preprocess.inputs import find_inputs
+    from parallel3d.data.preprocess.tokenize import Job, tokenize
 
     class Files:  # what journal calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):

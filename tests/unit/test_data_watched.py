@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from parallel3d.checkpoint.manifest import Manifest
-from parallel3d.checkpoint.restoring import compared_with, facts_of
+from parallel3d.checkpoint.restore import compared_with, facts_of
 from parallel3d.config.data import DataConfig
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data import cache, watched
-from parallel3d.data.chat import corpus as chat_corpus
-from parallel3d.data.corpora.split import Corpus
+from parallel3d.data import chat as chat_corpus
 from parallel3d.data.corpus import open_corpus
-from parallel3d.data.pair_index import HEADER
-from parallel3d.data.text.run_tokenizer import keep_tokenizer
+from parallel3d.data.indexed import HEADER
+from parallel3d.data.split import Corpus
+from parallel3d.data.tokenizer import keep_tokenizer
 from parallel3d.data.watched import Compared, compare, look_at, marks_of
 from parallel3d.errors import UserError
 from tests.corpora import like_pair, pair

@@ -20,9 +20,10 @@ from parallel3d.cli import command_line
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
-from parallel3d.host import devices, gpu_environment
+from parallel3d.host import devices
+from parallel3d.host import devices as gpu_environment
 from parallel3d.host.devices import DeviceChoice, HostError, choose_device, device_of_rank
-from parallel3d.run import meeting, worker
+from parallel3d.run import rendezvous, worker
 from parallel3d.run.launch import RankAssignment, Worker
 
 HOST = socket.gethostname()
@@ -109,17 +110,17 @@ def test_hosts_that_chose_otherwise_are_refused(
 ) -> None:
     """Rank 0's host has a GPU for each of its ranks, the other's has not."""
     played_cuda(2, monkeypatch)
-    monkeypatch.setattr(meeting, "take_run", lambda *_: None)
-    monkeypatch.setattr(meeting, "wait_for_readers", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "take_run", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "wait_for_readers", lambda *_: None)
     store = dist.PrefixStore("attempt0", dist.HashStore())
     config = check_config(Config(runs_dir=str(tmp_path)), 4)
     for rank in (0, 1):
         here = Worker(rank, rank, 4, 2, Path(), "torchrun")
-        meeting.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
+        rendezvous.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
         assert here.device == f"cuda:{rank}"
     with pytest.raises(UserError, match="rank 0 computes on cuda, rank 2 would on cpu"):
         here = Worker(2, 0, 4, 2, Path(), "torchrun")
-        meeting.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
+        rendezvous.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
 
 
 # --- the driver, by calls that would reach it ---------------------------------------------------
@@ -282,7 +283,7 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A world of one, and a local rank of several."""
-    module = types.ModuleType("parallel3d.pretend")
+    module = types.ModuleType("parallel3d.simulated_device")
 
     class Enabled(Exception):
         pass
@@ -291,7 +292,7 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
         raise Enabled
 
     module.enable = enable
-    monkeypatch.setitem(sys.modules, "parallel3d.pretend", module)
+    monkeypatch.setitem(sys.modules, "parallel3d.simulated_device", module)
     monkeypatch.setattr(worker, "_die_with", lambda _: None)
     with pytest.raises(Enabled):
         worker.run_alone("train", Config(), tmp_path, "pretend")

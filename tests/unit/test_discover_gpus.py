@@ -12,8 +12,7 @@ import pytest
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import discover
-from parallel3d.topology.cluster.gpu_facts import GpuMatrix, parse_gpu_matrix
-from parallel3d.topology.cluster.gpus import local_cluster
+from parallel3d.topology.cluster.gpus import GpuMatrix, local_cluster, parse_gpu_matrix
 from parallel3d.topology.cluster.parts import Cluster
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "topology"

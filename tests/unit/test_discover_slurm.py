@@ -13,11 +13,13 @@ from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster
-from parallel3d.topology.cluster.slurm import job_nodes, slurm_cluster
-from parallel3d.topology.cluster.slurm_names import expand_hostlist, expand_tasks_per_node
-from parallel3d.topology.cluster.slurm_topology import (
+from parallel3d.topology.cluster.slurm import (
+    expand_hostlist,
+    expand_tasks_per_node,
+    job_nodes,
     parse_address,
     parse_topology,
+    slurm_cluster,
     topology_of_addresses,
 )
 

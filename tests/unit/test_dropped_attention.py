@@ -14,16 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel3d.data.documents import Documents
-from parallel3d.models import dropped_attention
-from parallel3d.models.dropout import Dropout
-from parallel3d.models.dropped_attention import attend_dropping
+from parallel3d.models import dropout
+from parallel3d.models.dropout import Dropout, attend_dropping
 from tests.reference.dropout import dropped
 
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as small as a test asks for."""
-    monkeypatch.setattr(dropped_attention, "LEAST_ROWS", 1)
+    monkeypatch.setattr(dropout, "LEAST_ROWS", 1)
 
 
 NUMBERS, SITE, P, LENGTH = (5, 2**33), "layers.1.attention.probabilities", 0.3, 24
@@ -68,7 +67,7 @@ def test_values_and_gradients_are_the_formula_s(rows: int, apart: bool) -> None:
     inputs = leaves(2, 3, LENGTH, 4)
     grad = torch.randn(2, 3, LENGTH, 4, dtype=torch.float64)
     results = []
-    with patch.object(dropped_attention, "AT_ONCE", rows * 2 * 3 * LENGTH):
+    with patch.object(dropout, "AT_ONCE", rows * 2 * 3 * LENGTH):
         for attend in (ours, by_hand):
             y = attend(*inputs, apart)
             results.append((y.detach(), *torch.autograd.grad(y, inputs, grad)))
@@ -82,9 +81,9 @@ def test_blocks_of_one_shape_have_the_same_values(
     """As an accelerator has them: all samples, one, and a part of its queries."""
     inputs = leaves(2, 3, LENGTH, 4)
     plain = ours(*inputs, True)
-    monkeypatch.setattr(dropped_attention, "is_accelerator", lambda device: True)
-    monkeypatch.setattr(dropped_attention, "AT_ONCE_ON_ACCELERATOR", scores)
-    blocks = list(dropped_attention._blocks(inputs[0]))
+    monkeypatch.setattr(dropout, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(dropout, "AT_ONCE_ON_ACCELERATOR", scores)
+    blocks = list(dropout._blocks(inputs[0]))
     assert (
         len({(b.samples.stop - b.samples.start, b.rows.stop - b.rows.start) for b in blocks}) == 1
     )
@@ -96,7 +95,7 @@ def test_blocks_of_one_shape_have_the_same_values(
 
 
 def test_gradients_are_finite_differences() -> None:
-    with patch.object(dropped_attention, "AT_ONCE", 300):
+    with patch.object(dropout, "AT_ONCE", 300):
         assert gradcheck(lambda *qkv: ours(*qkv, True), leaves(2, 2, LENGTH, 4), fast_mode=True)
 
 
@@ -127,7 +126,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_has_the_size_of_all_scores() -> None:
     """Forward and backward; b · heads · s² would be 65,536."""
     inputs = leaves(2, 2, 128, 4)
-    with patch.object(dropped_attention, "AT_ONCE", 4096), Largest() as largest:
+    with patch.object(dropout, "AT_ONCE", 4096), Largest() as largest:
         drop, numbers = Dropout(7, SITE, P), torch.tensor(NUMBERS)
         attend_dropping(*inputs, drop, numbers, None).sum().backward()
     assert largest.found == 4096  # q itself has 2,048

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.tensor_parallel import embedding
 from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding
 from tests.operators import Operators
@@ -20,7 +20,7 @@ def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
     generator = torch.Generator().manual_seed(1)
     table = nn.Parameter(torch.randn(11, 4, generator=generator))
     if bucket:
-        table.main_grad, table.gradient_added = torch.zeros(11, 4), lambda: None
+        table.main_grad, table.register_grad_ready = torch.zeros(11, 4), lambda: None
     ids = torch.randint(0, 11, (2, 32), generator=generator)
     layer = VocabParallelEmbedding(table, group=group, sp=sp, replicated=True)
     y = layer(ids)

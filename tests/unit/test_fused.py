@@ -11,19 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.data.documents import Documents
 from parallel3d.device import accelerator, fused
 from parallel3d.models import ops
-from parallel3d.models.context import BuildContext
-from parallel3d.models.dropout import Dropout
-from parallel3d.models.dropped_attention import attend_dropping
-from parallel3d.models.qk_norm import QKNorm
+from parallel3d.models.dropout import Dropout, attend_dropping
+from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.recompute import recomputed
-from parallel3d.parameters.pieces import Initializer
-from parallel3d.tensor_parallel import cross_entropy
-from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
+from parallel3d.parameters.sharding import Initializer
+from parallel3d.tensor_parallel import loss as cross_entropy
+from parallel3d.tensor_parallel.loss import ChunkLoss, Objective
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
 

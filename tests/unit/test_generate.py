@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.generate.sample import TokenSampler
-from parallel3d.commands.generate.start import start_generate, take_prompt
+from parallel3d.commands.generate import TokenSampler, start_generate, take_prompt
 from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.models.decoder import Decoder, blank_stage
-from parallel3d.models.transformer import Stage
+from parallel3d.models.transformer import Decoder, Stage, blank_stage
 
 GPT = ModelConfig(
     num_layers=2,

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from parallel3d.config.schema import ClusterConfig, Config
-from parallel3d.host import devices, gpu_environment
+from parallel3d.host import devices
+from parallel3d.host import devices as gpu_environment
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from parallel3d.comm.group_options import (
     set_nccl_options,
 )
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.checks.groups import parse_nccl_env, parse_nccl_settings
+from parallel3d.config.checks.parallelism import parse_nccl_env, parse_nccl_settings
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, LaunchConfig
 from parallel3d.errors import UserError

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.device.products import linear, matmul
+from parallel3d.device.matmul import linear, matmul
 from parallel3d.parameters.gradients import add_product
-from parallel3d.tensor_parallel.cross_entropy import ChunkLoss, Objective
-from parallel3d.tensor_parallel.head_loss import HeadLoss
+from parallel3d.tensor_parallel.loss import ChunkLoss, HeadLoss, Objective
 
 VOCAB, TOKENS = 3001, 64
 

@@ -14,8 +14,7 @@ from parallel3d.comm.operation_log import (
     blocking,
     logged,
 )
-from parallel3d.faults.hang import diagnose
-from parallel3d.faults.hang_state import RankState, from_json, to_json
+from parallel3d.faults.hang import RankState, diagnose, from_json, to_json
 
 DP = {"dp": (0, 1, 2, 3)}
 
@@ -51,10 +50,10 @@ def test_silent_rank_is_at_fault() -> None:
 
 
 def test_rank_in_no_operation_is_at_fault() -> None:
-    late = state(1, None, {"dp": 8}, place=" at parallel3d/data/batches.py:7")
+    late = state(1, None, {"dp": 8}, place=" at parallel3d/data/loader.py:7")
     verdict = diagnose(everyone_but(late), {})
     assert (verdict.kind, verdict.ranks) == ("missing", (1,))
-    assert "rank 1 is in train step 5 at parallel3d/data/batches.py:7" in verdict.sentence
+    assert "rank 1 is in train step 5 at parallel3d/data/loader.py:7" in verdict.sentence
 
 
 def test_other_tensor_is_at_fault_on_the_rank_that_stands_alone() -> None:

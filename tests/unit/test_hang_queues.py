@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from parallel3d.comm.operation_log import LoggedOperation
 from parallel3d.faults.flight_record import Queued
-from parallel3d.faults.hang import diagnose
-from parallel3d.faults.hang_state import RankState, from_json, to_json
+from parallel3d.faults.hang import RankState, diagnose, from_json, to_json
 from tests.unit.test_hang import operation, state
 
 
@@ -71,13 +70,13 @@ def test_rank_that_gave_another_size_is_at_fault_though_it_has_got_past() -> Non
 def test_host_that_is_stuck_in_the_data_is_at_fault_while_others_read_the_last_sum() -> None:
     usual = (done(operation(8)), open_(operation(9)), open_(LAST))
     states = {rank: on_device(rank, *usual, waited_s=9.0) for rank in range(4)}
-    place = " at parallel3d/data/batches.py:7"
+    place = " at parallel3d/data/loader.py:7"
     states[1] = on_device(1, done(operation(8)), waits=False, place=place)
     verdict = diagnose(states, {})
     assert (verdict.kind, verdict.ranks) == ("missing", (1,))
     assert verdict.sentence == (
         "rank 1 has not queued all_reduce 9 of dp (float32[8]) and is in train step 5 at "
-        "parallel3d/data/batches.py:7, in no operation: rank 0 waits on its device in all_reduce 9 "
+        "parallel3d/data/loader.py:7, in no operation: rank 0 waits on its device in all_reduce 9 "
         "of dp (float32[8]) in train step 5, for 9 s"
     )
 

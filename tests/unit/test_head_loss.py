@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.loss_memory import peak_bytes
-from parallel3d.sizes.loss_chunks import loss_chunk_counts, loss_chunks
-from parallel3d.tensor_parallel.cross_entropy import Objective
-from parallel3d.tensor_parallel.head_loss import HeadLoss
+from parallel3d.sizes.model import loss_chunk_counts, loss_chunks
+from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from tests.operators import Operators
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -118,7 +117,7 @@ def test_a_backward_from_another_scale_is_refused() -> None:
 def test_the_bucket_is_told_once_and_in_the_backward() -> None:
     x, labels, told = leaf(1, 6, 5), torch.tensor([[0, 4, 2, 3, 1, 1]]), []
     table = nn.Parameter(leaf(8, 5).detach())
-    table.main_grad, table.gradient_added = torch.ones(8, 5).double(), lambda: told.append(1)
+    table.main_grad, table.register_grad_ready = torch.ones(8, 5).double(), lambda: told.append(1)
     loss = HeadLoss(Objective(8), 8, chunk_tokens=2).train(x, table, labels, torch.ones(1, 6), ONE)
     assert not told
     loss.backward()
@@ -132,7 +131,7 @@ def test_the_bucket_is_told_once_and_in_the_backward() -> None:
 def bucketed(rows: int, hidden: int, dtype: torch.dtype) -> nn.Parameter:
     """A table with a gradient bucket in fp32, as the trainer makes it."""
     table = nn.Parameter(torch.randn(rows, hidden).to(dtype))
-    table.main_grad, table.gradient_added = torch.zeros(rows, hidden), lambda: None
+    table.main_grad, table.register_grad_ready = torch.zeros(rows, hidden), lambda: None
     return table
 
 

@@ -17,7 +17,7 @@ import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import logical_shapes
-from parallel3d.commands.checkpoint import proof
+from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
@@ -78,14 +78,14 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
 
 def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """(b, s, vocab_size) of our own layers on one rank."""
-    stage = proof.blank_model(model)
+    stage = huggingface.blank_model(model)
     held = set()
     for parameter in stage.parameters():
         for piece in parameter.spec.pieces:
             piece.of_local(parameter.detach()).copy_(piece.of_full(weights[piece.name]))
             held.add(piece.name)
     assert held == weights.keys()
-    return proof.our_logits(stage, model, tokens)
+    return huggingface.our_logits(stage, model, tokens)
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

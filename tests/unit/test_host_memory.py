@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import ctypes, resource, sys
 import numpy as np
-from parallel3d.host.host_memory import keep_freed_memory
+from parallel3d.host.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def touch():
@@ -42,7 +42,7 @@ HELD = """
 import sys
 from pathlib import Path
 import numpy as np
-from parallel3d.host.host_memory import give_back_freed_memory
+from parallel3d.host.memory import give_back_freed_memory
 if sys.argv[1] == "give":
     assert give_back_freed_memory()
 def touched():

@@ -17,18 +17,19 @@ import torch
 from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
-from parallel3d.commands.generate.start import checkpoints_of
+from parallel3d.commands.generate import checkpoints_of
 from parallel3d.commands.train import write_safetensors
 from parallel3d.config.schema import Config, GenerateConfig
 from parallel3d.data import cache
 from parallel3d.data.sources import Document
 from parallel3d.errors import UserError
 from parallel3d.metrics.jsonl import MetricsFile, read_metrics
-from parallel3d.run import directory, unmade
+from parallel3d.run import directory
+from parallel3d.run import directory as unmade
 from parallel3d.run.directory import check_run, discard_unused, make_run_directory
 from parallel3d.run.failure import place_in
-from parallel3d.run.restarts import Restarts
-from parallel3d.run.time_limits import or_end
+from parallel3d.run.launch import or_end
+from parallel3d.run.local_workers import Restarts
 from tests.tools.failing_files import LOST, FailingFiles, Fault
 from tests.unit.test_restarts import KILLED
 
@@ -61,7 +62,7 @@ def test_generate_says_that_checkpoints_cannot_be_listed(
 ) -> None:
     wanted = dataclasses.replace(run, generate=GenerateConfig(step=step))
     assert [p.name for p in checkpoints_of(wanted)] == ["step-00000005"]
-    monkeypatch.setattr("parallel3d.commands.generate.start.list_checkpoints", refuse)
+    monkeypatch.setattr("parallel3d.commands.generate.list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE"):
         checkpoints_of(wanted)
 
@@ -72,7 +73,7 @@ def test_no_restart_on_a_disk_that_cannot_be_used(
 ) -> None:
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
     said: list[str] = []
-    monkeypatch.setattr(f"parallel3d.run.restarts.{call}", refuse)
+    monkeypatch.setattr(f"parallel3d.run.local_workers.{call}", refuse)
     assert not Restarts(tmp_path, 2, said.append).decide(KILLED)
     assert said == [f"no restart, as {tmp_path} cannot be used (ESTALE: Stale file handle)"]
 
@@ -169,9 +170,7 @@ def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -
 def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
     with or_end(30, "no answer"):
         pass
-    code = (
-        "import time; from parallel3d.run.time_limits import or_end\nwith or_end(0.2, 'no answer'):"
-    )
+    code = "import time; from parallel3d.run.launch import or_end\nwith or_end(0.2, 'no answer'):"
     ended = subprocess.run(
         [sys.executable, "-c", f"{code} time.sleep(60)"], capture_output=True, timeout=30
     )

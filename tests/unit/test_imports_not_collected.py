@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch  # noqa: F401  # what the tests take away for a moment
 
-from parallel3d.host.host_memory import nothing_collected
+from parallel3d.host.memory import nothing_collected
 
 
 @pytest.fixture

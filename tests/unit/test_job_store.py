@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel3d.comm import job_store
-from parallel3d.comm.job_store import SECRET, behind_secret, get, listen_at, put
+from parallel3d.comm import store as job_store
+from parallel3d.comm.store import SECRET, behind_secret, get, listen_at, put
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.run import meeting
+from parallel3d.run import rendezvous
 from parallel3d.run.launch import RankAssignment, Worker
 from parallel3d.run.local_workers import OneHost, _place
-from parallel3d.run.rank_exchange import assign_rank
+from parallel3d.run.rendezvous import assign_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -96,12 +96,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
 def test_a5_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
     port = free_port()
-    store = meeting.rendezvous(Config(), place("localhost", port, launcher))
+    store = rendezvous.rendezvous(Config(), place("localhost", port, launcher))
     assert listeners(port) == LOOPBACK
     store.set("a", "1")
     if address := address_of_the_network():
         port = free_port()
-        kept = meeting.rendezvous(Config(), place(address, port, launcher, hosts=2))
+        kept = rendezvous.rendezvous(Config(), place(address, port, launcher, hosts=2))
         (found,) = listeners(port)
         assert found == socket.inet_aton(address)[::-1].hex().upper()
         del kept
@@ -120,8 +120,8 @@ def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     served = []
-    monkeypatch.setattr(meeting, "serve", lambda host, socket, **_: served.append(socket))
-    meeting._listening_store(place(master, port, hosts=2), {})
+    monkeypatch.setattr(rendezvous, "serve", lambda host, socket, **_: served.append(socket))
+    rendezvous._listening_store(place(master, port, hosts=2), {})
     (listening,) = served
     with listening:
         assert listeners(port) <= EVERYWHERE
@@ -129,11 +129,15 @@ def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
 
 
 def test_a5_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "listen_at", lambda *asked: asked)
-    monkeypatch.setattr(meeting, "serve", lambda _, asked: asked)
-    here = meeting._listening_store(place("node1", 1, "slurm"), {})
+    monkeypatch.setattr(rendezvous, "listen_at", lambda *asked: asked)
+    monkeypatch.setattr(rendezvous, "serve", lambda _, asked: asked)
+    here = rendezvous._listening_store(place("node1", 1, "slurm"), {})
     assert here == ("node1", 1, True)
-    assert meeting._listening_store(place("node1", 1, "slurm", hosts=2), {}) == ("node1", 1, False)
+    assert rendezvous._listening_store(place("node1", 1, "slurm", hosts=2), {}) == (
+        "node1",
+        1,
+        False,
+    )
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -142,7 +146,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UserError, match=r"another launch\.master_port"),
     ):
-        meeting.rendezvous(Config(), place("127.0.0.1", taken.getsockname()[1]))
+        rendezvous.rendezvous(Config(), place("127.0.0.1", taken.getsockname()[1]))
 
 
 @pytest.mark.parametrize("agent", ["torchrun", "local"])
@@ -161,7 +165,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         here = place("127.0.0.1", host.port, agent)
-        return lambda rank: meeting.rendezvous(Config(), dataclasses.replace(here, rank=rank))
+        return lambda rank: rendezvous.rendezvous(Config(), dataclasses.replace(here, rank=rank))
 
     meet = start(0)
     meet(1), meet(0)
@@ -197,17 +201,17 @@ def test_a5_words_of_others_are_not_believed(
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}
     monkeypatch.setenv(SECRET, "guessed")
-    put(store, meeting.RUN_KEY, word)
+    put(store, rendezvous.RUN_KEY, word)
     monkeypatch.setenv(SECRET, "ours")
     worker = Worker(1, 1, 2, 2, Path(), "slurm")
     second = RankAssignment("slurm", 1, 1, 2, 2, "localhost", 1, "7")
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
-        meeting.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+        rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
     assert worker.run_dir == Path()
     put(store, "parallel3d/another", word)  # a true word under another key is no answer either
-    store.set(meeting.RUN_KEY, store.get("parallel3d/another"))
+    store.set(rendezvous.RUN_KEY, store.get("parallel3d/another"))
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
-        meeting.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
+        rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
 
 
 @pytest.mark.usefixtures("by_hand")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.checkpoint.claim import Claim
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
+from parallel3d.checkpoint.retention import Claim
 from parallel3d.config.schema import Config, DataConfig
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import UserError
@@ -24,8 +24,7 @@ from parallel3d.run.directory import (
     take_run,
 )
 from parallel3d.run.failure import RankFailure
-from parallel3d.run.local_workers import _cause
-from parallel3d.run.restarts import Restarts
+from parallel3d.run.local_workers import Restarts, _cause
 from tests.tools.failing_files import FailingFiles, Fault
 
 KILLED = RankFailure(0, "pp 0, dp 0, tp 0", "here", "", "", "was killed by SIGKILL", 0.0, "killed")

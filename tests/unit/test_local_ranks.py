@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from parallel3d.host.processes import born, of_this_job
-from parallel3d.run import local_ranks, local_workers
-from parallel3d.run.local_ranks import SIGNALS, LocalRanks, Stopped
+from parallel3d.run import local_workers
+from parallel3d.run import local_workers as local_ranks
+from parallel3d.run.local_workers import SIGNALS, LocalRanks, Stopped
 from parallel3d.run.stop_signals import ASKING, StopSignals, kept_handlers
 
 

@@ -11,11 +11,18 @@ import pytest
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.plan.measured.machine import check_device, check_type, read
-from parallel3d.plan.measured.price import measured_layouts, measured_sizes, price_measured
-from parallel3d.plan.measured.sharing import shared_clock
-from parallel3d.plan.measured.steps import speed_of, step_parts
-from parallel3d.plan.measured.tables import Table
+from parallel3d.plan.measured import (
+    Table,
+    check_device,
+    check_type,
+    measured_layouts,
+    measured_sizes,
+    price_measured,
+    read,
+    shared_clock,
+    speed_of,
+    step_parts,
+)
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, make
 from parallel3d.schedules.simulate import Costs, ScheduleError, clock
 from parallel3d.sizes.traffic import transfers

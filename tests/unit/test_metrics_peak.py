@@ -10,8 +10,13 @@ import torch
 
 from parallel3d.device import accelerator
 from parallel3d.metrics import peak as peak_module
-from parallel3d.metrics.memory import PeakMemory, peak_memory
-from parallel3d.metrics.peak import cpu_share, datasheet_peak, device_peak_flops
+from parallel3d.metrics.peak import (
+    PeakMemory,
+    cpu_share,
+    datasheet_peak,
+    device_peak_flops,
+    peak_memory,
+)
 
 CPU = torch.device("cpu")
 

@@ -15,17 +15,15 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from parallel3d.comm.clock import KINDS
+from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.metrics.breakdown import RankTimes
-from parallel3d.metrics.jsonl import read_metrics
-from parallel3d.metrics.memory import PeakMemory
-from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.jsonl import StepRecord, read_metrics
+from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.progress import make_console
 from parallel3d.metrics.recorder import Recorder
-from parallel3d.metrics.records import StepRecord
-from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.model import parameter_count
 from parallel3d.topology.layout import Layout
 from tests.pace import in_time
 from tests.tools.failing_files import FailingFiles, Fault

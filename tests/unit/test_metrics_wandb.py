@@ -16,8 +16,7 @@ import wandb
 
 from parallel3d.config.schema import Config, LoggerConfig, ModelConfig
 from parallel3d.metrics.jsonl import read_metrics
-from parallel3d.metrics.memory import PeakMemory
-from parallel3d.metrics.peak import Peak
+from parallel3d.metrics.peak import Peak, PeakMemory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.metrics.wandb_file import MAX_ID_LENGTH, run_id
 from parallel3d.metrics.wandb_logger import resolve_mode

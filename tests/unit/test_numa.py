@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.host import numa
-from parallel3d.host.numa import bind_near, cpus_near
+from parallel3d.host import memory
+from parallel3d.host.memory import bind_near, cpus_near
 
 
 def played_sys(root: Path, nodes: list[str], gpu_nodes: dict[str, int], online: str) -> Path:
@@ -33,8 +33,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         mine.clear()
         mine.update(cpus)
 
-    monkeypatch.setattr(numa.os, "sched_getaffinity", lambda _: set(mine))
-    monkeypatch.setattr(numa.os, "sched_setaffinity", bind)
+    monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _: set(mine))
+    monkeypatch.setattr(memory.os, "sched_setaffinity", bind)
     return mine
 
 

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import functional_call
 
-from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
-from parallel3d.models.context import BuildContext
+from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads_rotary, swiglu
-from parallel3d.models.qk_norm import QKNorm
-from parallel3d.parameters.pieces import Initializer
+from parallel3d.parameters.sharding import Initializer
 from tests.kernels import no_kernels
 
 

@@ -9,16 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig, OptimConfig
-from parallel3d.data_parallel import buckets
-from parallel3d.data_parallel.buckets import build_buckets
-from parallel3d.models.context import BuildContext
+from parallel3d.data_parallel import reducer
+from parallel3d.data_parallel.reducer import build_buckets
+from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Stage
 from parallel3d.optim import optimizer as optimizer_module
 from parallel3d.optim.optimizer import Optimizer
-from parallel3d.parameters.pieces import Initializer, ParameterSpec
-from parallel3d.parameters.segments import Segment, SegmentPart
+from parallel3d.parameters.sharding import Initializer, ParameterSpec, Segment, SegmentPart
 from tests.distributed.cases import preset
 
 
@@ -27,7 +26,7 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
     torch.manual_seed(0)
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
-        Segment(param, grad, param, decays, replicated=True, tied_copy=False)
+        Segment(param, grad, param, decays, replicated=True, tied_lm_head=False)
         for param, grad, decays in zip(params, grads, (True, False), strict=True)
     ]
     optim = OptimConfig(name=name, momentum=momentum, clip_grad=0.0, weight_decay=0.1)
@@ -55,7 +54,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
-        "from parallel3d.comm.group import SINGLE;"
+        "from parallel3d.comm.process_groups import SINGLE;"
         "Optimizer(OptimConfig(), [], SINGLE);"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
@@ -65,7 +64,7 @@ def test_an_eager_trainer_leaves_the_compiler_out() -> None:
 def one_segment(grad: torch.Tensor, **changes: object) -> tuple[torch.Tensor, Optimizer]:
     param, spec = torch.ones_like(grad), ParameterSpec(tuple(grad.shape), (), replicated=True)
     parts = [SegmentPart("p", spec, 0, grad.numel())]
-    segment = Segment(param, grad, param, True, True, tied_copy=False, parts=parts)
+    segment = Segment(param, grad, param, True, True, tied_lm_head=False, parts=parts)
     return param, Optimizer(OptimConfig(**changes), [segment], SINGLE)
 
 
@@ -119,7 +118,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
     assert sum(p.numel() for p in stage.parameters()) > 1.1e9
     with (
         on_an_accelerator(),
-        patch.object(buckets, "is_accelerator", lambda device: True),
+        patch.object(reducer, "is_accelerator", lambda device: True),
         patch.object(torch, "_foreach_norm", wraps=torch._foreach_norm) as norms,
     ):
         made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)

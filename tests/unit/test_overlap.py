@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.models.context import BuildContext
-from parallel3d.parameters.pieces import Initializer
-from parallel3d.tensor_parallel import linear_nodes, overlap
+from parallel3d.models.layers import BuildContext
+from parallel3d.parameters.sharding import Initializer
+from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 PAIR = Group("tp", (0, 1), 0, None)
 CPU = torch.device("cpu")
 TOKENS = torch.ones(1, 4, 6)
 LINEAR, MATMUL = F.linear, Tensor.__matmul__
-ADD_WEIGHT_GRADIENT = linear_nodes.add_weight_gradient
+ADD_WEIGHT_GRADIENT = linear_ops.add_weight_gradient
 
 
 class Notes:
@@ -88,7 +88,7 @@ def notes() -> Iterator[Notes]:
         patch.object(collectives, "reduce_scatter_async", taken.reduce_scatter),
         patch.object(F, "linear", taken.linear),
         patch.object(Tensor, "__matmul__", lambda a, b: taken.matmul(a, b)),
-        patch.object(linear_nodes, "add_weight_gradient", taken.weight_gradient),
+        patch.object(linear_ops, "add_weight_gradient", taken.weight_gradient),
     ):
         yield taken
     assert taken.in_flight == 0, "a collective that nobody waits for"
@@ -165,10 +165,10 @@ def test_a_piece_is_summed_while_the_gemm_of_the_next_one_runs(
 
 def test_pieces_hold_a_run_of_every_rank() -> None:
     whole = torch.arange(8).view(1, 2, 2, 2, 1)  # two ranks, two pieces, runs of two tokens
-    assert overlap._take(whole, 1).flatten().tolist() == [2, 3, 6, 7]
+    assert linear_ops._take(whole, 1).flatten().tolist() == [2, 3, 6, 7]
     back = torch.zeros_like(whole)
     for i in (0, 1):
-        overlap._put(overlap._take(whole, i), back, i)
+        linear_ops._put(linear_ops._take(whole, i), back, i)
     assert torch.equal(back, whole)
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel3d.comm.group import Group
+from parallel3d.comm.process_groups import Group
 from parallel3d.device import accelerator
-from parallel3d.pipeline import floors
+from parallel3d.pipeline import p2p
 from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules.actions import Action, Kind
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 
 PP = Group("pp", (3, 7, 11), 1, None)
 
@@ -76,6 +76,6 @@ def test_the_floor_is_measured_as_messages_are_sent(monkeypatch: pytest.MonkeyPa
     batches = Batches(monkeypatch)
     for first, ways in ((True, [dist.isend, dist.irecv]), (False, [dist.irecv, dist.isend])):
         batches.said.clear()
-        floors._ping(PP, 7, torch.zeros(1), first)
+        p2p._ping(PP, 7, torch.zeros(1), first)
         assert batches.said == [[(way, 7)] for way in ways]
     assert [work.waits for work in batches.works] == [1] * 4

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from parallel3d.device import accelerator
-from parallel3d.parameters import gradients, pieces
+from parallel3d.parameters import gradients, sharding
 from parallel3d.parameters.gradients import add_product, adds_wide_products
-from parallel3d.parameters.pieces import TILE, Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import TILE, Initializer, ParameterSpec, ShardSpec
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> No
         expected = draw(4, "w", full, start, shape)
     with (
         patch.object(torch, "get_num_threads", lambda: threads),
-        patch.object(pieces, "BAND", band),
+        patch.object(sharding, "BAND", band),
     ):
         assert torch.equal(draw(4, "w", full, start, shape), expected)
 
@@ -120,7 +120,7 @@ def test_ranks_on_accelerators_share_the_cores_to_draw(
     """Whatever OMP_NUM_THREADS says, which torchrun sets to 1."""
     pools = []
 
-    class Pool(pieces.ThreadPoolExecutor):
+    class Pool(sharding.ThreadPoolExecutor):
         def __init__(self, threads: int) -> None:
             pools.append(threads)
             super().__init__(threads)
@@ -129,8 +129,8 @@ def test_ranks_on_accelerators_share_the_cores_to_draw(
     expected, out = draw(4, "w", full, (0, 0), full), torch.empty(full)
     with (
         patch.object(torch, "get_num_threads", lambda: 1),
-        patch.object(pieces, "available_cores", lambda: 8),
-        patch.object(pieces, "ThreadPoolExecutor", Pool),
+        patch.object(sharding, "available_cores", lambda: 8),
+        patch.object(sharding, "ThreadPoolExecutor", Pool),
         patch.dict(os.environ, environ),
     ):
         if not environ:
@@ -156,7 +156,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
     shape = (5 * TILE, 4 * TILE)
     out = torch.empty(shape).as_subclass(Counted)
     piece = ShardSpec("w", shape, (0, 0), shape, std=0.02)
-    with patch.object(pieces, "BAND", 2 * 4 * TILE * TILE):
+    with patch.object(sharding, "BAND", 2 * 4 * TILE * TILE):
         Initializer(0, torch.float32, CPU).fill(piece, out)
     assert [tuple(copied) for copied in copies] == [(512, 1024), (512, 1024), (256, 1024)]
 

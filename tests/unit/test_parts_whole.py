@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from parallel3d.errors import UserError
-from parallel3d.parts.whole import stages_of
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.parallel.pipeline import stages_of
+from parallel3d.schedules.orders import StageAssignment
 
 
 def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:

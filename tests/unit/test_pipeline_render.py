@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel3d.schedules.render import render_svg, render_text
+from parallel3d.schedules.draw import render_svg, render_text
 from parallel3d.schedules.schedule import IN_ORDER, make
 from parallel3d.schedules.simulate import simulate
 

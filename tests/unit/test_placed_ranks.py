@@ -13,13 +13,16 @@ import pytest
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
-from parallel3d.run.rank_exchange import RANKS_SEEN_KEY, assign_rank
+from parallel3d.run.rendezvous import RANKS_SEEN_KEY, assign_rank
 from parallel3d.topology.cluster.parts import Cluster, Link, natural
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.placement import placed_ranks
 from parallel3d.topology.placement.placed_ranks import (
+    Process,
     from_word,
     hosts_in_order,
+    launch_ranks_by_file,
+    parse_rank_file,
     place_processes,
     rank_of_launch,
     save,
@@ -27,7 +30,6 @@ from parallel3d.topology.placement.placed_ranks import (
     to_word,
     with_rank_0_at,
 )
-from parallel3d.topology.placement.rank_file import Process, launch_ranks_by_file, parse_rank_file
 from parallel3d.topology.tiling import RankMapping, Tiling
 
 SPEEDS = (Link(100.0, 1.0), Link(10.0, 5.0), Link(10.0, 8.0))

@@ -11,11 +11,9 @@ import pytest
 from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import LinkClass
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.placement.candidates import merged
-from parallel3d.topology.placement.estimate import RankSample
-from parallel3d.topology.price.flows import Fabric
-from parallel3d.topology.price.routes import routes
-from parallel3d.topology.price.step import price_step
+from parallel3d.topology.placement.candidates import RankSample, merged
+from parallel3d.topology.price.costs import price_step, routes
+from parallel3d.topology.price.links import Fabric
 from parallel3d.topology.tiling import RankMapping, Tiling
 from tests.placements import NVLINK, RAIL, SPINE, a_cluster, random_layout, some_traffic
 

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.commands import plan
-from parallel3d.commands.plan_progress import IN_LOG_S, SearchProgress
+from parallel3d.commands.plan import IN_LOG_S, SearchProgress
 from parallel3d.config.composing import compose
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
-from parallel3d.plan.own import table
-from parallel3d.plan.own.memory import held_at_least
-from parallel3d.plan.own.table import configure, fullest_stage, least_memory, memories
+from parallel3d.plan import own
+from parallel3d.plan.own import configure, fullest_stage, held_at_least, least_memory, memories
 from parallel3d.plan.search import MOST_STAGES, MOST_V_HALF, LayoutChoice, layouts
 
 
@@ -31,8 +30,8 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
-    looked_at, held = [], table.held
-    monkeypatch.setattr(table, "held", lambda c, i: looked_at.append(i) or held(c, i))
+    looked_at, held = [], own.held
+    monkeypatch.setattr(own, "held", lambda c, i: looked_at.append(i) or held(c, i))
     words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
     # 3,296 ranks of pipelines; there are 23,208 layouts on 2, 4, … 64 nodes, of up to five each.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.plan.constants import ENGINES
 from parallel3d.plan.memory import GIB, GUESSES, memory, stall
+from parallel3d.plan.rates import ENGINES
 from parallel3d.plan.step import stage_parameters
 from tests.unit.plan_work import work
 

@@ -12,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_dryrun import NAMES, configured, off, sample
-from parallel3d.plan.own.launches import launches
-from parallel3d.plan.own.layer import layer_bytes, tensors
-from parallel3d.plan.own.memory import peak_memory
-from parallel3d.plan.own.moments import few, moments
-from parallel3d.plan.own.table import fullest_stage
+from parallel3d.plan.own import (
+    few,
+    fullest_stage,
+    launches,
+    layer_bytes,
+    moments,
+    peak_memory,
+    tensors,
+)
 from parallel3d.schedules.schedule import make
-from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.model import parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
@@ -67,10 +71,10 @@ def test_state_and_activations_by_hand() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_moments_hold_as_many_micro_batches_as_the_schedule(name: str) -> None:
     seen = [moments(name, 4, 1, 12, rank) for rank in range(4)]
-    most = [int((m.live + m.put_off).sum(axis=1).max()) for m in seen]
+    most = [int((m.live + m.deferred).sum(axis=1).max()) for m in seen]
     assert most[0] == {"gpipe": 12, "1f1b": 4, "zb_h1": 4}[name]
     assert name != "1f1b" or most == [4, 3, 2, 1]
-    assert any(m.put_off.any() for m in seen) == (name == "zb_h1")
+    assert any(m.deferred.any() for m in seen) == (name == "zb_h1")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "zbv", "v_half"])
@@ -83,7 +87,7 @@ def test_few_micro_batches_hold_as_much_as_all(name: str) -> None:
         live += {"F": 1, "W": -1, "B": -1}.get(step.kind.name, 0)
         most = max(most, live)
     seen = moments(name, 4, vpp, 64, 0)
-    counted = seen.live.sum(axis=1) + seen.put_off.sum(axis=1) + (seen.kind == 0)
+    counted = seen.live.sum(axis=1) + seen.deferred.sum(axis=1) + (seen.kind == 0)
     assert int(counted.max()) == most
 
 

@@ -6,11 +6,19 @@ import time
 
 import pytest
 
-from parallel3d.plan.constants import load
-from parallel3d.plan.reasons import reason
-from parallel3d.plan.search import LayoutChoice, best, complexity, divisors, layouts, price, works
-from parallel3d.plan.stages import split_balanced
+from parallel3d.plan.rates import load
+from parallel3d.plan.search import (
+    LayoutChoice,
+    best,
+    complexity,
+    divisors,
+    layouts,
+    price,
+    reason,
+    works,
+)
 from parallel3d.plan.step import step
+from parallel3d.plan.work import split_balanced
 from tests.unit.plan_work import work
 
 ONE = work(layers=80, hidden=8192, heads=64, ffn=28672, seq=8192, overlap_dp=1, compiled=1)

@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parallel3d.plan import network
-from parallel3d.plan.constants import ENGINES, NETWORKS, SPEEDS, Constants, load
-from parallel3d.plan.kernels import gemm
-from parallel3d.plan.layer import layer
-from parallel3d.plan.stages import pipeline_time, split_by_cost, split_evenly, stages_by_cost
-from parallel3d.plan.step import step
-from parallel3d.plan.work import StepWork
+from parallel3d.plan import rates
+from parallel3d.plan.rates import ENGINES, NETWORKS, SPEEDS, Constants, gemm, load
+from parallel3d.plan.step import layer, step
+from parallel3d.plan.work import (
+    StepWork,
+    pipeline_time,
+    split_by_cost,
+    split_evenly,
+    stages_by_cost,
+)
 from parallel3d.schedules.schedule import make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.unit.plan_work import work
@@ -89,11 +92,11 @@ def test_recomputation_costs_a_forward() -> None:
 
 def test_a_ring_that_leaves_the_node_runs_at_its_networks_rate() -> None:
     w, c = work(), Constants({})
-    inside = network.ring_rate(w, c, 8.0, 1.0)
-    alone = network.ring_rate(w, c, 4.0, 8.0)  # one member in each node, eight such rings
+    inside = rates.ring_rate(w, c, 8.0, 1.0)
+    alone = rates.ring_rate(w, c, 4.0, 8.0)  # one member in each node, eight such rings
     assert inside == pytest.approx(w.link_rate * c["link.rate"])
     assert alone == pytest.approx(w.fabric_rate * c["network.ndr.rate"])
-    assert network.ring_rate(w, c, 16.0, 1.0) == pytest.approx(float(min(inside, 8 * alone)))
+    assert rates.ring_rate(w, c, 16.0, 1.0) == pytest.approx(float(min(inside, 8 * alone)))
 
 
 def test_more_pipeline_is_more_bubble_and_less_memory_traffic() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import products as benchmark
-from parallel3d.comm.group import SINGLE
-from parallel3d.device import products
-from parallel3d.device.products import linear, matmul, onednn_is_faster
-from parallel3d.tensor_parallel.linear_nodes import ColumnNode
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.device import matmul as products
+from parallel3d.device.matmul import linear, matmul, onednn_is_faster
+from parallel3d.tensor_parallel.linear_ops import ColumnNode
 from tests.operators import Operators
 
 ROWS, INPUTS, OUTPUTS = (2, 256), 128, 264  # 17.3 million multiply-adds

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from parallel3d.comm.clock import StepTimer
-from parallel3d.comm.timed import timed
+from parallel3d.comm.collectives import timed
+from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import profiling
 from parallel3d.commands.profiling import StepProfiler, layers_shown, longest, table
 from parallel3d.config.run import ProfileConfig

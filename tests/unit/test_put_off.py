@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallel3d.parallel.deferred_weight_gradients import SplitBackward
 from parallel3d.parameters.gradients import WeightGradients
-from parallel3d.parts.put_off import SplitBackward
 
 
 class Checkpointed(nn.Module):
@@ -63,7 +63,7 @@ def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
     theirs(x).square().sum().backward()
     with SplitBackward():
         y = ours(data)
-    with queue.put_off() as jobs:
+    with queue.deferred() as jobs:
         y.square().sum().backward()
     assert [n for n, p in ours.named_parameters() if p.grad is None] == waiting
     torch.testing.assert_close(data.grad, x.grad)

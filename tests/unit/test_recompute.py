@@ -10,14 +10,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from parallel3d.comm.group import SINGLE
-from parallel3d.config.recompute import parts_of
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.config.sections import parts_of
 from parallel3d.models import ops, transformer
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks
-from parallel3d.parameters.pieces import Initializer
-from parallel3d.sizes.recompute import recomputing
-from parallel3d.tensor_parallel import linear_nodes
+from parallel3d.parameters.sharding import Initializer
+from parallel3d.sizes.model import recomputing
+from parallel3d.tensor_parallel import linear_ops
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.kernels import no_kernels
 
@@ -38,7 +38,7 @@ def middle_stage(recompute: str = "none", layers: int = LAYERS, first: int | Non
     stage = Stage(MODEL, range(layers), False, False, context, recomputed=first)
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-        parameter.gradient_added = lambda: None
+        parameter.register_grad_ready = lambda: None
     return stage
 
 
@@ -114,7 +114,7 @@ def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
     """A graph of two layers, made again in parts and as a whole."""
     stage, calls = middle_stage("[norm,attention,mlp]", layers=2), Counter()
     stage.layers["1"] = middle_stage("full", layers=2).layers["1"]
-    compile_blocks([stage], keeps_operands=False)
+    compile_blocks([stage], saves_operands=False)
 
     def counted(kind: type) -> object:
         run = kind.run_forward
@@ -175,12 +175,10 @@ def test_what_runs_again_is_what_the_backward_needs(
     stage = middle_stage(recompute)
     told: Counter[str] = Counter()
     for name, parameter in stage.named_parameters():
-        parameter.gradient_added = lambda name=name: told.update([name])
+        parameter.register_grad_ready = lambda name=name: told.update([name])
     with (
-        patch.object(
-            linear_nodes, "column_forward", counted("column", linear_nodes.column_forward)
-        ),
-        patch.object(linear_nodes, "row_forward", counted("row", linear_nodes.row_forward)),
+        patch.object(linear_ops, "column_forward", counted("column", linear_ops.column_forward)),
+        patch.object(linear_ops, "row_forward", counted("row", linear_ops.row_forward)),
         patch.object(
             transformer, "causal_attention", counted("attention", transformer.causal_attention)
         ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.run.failure import RankFailure
-from parallel3d.run.restarts import Restarts
+from parallel3d.run.local_workers import Restarts
 
 
 def failed(error: str, kind: str = "error", phase: str = "train step 7") -> RankFailure:

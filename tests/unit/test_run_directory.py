@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from parallel3d import files
 from parallel3d.checkpoint.manifest import Manifest, write_manifest
 from parallel3d.commands.checkpoint.listing import run_names
 from parallel3d.config.checks.run import check_plain, check_run_name
 from parallel3d.config.schema import CheckpointConfig, Config, DataConfig, LoggerConfig, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.files import durable
-from parallel3d.files.durable import replace_durably
+from parallel3d.files import replace_durably
 from parallel3d.run import directory as run_directory
 from parallel3d.run.configs import differences, load_config
 from parallel3d.run.directory import (
@@ -29,9 +29,9 @@ from parallel3d.run.directory import (
     status,
     take_run,
 )
-from parallel3d.run.endings import report_failure
+from parallel3d.run.exit_codes import report_failure
 from parallel3d.run.launch import RankAssignment, Worker
-from parallel3d.run.meeting import SEEN_KEY, agree_on_run
+from parallel3d.run.rendezvous import SEEN_KEY, agree_on_run
 
 # Of a trainer after four steps, as a manifest has it.
 PROGRESS = {
@@ -330,7 +330,7 @@ class Gone:
 def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process takes itself for another user, whose new files are that user's."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    monkeypatch.setattr(durable, "_status_of_new_file", lambda folder: None)
+    monkeypatch.setattr(files, "_status_of_new_file", lambda folder: None)
 
 
 def test_a3_run_folder_of_another_user_is_refused(

@@ -7,15 +7,19 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.config.checks.whole import check_config
-from parallel3d.config.recompute import parts_of
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
+from parallel3d.config.sections import parts_of
 from parallel3d.errors import UserError
 from parallel3d.schedules.choose import RankWork, choose, measure
-from parallel3d.schedules.placement import StageAssignment
-from parallel3d.sizes.recompute import flops_again, layer_flops
-from parallel3d.sizes.run_schedule import run_schedule, why_chosen
-from parallel3d.sizes.stage_costs import StageWeights
-from parallel3d.sizes.stages import forwards_again, layers_of_stages
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.sizes.balance import (
+    StageWeights,
+    forwards_again,
+    layers_of_stages,
+    run_schedule,
+    why_chosen,
+)
+from parallel3d.sizes.model import flops_again, layer_flops
 
 
 def config(

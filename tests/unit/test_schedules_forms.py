@@ -12,9 +12,8 @@ from parallel3d.errors import UserError
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.check import ScheduleError, check
 from parallel3d.schedules.choose import RankWork, choose, fixed_forms, measure, measured_forms
-from parallel3d.schedules.flight import peak_in_flight
-from parallel3d.schedules.messages import add_communication
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.messages import add_communication, peak_in_flight
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from tests.tools.schedule_faults import corrupt, is_sound

@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.comm.group import SINGLE
-from parallel3d.data_parallel import compressed, fully_sharded, hierarchical, powersgd
-from parallel3d.data_parallel.compressed import InBf16
-from parallel3d.data_parallel.hierarchical import HierarchicalAllReduce
-from parallel3d.data_parallel.powersgd import PowerSGD
+from parallel3d.comm.process_groups import SINGLE
+from parallel3d.data_parallel import comm_hooks, fully_sharded
+from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD, SideStream
 from parallel3d.data_parallel.reducer import CommHook
-from parallel3d.data_parallel.side_stream import SideStream
 from parallel3d.device import accelerator
 
 SHAPE = (40, 30)
@@ -63,7 +60,7 @@ def streams() -> Iterator[Streams]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(accelerator, "module", lambda device: made))
         patches.enter_context(patch.object(accelerator, "on_stream", made.on))
-        for module in (compressed, hierarchical, powersgd):
+        for module in (comm_hooks, comm_hooks, comm_hooks):
             patches.enter_context(patch.object(module, "is_on_accelerator", lambda tensor: True))
         yield made
 
@@ -83,9 +80,9 @@ def low_rank(bucket: Tensor) -> CommHook:
 @pytest.mark.parametrize(
     ("make", "phase"),
     [
-        (two_levels, (hierarchical.collectives, "all_gather")),
-        (in_bf16, (compressed.collectives, "all_gather")),
-        (low_rank, (powersgd.collectives, "all_reduce")),
+        (two_levels, (comm_hooks.collectives, "all_gather")),
+        (in_bf16, (comm_hooks.collectives, "all_gather")),
+        (low_rank, (comm_hooks.collectives, "all_reduce")),
     ],
 )
 def test_the_last_phase_is_queued_before_anybody_waits(

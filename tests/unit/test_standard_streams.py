@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.host.standard_streams import drop_failed_output, lost_output
+from parallel3d.host.processes import drop_failed_output, lost_output
 
 LOST_TERMINAL = """
 import os, pty, sys
-from parallel3d.host.standard_streams import drop_failed_output
+from parallel3d.host.processes import drop_failed_output
 master, terminal = pty.openpty()
 os.dup2(terminal, 1)
 sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -29,7 +29,7 @@ print("went on", file=sys.stderr)
 """
 WRITES = """
 import json, sys
-from parallel3d.host.standard_streams import drop_failed_output, lost_output
+from parallel3d.host.processes import drop_failed_output, lost_output
 {before}
 drop_failed_output()
 drop_failed_output()
@@ -40,7 +40,7 @@ json.dump(lost_output(), open("lost.json", "w"))
 """
 CLOSED = """
 import os, sys
-from parallel3d.host.standard_streams import open_closed_streams
+from parallel3d.host.processes import open_closed_streams
 open_closed_streams()
 file = open("data", "w")
 os.write(1, b"printed by a library")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel3d.run.local_ranks import LocalRanks, Stopped
+from parallel3d.run.local_workers import LocalRanks, Stopped
 from parallel3d.run.stop_signals import ASKING, STOPPING, StopSignals, kept_handlers
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -62,7 +62,9 @@ def test_second_interrupt_interrupts() -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
     ranks = LocalRanks(2, lambda rank, starts: 0, grace_s=10)
     ranks.handed_on = []
-    monkeypatch.setattr(LocalRanks, "_hand_on", lambda self, number: self.handed_on.append(number))
+    monkeypatch.setattr(
+        LocalRanks, "_hand_to_local_chunk", lambda self, number: self.handed_on.append(number)
+    )
     return ranks
 
 

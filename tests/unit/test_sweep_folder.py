@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from parallel3d.cli.sweep_folder import PrivateSweepFolder
+from parallel3d.cli.hydra_run import PrivateSweepFolder
 
 
 def sweep(tmp_path: Path) -> DictConfig:

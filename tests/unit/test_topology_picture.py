@@ -13,19 +13,18 @@ import pytest
 from parallel3d.sizes.transfer import Transfer
 from parallel3d.topology.cluster.parts import Cluster, Link
 from parallel3d.topology.layout import Layout
-from parallel3d.topology.map.canvas import Canvas
-from parallel3d.topology.map.svg import (
+from parallel3d.topology.price.costs import Loads, StepPrice, loads_of, price_step
+from parallel3d.topology.price.links import Wiring
+from parallel3d.topology.svg import (
     CHOSEN,
     GROUP_NAMES,
     MAX_NODES,
+    Canvas,
     cluster_svg,
     marks,
     shown_nodes,
 )
-from parallel3d.topology.map.text import byte_text
-from parallel3d.topology.price.links import Wiring
-from parallel3d.topology.price.loads import Loads, loads_of
-from parallel3d.topology.price.step import StepPrice, price_step
+from parallel3d.topology.text import byte_text
 from parallel3d.topology.tiling import RankMapping, Tiling
 
 SVG = "{http://www.w3.org/2000/svg}"

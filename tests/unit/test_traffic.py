@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from parallel3d.config.schema import Config, ModelConfig
-from parallel3d.sizes.flops import parameter_count
-from parallel3d.sizes.local_shapes import stage_parameters
+from parallel3d.sizes.model import parameter_count, stage_parameters
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import Transfer, group_size, wire_bytes
 from parallel3d.topology.layout import Layout

@@ -16,15 +16,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from parallel3d.comm.clock import StepTimer
+from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
-from parallel3d.faults import stacks
-from parallel3d.faults.stacks import in_torch_distributed, of_the_work
-from parallel3d.faults.watchdog import Watchdog
-from parallel3d.run import endings, failure
-from parallel3d.run.launch import Worker
-from parallel3d.run.time_limits import within
+from parallel3d.faults import watchdog as stacks
+from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, of_the_work
+from parallel3d.run import exit_codes, failure
+from parallel3d.run.launch import Worker, within
 from tests.e2e.ready import ROOT, ReadyPopen
 
 WATCHED = """
@@ -135,10 +133,10 @@ def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
 )
 def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
-    endings.report_hang(rank, error)
+    exit_codes.report_hang(rank, error)
     assert rank.watchdog.timed_out.called
     rank.watchdog.timed_out.reset_mock()
-    endings.report_hang(rank, ValueError("odd"))
+    exit_codes.report_hang(rank, ValueError("odd"))
     assert not rank.watchdog.timed_out.called
 
 
@@ -147,7 +145,7 @@ def test_c1_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
     with pytest.raises(SystemExit):
-        endings.leave(1, rank)
+        exit_codes.leave(1, rank)
 
 
 @pytest.mark.parametrize("has_store", [True, False])
@@ -155,8 +153,8 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the first rank that ends a launcher ends all: also one that has not spoken yet."""
-    monkeypatch.setattr("parallel3d.faults.inquiry.DUMP_S", 0.5)
-    monkeypatch.setattr("parallel3d.faults.inquiry.RECORD_FILE_S", 2.0)
+    monkeypatch.setattr("parallel3d.faults.hang.DUMP_S", 0.5)
+    monkeypatch.setattr("parallel3d.faults.hang.RECORD_FILE_S", 2.0)
     store, order = HashStore(), []
 
     class Slow(Watchdog):

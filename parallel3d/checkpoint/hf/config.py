@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parallel3d.checkpoint.hf.keys import FIXED, HARMLESS, Keys
-from parallel3d.checkpoint.hf.llama import from_llama, llama_keys
-from parallel3d.checkpoint.hf.names import ARCHITECTURES, GPT2, LLAMA, QWEN2, QWEN3
+from parallel3d.checkpoint.hf.names import (
+    ARCHITECTURES,
+    FIXED,
+    GPT2,
+    HARMLESS,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    Keys,
+    from_llama,
+    llama_keys,
+)
 from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest

@@ -36,8 +36,7 @@ from parallel3d.checkpoint.hf.names import EMBEDDINGS, HEAD, HFTensor, hf_tensor
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.files.durable import flush_folder
-from parallel3d.files.reading import open_regular, parse_json, plain, read_bounded
+from parallel3d.files import flush_folder, open_regular, parse_json, plain, read_bounded
 
 DTYPES = {
     "fp64": torch.float64,

@@ -17,12 +17,16 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.bench.findings import shown
-from parallel3d.commands.bench.operations import BenchOperation, Site, prepare
+from parallel3d.commands.bench.fit import shown
+from parallel3d.commands.bench.measure import WORLD, Where, groups_of, sites
+from parallel3d.commands.bench.operations import (
+    BenchOperation,
+    Site,
+    finisher,
+    prepare,
+    timed_calls,
+)
 from parallel3d.commands.bench.probe import PAUSES_S, Exchange, exchange, floor_of, probe
-from parallel3d.commands.bench.rows import WORLD, groups_of, sites
-from parallel3d.commands.bench.timing import finisher, timed_calls
-from parallel3d.commands.bench.where import Where
 from parallel3d.config.schema import Config
 from parallel3d.device import accelerator
 from parallel3d.metrics.jsonl import write_json

@@ -20,7 +20,7 @@ from parallel3d.checkpoint.storage import read_whole, verify_checkpoint
 from parallel3d.commands.checkpoint import listing
 from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
-from parallel3d.files.reading import plain
+from parallel3d.files import plain
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq", "momentum")
 SHOWN = 20  # rows of differing tensors

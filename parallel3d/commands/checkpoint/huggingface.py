@@ -1,10 +1,14 @@
-"""From a run to a Hugging Face folder and back: `parallel3d checkpoint export` and `import`."""
+"""The tokenizer of a run that goes to a Hugging Face folder, or comes from one."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,44 +20,235 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from parallel3d.checkpoint.boxes import Box, LogicalTensor, whole_tensors
+from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
 from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.hf.names import logical_shapes
 from parallel3d.checkpoint.manifest import Manifest, read_manifest
+from parallel3d.checkpoint.planners import Box, LogicalTensor, whole_tensors
 from parallel3d.checkpoint.saver import Save, Saver
 from parallel3d.checkpoint.storage import read_state, stored_shapes
+from parallel3d.comm.process_groups import SINGLE
 from parallel3d.commands.checkpoint.listing import find_checkpoint, said_of, step_number
-from parallel3d.commands.checkpoint.proof import (
-    blank_model,
-    compare,
-    our_logits,
-    some_tokens,
-    their_logits,
-    why_not,
-)
-from parallel3d.commands.checkpoint.tokenizers import (
-    BYTES,
-    NO_TOKENIZER,
-    files_beside,
-    keep_beside,
-    kept_beside,
-    kept_in_run,
-    tokenizer_to_export,
-    tokenizer_to_import,
-)
-from parallel3d.commands.generate.sample import state_of
+from parallel3d.commands.generate import state_of
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields, spell
 from parallel3d.config.overrides import explain_override_error
-from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema
-from parallel3d.data.text.file_tokenizer import FileTokenizer
-from parallel3d.data.text.run_tokenizer import FOLDER
+from parallel3d.config.schema import Config, DataConfig, ModelConfig, conf_dir, register_schema
+from parallel3d.data.corpus import check_vocabulary
+from parallel3d.data.text_files import are_bytes, byte_files
+from parallel3d.data.tokenizer import (
+    FOLDER,
+    TOKENIZER,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    read_json,
+    tokenizer_of,
+)
 from parallel3d.device.precision import LossScale
 from parallel3d.errors import UserError, print_line
-from parallel3d.files.reading import plain
+from parallel3d.files import plain, write_durably
 from parallel3d.metrics.provenance import versions
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.transformer import Blank, Stage
 from parallel3d.run.directory import make_run_directory
-from parallel3d.sizes.flops import parameter_count
+from parallel3d.sizes.model import parameter_count
+
+BYTES = "its tokenizer is bytes, of which 256 ends a text"
+NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
+# In the folder of an imported run: what `kept_keys` found, and which tokenizer that is about.
+BESIDE, OWNER = "huggingface.json", "tokenizer"
+
+
+def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
+    """The tokenizer of a run with this checkpoint; None for a model that was imported without one,
+    of which nobody has named one since. Raises UserError if it is gone."""
+    said: Any = manifest.config.get("data", {}).get("tokenizer")
+    said = said if isinstance(said, str) else None
+    found = tokenizer_of(DataConfig(tokenizer=said), run_dir)
+    kept = _read_beside(run_dir)
+    unknown = said is None and isinstance(found, ByteTokenizer) and OWNER in kept
+    return None if unknown and kept[OWNER] is None else found
+
+
+def keep_beside(
+    run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
+) -> None:
+    """Writes what `kept_keys` found into the run's folder; `own`: the folder's own tokenizer, or
+    none, is the run's, and not another that was named. Raises OSError."""
+    about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
+    write_durably(run_dir / BESIDE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
+
+
+def kept_beside(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What `keep_beside` wrote; special tokens only of this tokenizer. Raises UserError."""
+    content = _read_beside(run_dir)
+    kept = kept_keys(content)
+    same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
+    return {key: value for key, value in kept.items() if same or key not in TOKENS}
+
+
+def _read_beside(run_dir: Path) -> dict[str, Any]:
+    """{} for a run that was not imported."""
+    return read_json(run_dir, BESIDE, f"run={run_dir.name}")
+
+
+def files_beside(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What makes this tokenizer again, for transformers too: file name → content."""
+    return tokenizer.files() if isinstance(tokenizer, FileTokenizer) else byte_files()
+
+
+def tokenizer_to_import(folder: Path, config: Config) -> Tokenizer | None:
+    """The one that the folder has, or that `config` names in its place; None if there is none.
+
+    Raises UserError for one that cannot be used, or that has more tokens than the model.
+    """
+    found: Tokenizer
+    if config.data.tokenizer is not None:
+        found = open_tokenizer(config.data.tokenizer)
+    elif (folder / TOKENIZER).is_file():
+        read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
+        found = ByteTokenizer() if are_bytes(read.files()[TOKENIZER]) else read
+    else:
+        return None
+    check_vocabulary(found.vocab_size, config.model.vocab_size, found.name)
+    return found
+
+
+def kept_in_run(tokenizer: Tokenizer | None, folder: Path) -> str:
+    """What is said of an imported tokenizer."""
+    if isinstance(tokenizer, FileTokenizer):
+        return f"its tokenizer ({tokenizer.vocab_size:,} tokens) is the run's own"
+    if tokenizer is not None:
+        return "its tokens are bytes"
+    return (
+        f"{folder} has no {TOKENIZER}: the run's tokens are bytes, unless data.tokenizer=… names "
+        "the tokenizer of the model"
+    )
+
+
+# Proof of an import: our logits beside those of transformers, for the same tokens, in fp32.
+
+
+TRANSFORMERS = "transformers"
+OLDEST = 5  # before it, a tied head that differs was dropped, and other keys were read
+LONGEST = 256  # tokens
+# Of the largest logit. Two ways to compute the same in fp32 differ by some 1e-6, the nearest two
+# models that are not the same (gelu and its tanh) by some 1e-3.
+TOLERANCE = 1e-4
+MEMINFO = Path("/proc/meminfo")
+
+
+def why_not(model: ModelConfig) -> str | None:
+    """What keeps an import from being proven on this machine; None if nothing does."""
+    try:
+        # A package that was found and is not installed is somebody's folder of that name.
+        found = importlib.util.find_spec(TRANSFORMERS) and version(TRANSFORMERS)
+    except (PackageNotFoundError, ValueError):
+        found = None
+    if not found:
+        return "transformers is not installed (pip install transformers)"
+    major = found.partition(".")[0]
+    if major.isdigit() and int(major) < OLDEST:
+        return f"transformers {found} is older than {OLDEST}"
+    needed = 2 * 4 * parameter_count(model) + 3 * 4 * LONGEST * model.vocab_size
+    free = _available_memory()
+    if free is not None and needed > free:
+        return f"it would take {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+    return None
+
+
+def _available_memory() -> int | None:
+    """Bytes that programs can still have; None where the system does not say."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def some_tokens(model: ModelConfig) -> Tensor:
+    """(1, s) tokens, at random but always the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, min(LONGEST, model.seq_length))
+    return torch.randint(0, model.vocab_size, shape, generator=generator)
+
+
+def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
+    """The whole model on one rank, all zero, for the positions that the proof looks at."""
+    model = dataclasses.replace(model, seq_length=min(LONGEST, model.seq_length), dropout=0.0)
+    context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
+    return Stage(model, range(model.num_layers), True, True, context)
+
+
+@torch.no_grad()
+def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """(b, s, vocab_size) of a whole model on one rank."""
+    x = stage.embedding(tokens)
+    for block in stage.layers.values():
+        x = block(x, stage.rotary)
+    return stage.head.logits(x)[..., : model.vocab_size]
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """(b, s, vocab_size) of transformers' model of the folder.
+
+    Raises UserError if transformers does not load or run it, or to no finite numbers.
+    """
+    import transformers
+
+    logging = transformers.utils.logging
+    verbosity, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                use_safetensors=True,  # nothing is unpickled
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+            logits = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
+            if not logits.isfinite().all():
+                raise ValueError("its logits are no finite numbers")
+            return logits
+    except Exception as error:  # of any kind: what a folder holds may break it anywhere
+        text = str(error).strip() or type(error).__name__
+        raise UserError(
+            f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
+            f"({plain(' '.join(text.split()))}); prove=false imports it unproven"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows:
+            logging.enable_progress_bar()
+
+
+def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
+    """Say how near the logits are. Raises UserError if they are not the same but for rounding."""
+    difference = float((ours.float() - theirs).abs().max())
+    largest = float(theirs.abs().max())
+    count, name = theirs.shape[:-1].numel(), f"transformers {version(TRANSFORMERS)}"
+    if not difference <= TOLERANCE * largest:  # NaN too
+        raise UserError(
+            f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
+            f"{difference:.3g}, of {largest:.3g} at the most: nothing is imported; "
+            "prove=false imports it unproven"
+        )
+    return (
+        f"proven: the logits of {count} tokens are those of {name} to {difference:.1e}, of "
+        f"{largest:.3g} at the most"
+    )
+
+
+# From a run to a Hugging Face folder and back: `parallel3d checkpoint export` and `import`.
+
 
 UNTIED = (
     "config.json ties the head to the embedding, but the files hold another head: it is imported "

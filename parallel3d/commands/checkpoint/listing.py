@@ -23,9 +23,9 @@ from parallel3d.checkpoint.manifest import (
     told,
 )
 from parallel3d.errors import UserError, nearest
-from parallel3d.files.reading import open_regular, plain, read_bounded
+from parallel3d.files import open_regular, plain, read_bounded
 from parallel3d.run.configs import CONFIG_FILE
-from parallel3d.run.unmade import BEING_MADE
+from parallel3d.run.directory import BEING_MADE
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallel3d.commands.verbs import Verb, choose, parse, refusing, whole_number
 from parallel3d.config.fields import show as shown
-from parallel3d.data.making.kinds import KINDS, PACKED
+from parallel3d.data.preprocess.inputs import KINDS, PACKED
 from parallel3d.errors import UserError, nearest
 
 DATA = "data"
@@ -80,7 +80,7 @@ def data(words: Sequence[str]) -> int:
 
 
 def _run(name: str, given: Mapping[str, str]) -> int:
-    from parallel3d.commands.data import making, show
+    from parallel3d.commands.data import preprocess, show
 
     if name == "show":
         count = whole_number("documents", given)
@@ -93,10 +93,10 @@ def _run(name: str, given: Mapping[str, str]) -> int:
     to = Path(os.path.expanduser(given["to"]))
     if name == "train-tokenizer":
         vocab_size = whole_number("vocab_size", given, SMALLEST, LARGEST) or SMALLEST
-        return making.train(given["input"], kind, text_key, vocab_size, to)
+        return preprocess.train(given["input"], kind, text_key, vocab_size, to)
     workers = whole_number("workers", given, 1, 4096) or len(os.sched_getaffinity(0))
     tokenizer, bad = given.get("tokenizer", "byte"), share("bad", given.get("bad", "0.01"))
-    return making.tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
+    return preprocess.tokenize_corpus(given["input"], kind, text_key, tokenizer, to, workers, bad)
 
 
 def share(key: str, text: str) -> float:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from parallel3d.commands.data.progress import BytesBar
+from parallel3d.commands.data.preprocess import BytesBar
 from parallel3d.data.indexed import IndexedCorpus
-from parallel3d.data.text.facts import CorpusFacts, facts_beside, tokenizer_beside
+from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
 from parallel3d.data.tokenizer import Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
-from parallel3d.files.reading import plain
+from parallel3d.files import plain
 from parallel3d.metrics.text import encodable
 
 DAMAGED = 1  # the exit code

@@ -17,13 +17,12 @@ from omegaconf import OmegaConf
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import ClusterConfig, Config, conf_dir
 from parallel3d.errors import UserError
-from parallel3d.sizes.stages import layout_with_loops
+from parallel3d.sizes.balance import layout_with_loops
 from parallel3d.sizes.traffic import transfers
-from parallel3d.topology.cluster.configured import cluster_from_config
+from parallel3d.topology.cluster.parts import cluster_from_config
 from parallel3d.topology.layout import layout_of
-from parallel3d.topology.map.assumptions import chosen_keys
-from parallel3d.topology.map.output import check_free, write
 from parallel3d.topology.placement.search import place
+from parallel3d.topology.text import check_free, chosen_keys, write
 from parallel3d.topology.tiling import RankMapping
 
 MADE_BY = "parallel3d dryrun"
@@ -68,8 +67,8 @@ def find_facts(config: Config) -> dict[str, Any]:
     config = check_config(config, own_samples=True)
     layout = layout_of(config)
     ranks = _ranks(config)
-    from parallel3d.commands.dryrun.facts import facts_of  # imports torch
-    from parallel3d.commands.dryrun.roofline import gpu_of
+    from parallel3d.commands.dryrun.counting import gpu_of
+    from parallel3d.commands.dryrun.report import facts_of  # imports torch
     from parallel3d.commands.dryrun.world import dry_step
 
     gpu = gpu_of(config)

@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.comm.process_groups import ProcessGroups, shards_and_replicas
-from parallel3d.commands.dryrun.counting import Counts, OpCounter, Sums
-from parallel3d.commands.dryrun.roofline import Gpu
+from parallel3d.commands.dryrun.counting import Counts, Gpu, OpCounter, Sums
 from parallel3d.config.schema import Config
 from parallel3d.data.sampler import Sample
 from parallel3d.device import accelerator
-from parallel3d.pretend import enable
-from parallel3d.pretend.device import TYPE
-from parallel3d.pretend.machine import SimulatedMachine
 from parallel3d.schedules.choose import peak_live
-from parallel3d.sizes.run_schedule import run_schedule
+from parallel3d.simulated_device import enable
+from parallel3d.simulated_device.device import TYPE
+from parallel3d.simulated_device.machine import SimulatedMachine
+from parallel3d.sizes.balance import run_schedule
 from parallel3d.topology.layout import layout_of
 from parallel3d.topology.price.links import two_levels
 from parallel3d.topology.tiling import RankMapping

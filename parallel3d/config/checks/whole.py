@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from parallel3d.config.checks.data_parallel import check_data_parallel
-from parallel3d.config.checks.groups import check_groups
 from parallel3d.config.checks.model import (
     check_attention,
     check_chunks,
@@ -20,6 +18,7 @@ from parallel3d.config.checks.model import (
     nearest_multiple,
     tp_splits,
 )
+from parallel3d.config.checks.parallelism import check_data_parallel, check_groups
 from parallel3d.config.checks.run import (
     check_learning_rate,
     check_plain,
@@ -30,11 +29,11 @@ from parallel3d.config.checks.run import (
 )
 from parallel3d.config.fields import NOT_YET, NotYet, check_fields, fits_64_bits, show
 from parallel3d.config.overrides import explain_override_error
-from parallel3d.config.recompute import parts_of, spelled
 from parallel3d.config.schema import Config
+from parallel3d.config.sections import parts_of, spelled
 from parallel3d.errors import UserError, closest
 from parallel3d.schedules.choose import check_search, wanted
-from parallel3d.schedules.placement import StageAssignment
+from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import IN_ORDER, NAMED_SCHEDULES, check_vpp
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]

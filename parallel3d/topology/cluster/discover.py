@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster.configured import cluster_from_config
 from parallel3d.topology.cluster.gpus import local_cluster
-from parallel3d.topology.cluster.parts import Cluster
+from parallel3d.topology.cluster.parts import Cluster, cluster_from_config
 from parallel3d.topology.cluster.slurm import slurm_cluster
 
 PATIENCE_S = 30  # scontrol asks a controller that may be busy

@@ -1,26 +1,272 @@
-"""The cluster of a Slurm job: its nodes and ranks, their leaf switches and NVLink domains.
+"""Slurm's short forms: node lists and tasks per node.
 
-Slurm tells which nodes there are, how many ranks each has, and what joins them; the speeds come
-from the configuration. Where Slurm says nothing of switches or domains, the sizes of the
-configuration count through the nodes in Slurm's order.
+The grammar was tried on `scontrol show hostnames` of Slurm 22.05; what that refuses is refused.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel3d.config.cluster import ClusterConfig
 from parallel3d.errors import UserError
-from parallel3d.topology.cluster import configured
+from parallel3d.topology.cluster import parts
 from parallel3d.topology.cluster.parts import Cluster
-from parallel3d.topology.cluster.slurm_names import expand_hostlist, expand_tasks_per_node
-from parallel3d.topology.cluster.slurm_topology import (
-    SlurmTopology,
-    parse_topology,
-    topology_of_addresses,
-)
+
+MOST_NODES = 1_000_000  # a list that is longer is a slip, and would fill the memory
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def expand_hostlist(text: str, what: str = "node list") -> list[str]:
+    """The names of a node list, in its order: `n[01-03,7],rack[1-2]node[1-2]`.
+
+    Leading zeros are part of a name, several brackets count through like an odometer, and a name
+    may come twice. `what` names the list in messages.
+
+    Raises:
+        UserError: brackets that do not match, ranges that do not count up, no name at all.
+    """
+    names: list[str] = []
+    for entry in _split_outside_brackets(text.strip(), what, text):
+        pieces = re.split(r"\[([^\[\]]*)\]", entry)  # literal, ranges, literal, ranges, …
+        choices = [
+            _numbers(piece, what, text) if place % 2 else [piece]
+            for place, piece in enumerate(pieces)
+        ]
+        if len(names) + math.prod(map(len, choices)) > MOST_NODES:
+            raise _unreadable(what, text, f"it names more than {MOST_NODES:,} nodes")
+        expanded = ["".join(parts) for parts in itertools.product(*choices)]
+        if not NAME.fullmatch(expanded[0]):
+            raise _unreadable(what, text, f"{entry!r} is no name of a node")
+        names += expanded
+    if not names:
+        raise _unreadable(what, text, "it names no node")
+    return names
+
+
+def _split_outside_brackets(text: str, what: str, whole: str) -> list[str]:
+    entries, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise _unreadable(what, whole, "its brackets do not match")
+        if character == "," and depth == 0:
+            entries.append("")
+        else:
+            entries[-1] += character
+    if depth:
+        raise _unreadable(what, whole, "its brackets do not match")
+    return [entry.strip() for entry in entries if entry.strip()]
+
+
+def _numbers(ranges: str, what: str, whole: str) -> list[str]:
+    """`01-03,7` as 01, 02, 03, 7."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = RANGE.fullmatch(part.strip())
+        if match is None:
+            raise _unreadable(what, whole, f"{part!r} is no range such as 01-03")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise _unreadable(what, whole, f"the range {part!r} counts down")
+        if high - low >= MOST_NODES:
+            raise _unreadable(what, whole, f"it names more than {MOST_NODES:,} nodes")
+        numbers += [f"{number:0{len(match[1])}d}" for number in range(low, high + 1)]
+    return numbers
+
+
+def _unreadable(what: str, text: str, why: str) -> UserError:
+    return UserError(
+        f"the {what} {shortened(text)!r} cannot be read: {why}; it must look like n[01-03,7],m1."
+    )
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """The beginning of a text, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def expand_tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
+    """Tasks of each node: `8(x3),4` is 8, 8, 8, 4. Raises UserError if it cannot be read."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = REPEATED.fullmatch(part.strip())
+        repeats = int(match[2] or 1) if match else 0
+        if match is None or int(match[1]) < 1 or repeats < 1:
+            raise UserError(
+                f"{name}={shortened(text)!r} cannot be read: it must look like 8(x3),4."
+            )
+        if len(tasks) + repeats > MOST_NODES:
+            raise UserError(f"{name}={shortened(text)!r} is for more than {MOST_NODES:,} nodes.")
+        tasks += [int(match[1])] * repeats
+    return tasks
+
+
+# What Slurm says of the network: `scontrol show topology`, topology.conf, SLURM_TOPOLOGY_ADDR.
+#
+# Formats: SchedMD/slurm doc/man/man5/topology.conf.5, src/plugins/topology/{tree,block}; outputs of
+# `scontrol show topology` as the plugins print them. topology/tree names leaf switches,
+# topology/block names blocks, which on multi-node NVLink systems are the NVLink domains.
+
+
+HEADS = ("switchname", "blockname", "aggregatedblock", "blocksizes")
+KEYS = (*HEADS, "nodes", "switches", "level", "linkspeed", "blockindex", "blocksize")
+FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
+
+
+@dataclass(frozen=True)
+class SlurmTopology:
+    """The leaf switch and the block of each node that has one, by name."""
+
+    unit: dict[str, str] = field(default_factory=dict)
+    block: dict[str, str] = field(default_factory=dict)
+
+
+def parse_topology(text: str, what: str) -> SlurmTopology:
+    """Read what `scontrol show topology` prints, or a topology.conf, of trees, blocks or both.
+
+    A leaf switch is one without switches below it. Aggregated blocks (several racks) are passed
+    over. `what` names the text in messages.
+
+    Raises:
+        UserError: no line of it, a line that cannot be read, a switch that is named and not
+            described (a truncated text), a node under two leaf switches or in two blocks.
+    """
+    topology = SlurmTopology()
+    described: set[str] = set()
+    children: dict[str, str] = {}
+    for number, line in _lines(text):
+        where = f"{what} line {number}"
+        fields = _fields(line, where)
+        head = next(iter(fields))
+        if head == "switchname":
+            described.add(fields[head])
+            _read_switch(fields, topology, children, where)
+        elif head == "blockname":
+            described.add(fields[head])
+            nodes = (
+                expand_hostlist(fields["nodes"], f"Nodes of {where}") if "nodes" in fields else []
+            )
+            _put(topology.block, nodes, fields[head], "blocks", where)
+    if not described:
+        raise UserError(f"{what} describes no switch and no block: it must have lines {FORMS}.")
+    missing = [child for child in children if child not in described]
+    if missing:
+        raise UserError(
+            f"{what} names switch {missing[0]} under {children[missing[0]]} and does not describe "
+            f"it: is it cut off?"
+        )
+    return topology
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """(number, line) without comments and empty lines; a backslash continues a line."""
+    lines: list[tuple[int, str]] = []
+    open_line = ""
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = open_line + raw.split("#", 1)[0].strip()
+        open_line = line[:-1] + " " if line.endswith("\\") else ""
+        if not open_line and line:
+            lines.append((number, line))
+    if open_line.strip():
+        lines.append((text.count("\n") + 1, open_line))
+    return lines
+
+
+def _fields(line: str, where: str) -> dict[str, str]:
+    """The keys of a line, in small letters, and their values."""
+    fields: dict[str, str] = {}
+    for word in line.split():
+        name, sign, value = word.partition("=")
+        name = name.lower()
+        if not sign or not value or name not in KEYS or name in fields:
+            raise UserError(f"{where}, {shortened(word)!r}, cannot be read: it must be {FORMS}.")
+        fields[name] = value
+    if next(iter(fields)) not in HEADS:
+        raise UserError(f"{where}, {shortened(line)!r}, cannot be read: it must be {FORMS}.")
+    return fields
+
+
+def _read_switch(
+    fields: Mapping[str, str], topology: SlurmTopology, children: dict[str, str], where: str
+) -> None:
+    name = fields["switchname"]
+    if "switches" in fields:
+        for child in expand_hostlist(fields["switches"], f"Switches of {where}"):
+            children[child] = name
+    elif "nodes" in fields:
+        nodes = expand_hostlist(fields["nodes"], f"Nodes of {where}")
+        _put(topology.unit, nodes, name, "leaf switches", where)
+    elif "level" not in fields:  # scontrol prints a leaf that waits for nodes, a file has none
+        raise UserError(f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?")
+
+
+def _put(found: dict[str, str], nodes: list[str], name: str, kind: str, where: str) -> None:
+    for node in nodes:
+        if found.setdefault(node, name) != name:
+            raise UserError(f"{where}: {node} is in two {kind}, {found[node]} and {name}.")
+
+
+def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, str]:
+    """(leaf switch, block, node) of SLURM_TOPOLOGY_ADDR and SLURM_TOPOLOGY_ADDR_PATTERN.
+
+    `spine.leaf1.node2` with `switch.switch.node` is leaf1; `rack3.node7` with `block.node` is in
+    block rack3; a plain `node` is under no switch that Slurm knows. The top of a tree may be empty
+    (`.core.leaf.node` has been seen), and a node's name may hold dots.
+
+    Raises:
+        UserError: another pattern, or an address that does not have its parts.
+    """
+    kinds = pattern.split(".")
+    if kinds[-1] != "node" or not set(kinds[:-1]) <= {"switch", "block"}:
+        raise UserError(
+            f"SLURM_TOPOLOGY_ADDR_PATTERN={shortened(pattern)!r} is not known: it must be node, or "
+            f"switch and block joined by dots before it, such as switch.switch.node."
+        )
+    parts = address.split(".", len(kinds) - 1)
+    found = dict(zip(kinds, parts, strict=False))  # the last of a kind is the nearest
+    if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
+        raise UserError(
+            f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} does not fit "
+            f"SLURM_TOPOLOGY_ADDR_PATTERN={pattern}: it must have {len(kinds)} names with dots "
+            f"between."
+        )
+    return found.get("switch"), found.get("block"), found["node"]
+
+
+def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopology:
+    """The same from each node's SLURM_TOPOLOGY_ADDR and its pattern, by node name.
+
+    Raises UserError for an address that cannot be read or is another node's.
+    """
+    topology = SlurmTopology()
+    for node, (address, pattern) in addresses.items():
+        unit, block, named = parse_address(address, pattern)
+        if named != node:
+            raise UserError(
+                f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} of node {node} ends in another name."
+            )
+        if unit is not None:
+            topology.unit[node] = unit
+        if block is not None:
+            topology.block[node] = block
+    return topology
+
+
+# The cluster of a Slurm job: its nodes and ranks, their leaf switches and NVLink domains.
+#
+# Slurm tells which nodes there are, how many ranks each has, and what joins them; the speeds come
+# from the configuration. Where Slurm says nothing of switches or domains, the sizes of the
+# configuration count through the nodes in Slurm's order.
+
 
 Run = Callable[[list[str]], str]
 SHOW_TOPOLOGY = ["scontrol", "show", "topology"]
@@ -66,7 +312,7 @@ def slurm_cluster(
         )
     node_domain, domain_gpus = _domains(config, names, domains, most)
     rails = most if config.rails is None else config.rails
-    configured.check_rails(rails, most)
+    parts.check_rails(rails, most)
     return Cluster(
         nodes=len(names),
         gpus_per_node=most,
@@ -78,7 +324,7 @@ def slurm_cluster(
         node_unit=_numbered(names, units),
         node_domain=node_domain,
         origin=_origin(source, units, domains),
-        **configured.wires(config),
+        **parts.wires(config),
     )
 
 
@@ -183,7 +429,7 @@ def _domains(
     node_domain = _numbered(names, domains)
     if not node_domain:
         size = most if config.domain_gpus is None else config.domain_gpus
-        configured.check_domain(size, most)
+        parts.check_domain(size, most)
         return (), size
     fullest, count = Counter(node_domain).most_common(1)[0]
     largest = count * most
@@ -192,7 +438,7 @@ def _domains(
         raise UserError(
             f"cluster.domain_gpus={config.domain_gpus} contradicts Slurm, whose block {block} "
             f"holds {largest} GPUs of the job; the nearest is "
-            f"cluster.domain_gpus={configured.nearest_multiple(largest, most)}, or null."
+            f"cluster.domain_gpus={parts.nearest_multiple(largest, most)}, or null."
         )
     return node_domain, largest
 

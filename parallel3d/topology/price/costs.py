@@ -12,9 +12,31 @@ docs/collectives.md draws what each collective does.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from parallel3d.sizes.bus import OPERATIONS, check_sizes
-from parallel3d.topology.cluster.parts import Link
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.sizes.transfer import OPERATIONS, bus_factor, check_sizes
+from parallel3d.topology.cluster.parts import Cluster, Link, LinkClass, Slots
+from parallel3d.topology.price.links import (
+    Fabric,
+    Flows,
+    Port,
+    Ports,
+    Wiring,
+    flows_of,
+    inner_size,
+    members,
+    neighbours,
+    outer_order,
+)
+from parallel3d.topology.tiling import RankMapping
+
+if TYPE_CHECKING:
+    from parallel3d.sizes.transfer import Transfer
 
 
 def _message(nbytes: float, link: Link) -> float:
@@ -176,3 +198,333 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
     if op in OPERATIONS:  # the rest: n − 1 messages of N/n through the busiest port
         return reduce_scatter(n, nbytes, link)
     raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
+
+
+# The ways from one GPU to another: straight, or forwarded by a GPU of the same domain.
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way: the GPUs passed, sender and receiver included, and the wire of each hop."""
+
+    slots: tuple[int, ...]
+    hops: tuple[LinkClass, ...]
+    seconds: float
+
+    def describe(self, cluster: Cluster) -> str:
+        """`node0 GPU 0 -nvlink- node0 GPU 1 -rail- node1 GPU 1`."""
+        names = [cluster.slot_name(s) for s in self.slots]
+        hops = (f" -{h.label}- {n}" for h, n in zip(self.hops, names[1:], strict=True))
+        return names[0] + "".join(hops)
+
+
+def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
+    """The routes for one message from slot `a` to slot `b`, cheapest first; empty if there is none.
+
+    A pair in one domain or on one leaf switch has one. Others may go over the spine, or be
+    forwarded: over NVLink to the GPU of a's domain that is under b's leaf switch, then along that
+    rail. That is what NCCL calls PXN (NVIDIA/nccl, NCCL_P2P_PXN_LEVEL); here as store and forward,
+    the sum of two messages, each with its wire to itself.
+    """
+    kind = LinkClass(int(cluster.link_class(a, b)))
+    if kind is LinkClass.SELF:
+        return []
+    found = []
+    if kind is not LinkClass.NONE:
+        found.append(Route((a, b), (kind,), send_recv(nbytes, cluster.link(kind))))
+    relay = _relay(cluster, a, b) if kind > LinkClass.RAIL else None
+    if relay is not None:
+        seconds = send_recv(nbytes, cluster.nvlink) + send_recv(nbytes, cluster.rail)
+        found.append(Route((a, relay, b), (LinkClass.NVLINK, LinkClass.RAIL), seconds))
+    return sorted(found, key=lambda r: (r.seconds, len(r.hops)))
+
+
+def _relay(cluster: Cluster, a: int, b: int) -> int | None:
+    """A GPU of a's domain on b's rail and in b's unit, on a's node where there is one."""
+    near = cluster.domain == cluster.domain[a]
+    near &= (cluster.rail_of == cluster.rail_of[b]) & (cluster.unit == cluster.unit[b])
+    found = np.flatnonzero(near)
+    if not found.size:
+        return None
+    same_node = found[cluster.node[found] == cluster.node[a]]
+    return int((same_node if same_node.size else found)[0])
+
+
+# What the communication of one step costs under a placement.
+#
+# The model, on half a page. It is the α–β model (a message takes latency + bytes / bandwidth), with
+# bandwidth shared where flows meet:
+#
+# 1. The groups of one dimension all communicate at once, the dimensions one after another. Nothing
+#    is hidden behind compute, so the seconds are an upper bound of what a step may wait.
+# 2. A flow is what one rank sends to its neighbour. Inside a domain it has the GPU's NVLink for
+#    itself (NVSwitch does not block). Between domains it has its GPU's NIC, divided by the flows
+# that
+#    leave or enter that NIC at once. Over the spine it also shares the leaf switch's uplinks: the
+#    NICs under the leaf × their bandwidth / oversubscription, divided by the flows going up (or
+#    down) there. Few flows are not slowed by a thin spine; all of them at once are.
+# 3. A ring runs at its slowest flow, and a dimension at its slowest ring: lowest bandwidth and
+#    highest latency of any pair. A tree, for small messages, is given the same wire.
+# 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
+#    bytes, all-gather inside) the outer rings all run at once and share as in 2.
+# 5. The stages of a pipeline are a chain of ranks. Where they go round in loops, its last rank
+# sends
+#    to its first, in all rounds but one, at the same time as the others to their next.
+# 6. For each transfer the cheapest of ring, tree and two levels counts, and is named. A ring over a
+#    pair without a wire costs infinity.
+#
+# Sources: `costs` for the formulas; Wang et al. 2023 (arXiv 2307.12169) for rails and
+# domains; the DGX SuperPOD reference architecture for leaf switches, units and uplinks.
+
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
+IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The wires of one dimension: `flat` for rings and trees, `outer` between domains."""
+
+    n: int
+    flat: Link | None
+    inner: int = 1
+    outer: Link | None = None
+
+    @property
+    def domains(self) -> int:
+        return self.n // self.inner
+
+
+@dataclass(frozen=True)
+class PricedTransfer:
+    transfer: Transfer
+    seconds: float  # of all `count` of them
+    algorithm: str  # ring, tree, hierarchical, send_recv, or "no path"
+
+
+@dataclass(frozen=True)
+class DimPrice:
+    """One dimension's share of a step. `nbytes`: sent by all ranks, on each class."""
+
+    dim: str
+    paths: Paths
+    transfers: tuple[PricedTransfer, ...]
+    nbytes: dict[LinkClass, float]
+
+    @property
+    def seconds(self) -> float:
+        return math.fsum(t.seconds for t in self.transfers)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(t.algorithm for t in self.transfers))
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """One step's communication: `dims` in the order of the transfers; ports None where unused."""
+
+    dims: dict[str, DimPrice]
+    nic: Port | None
+    leaf_up: Port | None
+
+    @cached_property
+    def seconds(self) -> float:
+        return math.fsum(d.seconds for d in self.dims.values())
+
+    @property
+    def reachable(self) -> bool:
+        """Whether all neighbours have a wire between them, as the groups' rings need it.
+
+        `world` carries a few scalars, and any algorithm and route will do.
+        """
+        return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
+
+    @property
+    def nbytes(self) -> dict[LinkClass, float]:
+        """Bytes that all ranks send in a step, on each class."""
+        return {
+            k: math.fsum(d.nbytes[k] for d in self.dims.values())
+            for k in LinkClass
+            if any(d.nbytes.get(k) for d in self.dims.values())
+        }
+
+
+def price_transfer(
+    transfer: Transfer, paths: Paths, cluster: Cluster, algorithms: tuple[str, ...] = ALGORITHMS
+) -> PricedTransfer:
+    """The cheapest of the allowed algorithms for one kind of transfer."""
+    n, nbytes, link, op = paths.n, transfer.nbytes, paths.flat, transfer.op
+    options = {}
+    if link is not None and op == "all_reduce":
+        options["ring"] = ring_all_reduce(n, nbytes, link)
+        if "tree" in algorithms:
+            options["tree"] = tree_all_reduce(n, nbytes, link)
+    elif link is not None:
+        name = "send_recv" if op == "send_recv" else "ring"
+        options[name] = collective_time(op, n, nbytes, link)
+    if op in IN_TWO_LEVELS and paths.outer is not None and "hierarchical" in algorithms:
+        options["hierarchical"] = _two_levels(op, nbytes, paths, cluster.nvlink)
+    if not options:
+        return PricedTransfer(transfer, math.inf, "no path")
+    name = min(options, key=lambda k: options[k])
+    return PricedTransfer(transfer, options[name] * transfer.count, name)
+
+
+def _two_levels(op: str, nbytes: float, paths: Paths, nvlink: Link) -> float:
+    """Inside the domain with all bytes, between domains with 1/inner of them."""
+    if op == "all_reduce":
+        return hierarchical_all_reduce(paths.inner, paths.domains, nbytes, nvlink, paths.outer)
+    inside = collective_time(op, paths.inner, nbytes, nvlink)
+    return inside + collective_time(op, paths.domains, nbytes / paths.inner, paths.outer)
+
+
+def price_step(
+    placement: RankMapping,
+    transfers: list[Transfer],
+    *,
+    fabric: Fabric | None = None,
+    algorithms: tuple[str, ...] = ALGORITHMS,
+) -> StepPrice:
+    """Seconds a step per dimension, bytes per link class, busiest ports; the model is above.
+
+    `transfers` is what one rank does, the busiest of its kind; those of pp are what passes between
+    two neighbours, half of it each way. Dimensions of size one are left out. `algorithms` limits
+    what a reduction may use, `("ring",)` for one that has nothing else.
+    """
+    fabric = fabric or Fabric(placement.cluster)
+    wiring = Wiring.of(placement.cluster, placement.slots)
+    ports = Ports(fabric)
+    dims = {}
+    for dim in dict.fromkeys(t.dim for t in transfers):
+        ranks = members(placement.layout, dim)
+        if ranks.shape[1] > 1:
+            mine = [t for t in transfers if t.dim == dim]
+            flows = flows_of(dim, wiring[ranks], placement.layout.loops)
+            dims[dim] = _price_dim(dim, ranks, wiring, flows, mine, fabric, ports, algorithms)
+    return StepPrice(dims, ports.busiest_nic(), ports.busiest_uplink())
+
+
+def _price_dim(
+    dim: str,
+    ranks: np.ndarray,
+    wiring: Wiring,
+    flows: tuple[Flows, Flows | None],
+    transfers: list[Transfer],
+    fabric: Fabric,
+    ports: Ports,
+    algorithms: tuple[str, ...],
+) -> DimPrice:
+    ring, outer = flows
+    n = ranks.shape[1]
+    paths = Paths(n, ring.slowest(fabric))
+    if outer is not None:
+        paths = Paths(n, paths.flat, inner_size(wiring[ranks[:1]]), outer.slowest(fabric))
+    priced = tuple(price_transfer(t, paths, fabric.cluster, algorithms) for t in transfers)
+    nbytes = _count(ring, outer, priced, paths, ports, both_ways=dim == "pp")
+    return DimPrice(dim, paths, priced, nbytes)
+
+
+def _count(
+    ring: Flows,
+    outer: Flows | None,
+    priced: tuple[PricedTransfer, ...],
+    paths: Paths,
+    ports: Ports,
+    both_ways: bool,
+) -> dict[LinkClass, float]:
+    """Bytes that all ranks send on each class; the ports get theirs."""
+    flat, inside, between = flow_bytes(priced, paths)
+    nbytes = {k: count * flat for k, count in ring.counts.items() if flat}
+    ports.add(ring, flat, both_ways)
+    if outer is not None and between:
+        for k, count in outer.counts.items():
+            nbytes[k] = nbytes.get(k, 0.0) + count * between
+        nvlink = nbytes.get(LinkClass.NVLINK, 0.0)
+        nbytes[LinkClass.NVLINK] = nvlink + outer.kinds.size * inside
+        ports.add(outer, between)
+    return nbytes
+
+
+def flow_bytes(priced: tuple[PricedTransfer, ...], paths: Paths) -> tuple[float, float, float]:
+    """Bytes of one flow in a step: in the flat ring or chain; in two levels, inside and between.
+
+    A tree is counted like a ring: it sends at most n / (n − 1) times as much.
+    """
+    flat = inside = between = 0.0
+    for p in priced:
+        op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
+        if p.algorithm != "hierarchical":
+            flat += total * bus_factor(op, paths.n)
+        else:
+            inside += total * bus_factor(op, paths.inner)
+            between += total / paths.inner * bus_factor(op, paths.domains)
+    return flat, inside, between
+
+
+# What one step sends over each single wire of a priced placement: the widths of the picture.
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Bytes that one step sends over each wire, one way.
+
+    `nvlink` and `nic` are (size,): what each GPU sends inside its domain and through its NIC.
+    `uplink` is (units, rails): what each leaf switch sends up to the spine, and `port` the share of
+    one of its uplinks.
+    """
+
+    nvlink: npt.NDArray[np.float64]
+    nic: npt.NDArray[np.float64]
+    uplink: npt.NDArray[np.float64]
+    port: npt.NDArray[np.float64]
+
+    @property
+    def largest(self) -> float:
+        """Bytes on the busiest wire of all."""
+        return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
+
+
+def loads_of(placement: RankMapping, price: StepPrice) -> Loads:
+    """Bytes sent by every GPU into its domain and its NIC, and by every leaf to the spine.
+
+    The flows are those of `price`: its busiest NIC and uplink are maxima of these.
+    """
+    cluster = placement.cluster
+    nvlink, nic = np.zeros(cluster.size), np.zeros(cluster.size)
+    leaf = np.zeros((int(cluster.unit.max()) + 1) * cluster.rails)
+
+    def add(flows: Flows, ranks: Slots, nbytes: float) -> None:
+        """`nbytes` from each of `ranks`, which are the flows' senders."""
+        slots, kinds = placement.slots[ranks], flows.kinds
+        inside, spine = kinds == LinkClass.NVLINK, kinds == LinkClass.SPINE
+        sent = np.full(slots.size, nbytes)
+        if flows.weights is not None:
+            sent *= flows.weights
+        np.add.at(nvlink, slots[inside], sent[inside])
+        np.add.at(nic, slots[~inside], sent[~inside])
+        np.add.at(leaf, flows.here.leaf[spine], sent[spine])
+
+    wiring = Wiring.of(cluster, placement.slots)
+    for dim, priced in price.dims.items():
+        ranks = members(placement.layout, dim)
+        groups = wiring[ranks]
+        flat, inside, between = flow_bytes(priced.transfers, priced.paths)
+        ring, outer = flows_of(dim, groups, placement.layout.loops)
+        if dim == "pp":  # half of the bytes goes forward, half back
+            ahead, after = neighbours(placement.layout, dim)
+            add(ring, ahead, flat / 2)
+            add(ring.back, after, flat / 2)
+            continue
+        add(ring, ranks.ravel(), flat)
+        order = outer_order(groups) if between else None
+        if outer is not None and order is not None:
+            add(outer, np.take_along_axis(ranks, order, axis=1).ravel(), between)
+            np.add.at(nvlink, placement.slots[ranks.ravel()], inside)
+    uplink = leaf.reshape(-1, cluster.rails)
+    first = cluster.local < cluster.rails
+    nics = np.bincount(
+        cluster.unit[first] * cluster.rails + cluster.rail_of[first], minlength=leaf.size
+    )
+    ports = np.maximum(nics, 1).reshape(uplink.shape) / (cluster.oversubscription or 1.0)
+    return Loads(nvlink, nic, uplink, uplink / ports)

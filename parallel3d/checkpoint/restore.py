@@ -1,0 +1,160 @@
+"""Reading a checkpoint on all ranks: whole, proved wrong, or not to be read just now.
+
+Only what is proved wrong may be set aside. What the system does not let a rank read (a file system
+that is ill, a node without the mount, a folder's entries that are stale) proves nothing: it is
+tried again for some seconds, and then all ranks end alike, with everything as it was.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from parallel3d.checkpoint.manifest import (
+    DamagedCheckpoint,
+    IncompleteCheckpoint,
+    Manifest,
+    UnreadableCheckpoint,
+    list_checkpoints,
+    list_damaged,
+    told,
+)
+from parallel3d.config import identity
+from parallel3d.config.schema import Config
+from parallel3d.data.blend import Blend, history_until
+from parallel3d.data.split import Corpus
+from parallel3d.data.tokenizer import BYTE
+from parallel3d.data.watched import Compared, compare, marks_of
+from parallel3d.errors import TrainingFailure, UserError
+from parallel3d.files import plain
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
+_WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
+
+T = TypeVar("T")
+Share = Callable[[Any], list[Any]]  # one rank's word → those of all; collective
+
+
+def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
+    """Call `read` on every rank, again where it could not read; collective.
+
+    Returns this rank's result and None; or, on all ranks, what is proved wrong. Raises
+    TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
+    """
+    result, kind, why = None, _UNREADABLE, ""
+    words: list[tuple[int, str, str]] = []
+    for pause in (0.0, *PAUSES_S):
+        time.sleep(pause)
+        if kind in (_INCOMPLETE, _UNREADABLE):
+            result, kind, why = _tried(read)
+        words = share((kind, why, socket.gethostname()))
+        kinds = {word[0] for word in words}
+        if _UNREADABLE not in kinds and (_INCOMPLETE not in kinds or _DAMAGED in kinds):
+            break
+    wrong = [word[1] for word in words if word[0] in (_DAMAGED, _INCOMPLETE)]
+    if _UNREADABLE in kinds or (_INCOMPLETE in kinds and _WHOLE in kinds and _DAMAGED not in kinds):
+        worst = _UNREADABLE if _UNREADABLE in kinds else _INCOMPLETE
+        rank = next(r for r, word in enumerate(words) if word[0] == worst)
+        _, why, host = words[rank]
+        raise TrainingFailure(
+            f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
+            f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
+            "the same line goes on"
+        )
+    return (None, wrong[0]) if wrong else (result, None)
+
+
+def _tried(read: Callable[[], T]) -> tuple[T | None, int, str]:
+    try:
+        return read(), _WHOLE, ""
+    except IncompleteCheckpoint as error:
+        return None, _INCOMPLETE, str(error)
+    except DamagedCheckpoint as error:
+        return None, _DAMAGED, str(error)
+    except UnreadableCheckpoint as error:
+        return None, _UNREADABLE, str(error)
+
+
+def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
+    """The names of the run's checkpoints that any rank sees, newest first; collective.
+
+    Raises UserError if there are only damaged ones, beside which a run would begin anew: whoever
+    starts it may still want them. Raises TrainingFailure as `read_together`.
+    """
+
+    def here() -> tuple[list[str], list[str]]:
+        with told(str(run_dir)):
+            found = list_checkpoints(run_dir), list_damaged(run_dir)
+        return [p.name for p in found[0]], [p.name for p in found[1]]
+
+    seen, _ = read_together(here, share)
+    everyones = share(seen)
+    names = {name for good, _ in everyones for name in good}
+    damaged = sorted({name for _, bad in everyones for name in bad})
+    if damaged and not names:
+        raise UserError(
+            f"run={run} has no checkpoint but {', '.join(damaged[:3])}"
+            f"{' …' if damaged[3:] else ''} in {run_dir}, and does not begin again at step 1 "
+            "beside what may be saved: give one its name back (step-…) if it is whole, or choose "
+            "another run="
+        )
+    return sorted(names, key=lambda name: int(name.rpartition("-")[2]), reverse=True)
+
+
+def compared_with(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> Compared:
+    """Whether a run can go on from this checkpoint, and what to say of its files if it does."""
+    refusal = refusal_of(manifest, config, corpus)
+    if refusal is not None or corpus is None:
+        return Compared(refusal)
+    return compare(corpus.watched, manifest.data.get("files", ""))
+
+
+def refusal_of(manifest: Manifest, config: Config, corpus: Corpus | Blend | None) -> str | None:
+    """Why a run cannot go on from this checkpoint with this configuration and text, or None."""
+    sentence = identity.refusal(config.run, identity.changes(manifest.config, config))
+    if sentence is not None or corpus is None or not manifest.data:
+        return sentence
+    here = facts_of(corpus)
+    if {**manifest.data, "files": here["files"]} == here:  # times and inodes are no text
+        return None
+    there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
+    if there[0] != there[1]:
+        return (
+            f"run={config.run} cannot go on with another tokenizer: its digest is "
+            f"{plain(there[0][:12])} there, now {there[1][:12]}; leave data.tokenizer to the run, "
+            "or choose another run="
+        )
+    if "blend" in manifest.data and "blend" in here:
+        return _other_blend(manifest, config, here["blend"])
+    return (
+        f"run={config.run} cannot go on with another text: its fingerprint is "
+        f"{plain(manifest.data['fingerprint'][:12])} there, now {here['fingerprint'][:12]} "
+        f"({manifest.data['train_tokens']} and {here['train_tokens']} tokens to train on); "
+        f"give the data.path of the first start, or choose another run="
+    )
+
+
+def _other_blend(manifest: Manifest, config: Config, here: str) -> str | None:
+    """What was read must stay; what will be may change."""
+    samples = int(manifest.progress["consumed_samples"])
+    if history_until(manifest.data["blend"], samples) == history_until(here, samples):
+        return None
+    tokens = samples * config.model.seq_length
+    return (
+        f"run={config.run} cannot go on with another blend: the weights or the texts of its first "
+        f"{tokens:,} tokens are not what they were; give those of the first start, other ones "
+        f"from here on as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
+    )
+
+
+def facts_of(corpus: Corpus | Blend) -> dict[str, str | int]:
+    """What a manifest has of the text."""
+    facts = {"fingerprint": corpus.fingerprint, "train_tokens": corpus.train_tokens}
+    facts["files"] = marks_of(corpus.watched)
+    if isinstance(corpus, Blend):
+        facts["blend"] = corpus.history
+    # Manifests of bytes are as they were before there were other tokenizers.
+    return facts if corpus.tokenizer == BYTE else facts | {"tokenizer": corpus.tokenizer}

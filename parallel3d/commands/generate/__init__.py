@@ -1,1 +1,0 @@
-"""`parallel3d generate`: text from a run's newest good checkpoint."""

@@ -1,0 +1,180 @@
+"""Checks of the keys that place ranks and set up their groups."""
+
+from __future__ import annotations
+
+import re
+
+from parallel3d.config.fields import show
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError, closest, nearest
+
+GROUP_KINDS = ("tp", "dp", "pp", "embedding")
+# ncclConfig_t's fields and what NCCL takes for them.
+NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
+
+
+def check_groups(config: Config) -> None:
+    """Placement, rank file and NCCL settings fit each other. Raises UserError for the first."""
+    if config.placement == "file" and config.rank_file is None:
+        raise UserError(
+            "placement=file needs rank_file=…, a file with a line `rank host local_index` for each "
+            "rank; the nearest is placement=default."
+        )
+    if config.rank_file is not None and config.placement != "file":
+        raise UserError(
+            f"rank_file={show(config.rank_file)} is read with placement=file alone, but "
+            f"placement={show(config.placement)}; the nearest is placement=file."
+        )
+    for kind in config.launch.nccl_high_priority:
+        _check_kind("launch.nccl_high_priority", kind, kind)
+    parse_nccl_settings(config.launch.nccl_settings)
+    parse_nccl_env(config.cluster.nccl_env)
+
+
+def _check_kind(key: str, word: str, kind: str) -> None:
+    if kind not in GROUP_KINDS:
+        raise UserError(
+            f"{key}={show(word)} must name a kind of group, one of {', '.join(GROUP_KINDS)}; the "
+            f"nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
+        )
+
+
+def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
+    """(kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`.
+
+    Raises UserError for a word that cannot be read or is out of NCCL's range.
+    """
+    key = "launch.nccl_settings"
+    settings = []
+    for word in words:
+        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", word)
+        if match is None:
+            raise UserError(
+                f"{key}={show(word)} must be a kind of group, a setting and a number; the nearest "
+                f"is {key}=[dp.max_ctas:8]."
+            )
+        kind, name, value = match[1], match[2], int(match[3])
+        _check_kind(key, word, kind)
+        if name not in NCCL_LIMITS:
+            close = nearest(name, NCCL_LIMITS) or "max_ctas"
+            raise UserError(
+                f"{key}={show(word)} must set one of {', '.join(NCCL_LIMITS)}; the nearest is "
+                f"{key}=[{kind}.{close}:{value}]."
+            )
+        low, high = NCCL_LIMITS[name]
+        if not low <= value <= high:
+            close = min(max(value, low), high)
+            raise UserError(
+                f"{key}={show(word)} must be {low} to {high}; the nearest is "
+                f"{key}=[{kind}.{name}:{close}]."
+            )
+        settings.append((kind, name, value))
+    return settings
+
+
+def parse_nccl_env(words: list[str]) -> dict[str, str]:
+    """Value by variable of each `NCCL_CROSS_NIC:0`; a value may have colons of its own.
+
+    Besides NCCL's variables those of torch's part of it pass: TORCH_NCCL_… and the flight
+    recorder's TORCH_FR_….
+
+    Raises UserError for a word that cannot be read or names a variable of something else.
+    """
+    variables = {}
+    for word in words:
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", word)
+        if match is None:
+            raise UserError(
+                f"cluster.nccl_env={show(word)} must be a variable of NCCL and its value; the "
+                "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
+            )
+        variables[match[1]] = match[2]
+    return variables
+
+
+# Cross-checks of data parallelism: what travels, in which order, and what is sharded.
+
+
+def check_data_parallel(config: Config, dp: int) -> None:
+    """Hooks, bucket order and shards fit the engine of `zero`; raises UserError."""
+    _check_hook(config)
+    _check_fully_sharded(config, dp)
+    _check_noise_scale(config, dp)
+
+
+def _check_noise_scale(config: Config, dp: int) -> None:
+    """Gradients of a part of the batch, and the exact sum, are seen."""
+    asked = "train.noise_scale=true"
+    if not config.train.noise_scale:
+        return
+    if config.zero > 1 and dp > 1:
+        raise UserError(
+            f"{asked} must see the gradients of one replica before they are summed, which zero="
+            f"{config.zero} does not show; the nearest is zero=1."
+        )
+    if config.ddp.comm_hook == "powersgd":
+        raise UserError(
+            f"{asked} must see exact sums, and ddp.comm_hook=powersgd approximates them; the "
+            "nearest is ddp.comm_hook=bf16."
+        )
+    if config.global_batch_size == config.micro_batch_size:
+        raise UserError(
+            f"{asked} must have two parts of a batch to compare, replicas or micro-batches, but "
+            f"dp=1 and global_batch_size={config.global_batch_size} is one micro-batch; the "
+            f"nearest is global_batch_size={2 * config.micro_batch_size}."
+        )
+
+
+def _check_fully_sharded(config: Config, dp: int) -> None:
+    """What FSDP2 (zero=2 and 3) works with."""
+    size = config.ddp.shard_size
+    if config.zero > 1 and config.compile:
+        raise UserError(
+            f"compile=true compiles blocks whose parameters stay where they are, and zero="
+            f"{config.zero} gathers and frees them; the nearest is zero=1, or compile=false."
+        )
+    if config.zero > 1 and config.ddp.bucket_order == "measured":
+        raise UserError(
+            f"ddp.bucket_order=measured orders gradient buckets, and zero={config.zero} has none; "
+            "the nearest is ddp.bucket_order=model."
+        )
+    if config.zero < 2 and config.ddp.reduce_every_microbatch:
+        raise UserError(
+            f"ddp.reduce_every_microbatch=true is read by zero=2 and zero=3 alone, but "
+            f"zero={config.zero}; the nearest is ddp.reduce_every_microbatch=null."
+        )
+    if size is None:
+        return
+    if config.zero < 2:
+        raise UserError(
+            f"ddp.shard_size={size} is read by zero=2 and zero=3 alone, but zero={config.zero}; "
+            "the nearest is ddp.shard_size=null."
+        )
+    if dp > 1 and (size < 2 or dp % size):
+        near = closest(size, lambda n: n > 1 and dp % n == 0, dp) or dp
+        raise UserError(
+            f"ddp.shard_size={size} must divide dp={dp} and be at least 2; the nearest is "
+            f"ddp.shard_size={near}."
+        )
+
+
+def _check_hook(config: Config) -> None:
+    ddp = config.ddp
+    hook = f"ddp.comm_hook={ddp.comm_hook}"
+    if ddp.comm_hook == "none":
+        return
+    if config.zero:
+        raise UserError(
+            f"{hook} changes how whole gradients are summed, and zero={config.zero} scatters "
+            f"them; the nearest is zero=0, or ddp.comm_hook=none."
+        )
+    if ddp.hierarchical:
+        raise UserError(
+            f"{hook} and ddp.hierarchical=true are two ways to sum a bucket; the nearest is "
+            "ddp.hierarchical=false, or ddp.comm_hook=none."
+        )
+    if ddp.comm_hook == "powersgd" and config.precision.name == "fp16":
+        raise UserError(
+            f"{hook} carries gradients over from step to step, and precision=fp16 changes their "
+            "scale in between; the nearest is precision=bf16."
+        )

@@ -1,0 +1,584 @@
+"""Chat templates of Hugging Face, run in jinja2's sandbox as transformers runs them.
+
+But for the clock: a template that asks for today's date would make other tokens tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.config.fields import show
+from parallel3d.data import cache
+from parallel3d.data.cache import Report
+from parallel3d.data.indexed import IndexedWriter
+from parallel3d.data.preprocess.inputs import LINES, PACKED
+from parallel3d.data.sampler import Sample
+from parallel3d.data.sources import Document, find_documents
+from parallel3d.data.split import Corpus
+from parallel3d.data.text_files import kept_pair
+from parallel3d.data.tokenizer import (
+    CHAT_TEMPLATE,
+    LARGEST_BESIDE,
+    TOKENIZER_CONFIG,
+    FileTokenizer,
+    Placed,
+    Unencodable,
+    open_tokenizer,
+    read_json,
+    role,
+)
+from parallel3d.data.tokens import Tokens
+from parallel3d.errors import UserError, nearest
+from parallel3d.files import plain, read_bounded
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.blend import DatasetOrder
+
+
+ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+Message = Mapping[str, Any]
+
+
+class Refused(ValueError):
+    """A template does not take these messages."""
+
+
+class ChatTemplate:
+    """The template that lies beside a tokenizer.
+
+    Attributes:
+        text: as it is written. has_tags: `{% generation %}` says what the assistant speaks.
+    """
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        """Raises UserError where there is none, or one that does not parse."""
+        self.named = f"the chat template of {tokenizer.name}"
+        self.text = template_text(tokenizer)
+        folder, key = tokenizer.folder, self.named
+        names = {name: role(name, folder, key) for name in ROLES} if folder is not None else {}
+        self._names = {name: text for name, text in names.items() if text is not None}
+        self._names.setdefault("eos_token", tokenizer.eot_text)
+        self._names.setdefault("bos_token", "")
+        self.has_tags = False
+        self._around = ("", "")  # what `{% generation %}` is written as, and its end
+        self._template = self._parsed()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        prompt: bool = False,
+        around: tuple[str, str] = ("", ""),
+    ) -> str:
+        """The messages as text. Raises Refused.
+
+        Args:
+            prompt: up to where the assistant is to speak.
+            around: what is written where the assistant's words begin and end, if `has_tags`.
+        """
+        self._around = around
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._names,
+            )
+        except Exception as error:  # whatever an expression of the template runs into
+            if isinstance(error, MemoryError):
+                raise
+            raise Refused(plain(" ".join(str(error).split()) or type(error).__name__)) from None
+
+    def _parsed(self) -> Any:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self
+
+        class Generation(Extension):
+            """`{% generation %}`, by which some templates mark the assistant's words."""
+
+            tags = frozenset(("generation",))
+
+            def parse(self, parser: Any) -> nodes.Node:
+                template.has_tags = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.CallBlock(self.call_method("_within"), [], [], body).set_lineno(line)
+
+            def _within(self, caller: Any) -> str:
+                begin, end = template._around
+                return f"{begin}{caller()}{end}"
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(self.text)
+        except (TemplateError, RecursionError) as error:
+            why = plain(" ".join(str(error).split()))
+            line = getattr(error, "lineno", None)
+            where = f" in line {line}" if line else ""
+            raise UserError(f"{self.named} cannot be read ({why}{where}): mend it") from None
+
+
+def template_text(tokenizer: FileTokenizer) -> str:
+    """The chat template beside a tokenizer, as text. Raises UserError if there is none."""
+    folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
+    if folder is not None:
+        try:
+            return read_bounded(folder / CHAT_TEMPLATE, LARGEST_BESIDE).decode()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key} cannot be read ({plain(str(error))})") from None
+        found = read_json(folder, TOKENIZER_CONFIG, key).get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = [one for one in found if isinstance(one, dict)]
+            found = next((one.get("template") for one in named if one.get("name") == "default"), "")
+        if isinstance(found, str) and found:
+            return found
+    raise UserError(
+        f"data=chat needs a chat template, and {tokenizer.name} has none: write one into "
+        f"{CHAT_TEMPLATE}, or as chat_template into {TOKENIZER_CONFIG}, beside its tokenizer.json"
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refused(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON as transformers does: nothing is spelled for HTML."""
+    how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+
+
+# A conversation as tokens, and which of them the assistant spoke: its words and their end.
+#
+# The template writes the whole conversation, which is encoded as one text, as transformers does it:
+# what a tokenizer makes of a piece depends on what is around it. On the way private characters that
+# the row does not hold mark the special tokens that messages spell out, and what the template's own
+# tags enclose.
+
+
+ASSISTANT = "assistant"
+MESSAGES = "messages"
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+PRIVATE = range(0xE000, 0xF900)  # characters to which Unicode gives no meaning
+Turn = tuple[int, int]  # characters [begin, end) of the conversation that the assistant says
+# Around a special token that a message spells out, and around what `{% generation %}` encloses.
+Marks = tuple[str, str, str, str]
+
+
+class Conversation(NamedTuple):
+    """tokens (n,) int64; spoken (n,) bool: which of them the assistant says, its end included."""
+
+    tokens: npt.NDArray[np.int64]
+    spoken: npt.NDArray[np.bool_]
+
+
+class Reader:
+    """Makes tokens of rows, by one tokenizer and its template."""
+
+    def __init__(self, tokenizer: FileTokenizer, template: ChatTemplate) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        longest_first = sorted(tokenizer.special, key=len, reverse=True)
+        self._special = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._stand_ins: dict[str, str] = {}  # special token → a private character
+
+    def read(self, row: Any) -> Conversation:
+        """Reads a row. Raises Refused, with what is wrong with it."""
+        messages, tools = _checked(row), row.get("tools")
+        held = set(self._template.text).union(*_strings([messages, tools]))
+        marks = _unused(held, 4)
+        around = rf"{marks[0]}\g<0>{marks[1]}"
+        messages, tools = _changed(
+            [messages, tools], lambda text: re.sub(self._special, around, text)
+        )
+        whole = self._template.render(messages, tools=tools)
+        tagged = self._template.has_tags
+        turns = (self._tagged if tagged else self._untagged)(messages, tools, whole, marks)
+        made = self._encoded(whole, marks, held)
+        spoken = np.zeros(made.tokens.size, np.bool_)
+        for begin, end in turns:
+            within = (made.begins < end) & (np.maximum(made.ends, made.begins + 1) > begin)
+            spoken |= within if tagged else self._until_its_end(made, within)
+        return Conversation(made.tokens, spoken)
+
+    def _tagged(
+        self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
+    ) -> list[Turn]:
+        """Finds the turns that a template's own tags enclose."""
+        _, _, opening, closing = marks
+        marked = self._template.render(messages, tools=tools, around=(opening, closing))
+        pieces = re.split(f"([{opening}{closing}])", marked)
+        at, begins, turns = 0, [], []
+        for piece in pieces:
+            if piece == opening:
+                begins.append(at)
+            elif piece == closing and begins:
+                turns.append((begins.pop(), at))
+            else:
+                at += len(piece)
+        if begins or whole != "".join(pieces[::2]):
+            raise Refused("has a template that changes what its {% generation %} tags enclose")
+        return turns
+
+    def _untagged(
+        self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
+    ) -> list[Turn]:
+        """Finds the turns by what the template writes of the messages before them.
+
+        Some templates spell a turn otherwise once it is not the last; then it ends behind the
+        first special token after its words.
+        """
+        turns: list[Turn] = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            prompted = self._template.render(messages[:number], tools=tools, prompt=True)
+            answered = self._template.render(messages[: number + 1], tools=tools)
+            begin = len(prompted)
+            if not whole.startswith(prompted) or (turns and begin < turns[-1][1]):
+                raise Refused(
+                    f"the template spells what is before message {number + 1} otherwise when more "
+                    "follows: the assistant's words cannot be told from it"
+                )
+            if whole.startswith(answered) and len(answered) >= begin:
+                turns.append((begin, len(answered)))
+                continue
+            words = message["content"].strip()
+            at = whole.find(words, begin)
+            behind = self._specials(whole, marks, at + len(words)) if at >= 0 else iter(())
+            end = next((found.end() for found in behind if found["meant"]), None)
+            if end is None:
+                raise Refused(f"the template does not show the words of message {number + 1}")
+            turns.append((begin, end))
+        return turns
+
+    def _until_its_end(self, made: Placed, within: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Leaves out the blanks that a template puts behind the last special token of a turn."""
+        special = np.isin(made.tokens, list(self._tokenizer.special.values()))
+        ends = np.flatnonzero(within & special)
+        return within & (np.arange(within.size) <= ends[-1]) if ends.size else within
+
+    def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
+        """Finds special tokens from a character on, `meant` or `spelled`, and marks left alone."""
+        begin, end, *_ = marks
+        pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
+        return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
+
+    def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
+        """Encodes a conversation at once; what the tokens stand for is told in `whole`."""
+        plain = re.sub(f"[{marks[0]}{marks[1]}]", "", whole)
+        try:
+            plain.encode()
+            if plain == whole:
+                return self._tokenizer.place(whole)
+            # Where every special token is meant, the stand-ins must make no difference.
+            every = self._stood_in(whole, marks, held, every=True)
+            if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
+                raise Refused("spells out special tokens, which its tokenizer does not keep apart")
+            made = self._stood_in(whole, marks, held, every=False)
+        except UnicodeEncodeError:
+            raise Refused("has half of a surrogate pair, which is no character") from None
+        except Unencodable as error:
+            raise Refused(f"cannot be encoded by its tokenizer ({error.why})") from None
+        for begin, end in zip(made.begins.tolist(), made.ends.tolist(), strict=True):
+            if whole[begin - 1 : begin] == marks[0] and whole[end : end + 1] == marks[1]:
+                raise Refused(f"spells out {whole[begin:end]}, which is one token even as text")
+        return made
+
+    def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
+        """Encodes a conversation with a private character for each special token that is meant;
+        those that are spelled out are text, but for `every`."""
+        if held & set(self._stand_ins.values()):
+            self._stand_ins = {}
+        parts: list[str] = []
+        begins, sources = [0], [0]  # of each part: where it begins in what is encoded, in `whole`
+        at = size = 0
+
+        def put(text: str, source: int) -> None:
+            nonlocal size
+            parts.append(text)
+            begins.append(size)
+            sources.append(source)
+            size += len(text)
+
+        for found in self._specials(whole, marks):
+            put(whole[at : found.start()], at)
+            token = found["meant"] or (found["spelled"] if every else None)
+            if token is not None:
+                if token not in self._stand_ins:
+                    taken = held.union(marks, self._stand_ins.values())
+                    self._stand_ins[token] = _unused(taken, 1)[0]
+                put(self._stand_ins[token], found.start())
+            elif found["spelled"]:
+                put(found["spelled"], found.start("spelled"))
+            at = found.end()
+        put(whole[at:], at)
+        made = self._tokenizer.place_spelled("".join(parts), self._stand_ins)
+        points, shifts = np.array(begins), np.array(sources) - np.array(begins)
+
+        def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            return places + shifts[np.searchsorted(points, places, "right") - 1]
+
+        # The last character of a token, as behind it another part may begin.
+        last = np.maximum(made.ends - 1, made.begins)
+        return Placed(made.tokens, source(made.begins), source(last) + 1)
+
+
+def _unused(held: set[str], count: int) -> tuple[str, ...]:
+    """Returns private characters that are not `held`. Raises Refused."""
+    found = tuple(islice((c for c in map(chr, PRIVATE) if c not in held), count))
+    if len(found) < count:
+        raise Refused("holds nearly all of Unicode's private characters")
+    return found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields all strings in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
+        for pair in pairs:
+            for part in pair:
+                yield from _strings(part)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a value of JSON with its strings changed, but for the keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _changed(each, change) for key, each in value.items()}
+    return value
+
+
+def _checked(row: Any) -> list[Message]:
+    """The messages of a row. Raises Refused."""
+    if not isinstance(row, dict):
+        raise Refused("is no object")
+    if MESSAGES not in row:
+        close = nearest(MESSAGES, row)
+        hint = f", the nearest is {show(close)}" if close else ""
+        raise Refused(f"has no {MESSAGES}{hint}")
+    messages = row[MESSAGES]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise Refused(f"has {MESSAGES} that are no list of objects")
+    for number, message in enumerate(messages, 1):
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise Refused(f"has no text as {key} of message {number}")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise Refused(f"has no message of role {ASSISTANT}, of which to learn")
+    return [_as_written(message) for message in messages]
+
+
+def _as_written(message: Message) -> Message:
+    """Returns a message as transformers gives it to a template: without what is null, and with
+    what was thought under each of the names that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    thought = next((message[name] for name in THOUGHTS if name in message), None)
+    if thought is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
+# Conversations of a run: a pair of marked tokens in the token cache, and samples of it.
+#
+# A marked token is the token, and SPOKEN besides where the assistant says it: so a conversation
+# goes through the same windows, packs and shuffles as every document.
+
+
+VERSION = 2
+SPOKEN = 1 << 30
+TOKEN = SPOKEN - 1
+DTYPE = np.dtype("<i4")
+LOOKED_AT = 1 << 22  # tokens at a time
+LONGEST = 64 << 20  # bytes of a row
+
+
+class Chat(NamedTuple):
+    """What a run's conversations are made of."""
+
+    documents: list[Document]
+    tokenizer: FileTokenizer
+    template: ChatTemplate
+
+    @property
+    def key(self) -> str:
+        """Another one if anything else would come of it."""
+        made_of = cache.cache_key(self.documents, self.tokenizer)
+        return cache.digest_of(["chat", VERSION, made_of, self.template.text])
+
+
+def find_chat(data: DataConfig) -> Chat:
+    """The files of data=chat, the tokenizer and its template. Raises UserError."""
+    tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer is not None else None
+    if not isinstance(tokenizer, FileTokenizer):
+        raise UserError(
+            f"data=chat needs data.tokenizer, which is {show(data.tokenizer)}: give a folder with "
+            "a tokenizer.json and a chat template, or run= of an imported model"
+        )
+    return Chat(find_documents(data), tokenizer, ChatTemplate(tokenizer))
+
+
+def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
+    """The conversations of `data`, made tokens of in `folder` if they are not yet.
+
+    The last ones, `data.valid_fraction` of the tokens and at least one, are held out. Raises
+    UserError for a row that is no conversation.
+    """
+    chat = find_chat(data)
+    build = lambda path: _build(path, chat, report)  # noqa: E731
+    pair, digest, files = kept_pair(folder, chat.key, build, report)
+    if pair.documents < 2:
+        raise UserError(
+            f"data.path={data.path} has one conversation, and one to train on and one held out "
+            "are needed"
+        )
+    wanted = len(pair) - max(1, int(len(pair) * data.valid_fraction))
+    last = pair.index.document_from(wanted)
+    last = min(max(1, last), pair.documents - 1)
+    split = int(pair.index.begins(last, last + 1)[0])
+    tokenizer = chat.tokenizer
+    return Corpus(
+        *(pair.tokens.part(0, split), pair.tokens.part(split, len(pair)), digest),
+        *(tokenizer.vocab_size, tokenizer.eot, tokenizer.digest, data.tokenizer, pair),
+        marked=True,
+        files=files,
+    )
+
+
+def learned(
+    tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Tells which pieces of marked tokens have one behind their first that the assistant says."""
+    begins, ends = starts + 1, starts + lengths
+    spoken = np.zeros(starts.size, np.int64)  # in each piece
+    for first in range(0, len(tokens), LOOKED_AT):
+        places = np.flatnonzero(tokens[first : first + LOOKED_AT] & SPOKEN) + first
+        spoken += np.searchsorted(places, ends) - np.searchsorted(places, begins)
+    return spoken > 0
+
+
+def check_windows(corpus: Corpus, seq_length: int) -> None:
+    """Raises UserError if conversations laid end to end make no sample to train on and none held
+    out, or held-out ones in which nothing is learned."""
+    for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
+        windows = (len(tokens) - 1) // seq_length
+        if windows < 1:
+            raise UserError(
+                f"data.path: its {'held-out' if held_out else 'training'} conversations have "
+                f"{len(tokens):,} tokens, and a sample of data.packing=concat has "
+                f"{seq_length + 1:,}: give data.packing=padded"
+            )
+        if not learned(tokens, np.zeros(1, np.int64), np.full(1, windows * seq_length + 1)).any():
+            raise nothing_said(held_out)
+
+
+def nothing_said(held_out: bool) -> UserError:
+    """The error of a part of a corpus in which nothing is learned."""
+    part, share = ("held out", "a larger") if held_out else ("trained on", "a smaller")
+    return UserError(
+        f"data.path: the assistant says nothing in the samples that are {part}: give {share} "
+        "data.valid_fraction, or a longer model.seq_length"
+    )
+
+
+class ChatSamples:
+    """The samples of marked tokens, without their marks: what the assistant says is learned."""
+
+    masks = True
+
+    def __init__(self, marked: DatasetOrder) -> None:
+        self._marked = marked
+        self.seq_length, self.windows = marked.seq_length, marked.windows
+
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of."""
+        self._marked.will_read(i)
+
+    def sample(self, i: int) -> Sample:
+        """Sample `i` >= 0. A position is learned where the next token is the assistant's."""
+        sample = self._marked.sample(i)
+        spoken = (sample.tokens & SPOKEN) != 0
+        tokens = sample.tokens & TOKEN
+        return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
+
+
+def _build(path: Path, chat: Chat, report: Report) -> IndexedWriter:
+    report(f"building the token cache: conversations of {len(chat.documents)} files")
+    reader = Reader(chat.tokenizer, chat.template)
+    with IndexedWriter(path.with_suffix(""), DTYPE, replace=True) as writer:
+        for where, row in _rows(chat.documents):
+            try:
+                found = reader.read(row)
+            except Refused as error:
+                raise UserError(f"data.path: {where} {error}; mend or remove it") from None
+            if not found.spoken[1:].any():
+                raise UserError(
+                    f"data.path: {where} has nothing that the assistant says; mend or remove it"
+                )
+            writer.add(_marked(found))
+        if not writer.documents:
+            raise UserError("data.path holds no conversations: give jsonl, a row each")
+    return writer
+
+
+def _marked(found: Conversation) -> np.ndarray:
+    return (found.tokens | np.where(found.spoken, SPOKEN, 0)).astype(DTYPE)
+
+
+def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
+    """Where each row stands, and the row. Raises UserError."""
+    # Only here, as fsspec takes its time to load.
+    from parallel3d.data.preprocess.inputs import Input, of_input, opened
+
+    for document in documents:
+        packed = next((end for end in PACKED if document.path.endswith(end)), "")
+        source = Input(f"file://{Path(document.path).absolute()}", LINES, packed, document.size, "")
+        with of_input(document.path, "data.path"), opened(source) as (content, _):
+            lines = iter(lambda: content.readline(LONGEST + 1), b"")
+            for number, line in enumerate(lines, 1):
+                if len(line) > LONGEST:
+                    raise UserError(
+                        f"data.path: {document.name}:{number} has more than {LONGEST:,} bytes, "
+                        "which is no conversation; mend or remove it"
+                    )
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    raise UserError(
+                        f"data.path: {document.name}:{number} is no JSON; mend or remove it"
+                    ) from None
+                yield f"{document.name}:{number}", row
+        cache.check_unchanged(document, os.stat(document.path))

@@ -1,1 +1,0 @@
-"""Conversations: rows of messages through a chat template, learned where the assistant speaks."""

@@ -1,1 +1,0 @@
-"""Corpora and tokenizers made of text: inputs cut into pieces, tokens made by many processes."""

@@ -1,0 +1,343 @@
+"""Best-fit decreasing: the longest document first, each into the pack with the least room for it.
+
+Documents of a length are alike, and so are packs of one content: what is done once is done for all
+of them, so that the work goes with the lengths there are and not with the documents. The packs are
+as many, and as full, as document after document would make them.
+
+Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
+Truncations Improve Language Modeling", ICML 2024 (packing documents so).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.data import cache
+from parallel3d.data.cache import Report, build_lock
+from parallel3d.data.sampler import Order, Sample
+from parallel3d.data.tokens import Tokens
+from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
+from parallel3d.files import flush_folder, no_link
+
+
+class Content(NamedTuple):
+    """What is in a pack: `documents` of `length` tokens, and what was put there before."""
+
+    length: int
+    documents: int
+    before: Content | None
+
+
+class Packs(NamedTuple):
+    """Packs of which pack p has the items first[p] … first[p + 1] - 1, numbers of documents."""
+
+    first: npt.NDArray[np.int64]
+    items: npt.NDArray[np.int64]
+
+
+def one_each(lengths: npt.NDArray[np.integer], room: int) -> Packs:
+    """A pack for each document, filled up with nothing else; none is longer than `room`."""
+    return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
+
+
+def best_fit(lengths: npt.NDArray[np.integer], room: int) -> Packs:
+    """Packs of at most `room` tokens of the documents of these lengths, 0 < length <= `room`."""
+    if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:
+        raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {room}")
+    counts = np.bincount(lengths, minlength=room + 1)
+    # Of one length in their own order, the longest first.
+    narrow = np.uint16 if room < 1 << 16 else np.uint32
+    order = np.argsort((room - lengths).astype(narrow), kind="stable")
+    place = order.size - np.cumsum(counts)  # in `order`, of the next document of a length
+    items, sizes = [], []
+    for packs, content in _groups(counts, room):
+        columns = []
+        while content is not None:
+            taken = packs * content.documents
+            at = int(place[content.length])
+            columns.append(order[at : at + taken].reshape(packs, content.documents))
+            place[content.length] += taken
+            content = content.before
+        rows = np.concatenate(columns[::-1], axis=1)
+        items.append(rows.reshape(-1))
+        sizes.append(np.full(packs, rows.shape[1]))
+    firsts = np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum()
+    return Packs(firsts, np.concatenate([np.zeros(0, np.int64), *items]))
+
+
+def _groups(counts: npt.NDArray[np.integer], room: int) -> Iterator[tuple[int, Content]]:
+    """Numbers of packs that are alike, and their content."""
+    begun: dict[int, list[tuple[int, Content | None]]] = {}  # packs by the room that they have left
+    rooms = 0  # the keys of `begun` as bits
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            fitting = rooms >> length
+            if fitting:
+                free = length + (fitting & -fitting).bit_length() - 1
+                packs, content = begun[free].pop()
+                if not begun[free]:
+                    del begun[free]
+                    rooms &= ~(1 << free)
+            else:
+                free, packs, content = room, left, None
+            each = free // length
+            full, rest = divmod(left, each)
+            filled = min(packs, full)
+            made = [(filled, each)] if filled else []
+            if filled < packs and rest:
+                made.append((1, rest))
+            if content is not None and (untouched := packs - sum(p for p, _ in made)):
+                begun.setdefault(free, []).append((untouched, content))
+                rooms |= 1 << free
+            for some, documents in made:
+                left -= some * documents
+                now = free - documents * length
+                begun.setdefault(now, []).append((some, Content(length, documents, content)))
+                rooms |= 1 << now
+    for free in sorted(begun):
+        for packs, content in begun[free]:
+            if content is not None:
+                yield packs, content
+
+
+# Samples by a plan: whole documents side by side, the rest filled up with end-of-texts.
+
+
+class PackSampler:
+    """Packs, epoch after epoch. No token is told to predict another document, nor the padding."""
+
+    masks = True
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer] | Tokens,
+        plan: PackingPlan,
+        seed: int,
+        shuffle: bool,
+        eot: int,
+        name: str = "",
+    ) -> None:
+        """`tokens`: the stream that `plan` was made of; the rest as `Sampler`."""
+        self.seq_length, self.windows = plan.room - 1, plan.packs
+        self._tokens, self._plan, self._eot = tokens, plan, eot
+        self._order = Order(plan.packs, seed, shuffle, name)
+
+    def will_read(self, i: int) -> None:
+        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        if isinstance(self._tokens, Tokens):
+            for start, length in zip(*self._plan.pack(self._order.at(i)), strict=True):
+                self._tokens.will_read(start, start + length)
+
+    def sample(self, i: int) -> Sample:
+        """Sample `i` >= 0 of the endless sequence of epochs. Raises OSError for a damaged plan."""
+        tokens = np.full(self.seq_length + 1, self._eot, np.int64)
+        mask = np.zeros(self.seq_length, np.bool_)
+        starts = np.zeros(self.seq_length, np.int32)
+        number, at = self._order.at(i), 0
+        for start, length in zip(*self._plan.pack(number), strict=True):
+            end = at + length
+            piece = self._tokens[start : start + length]
+            if piece.size != length or end > tokens.size:
+                raise OSError(f"the plan of packs is damaged: pack {number} does not fit its text")
+            tokens[at:end] = piece
+            mask[at : end - 1] = True
+            starts[at:end] = at
+            at = end
+        starts[at:] = at  # the padding is a document by itself
+        return Sample(tokens, mask, starts)
+
+
+# A plan of packs: which pieces of a stream make each sample, made once and kept in a file.
+#
+#     header (128 bytes) | i64 first piece of each pack, and the number of pieces
+#         | i64 token at which each piece begins | i32 its length
+#
+# Little-endian. The header has a digest of the rest, and its own CRC-32. A plan lies in the folder
+# of the token cache, under a digest of all that it depends on; it is made by one process while
+# others wait, and is there whole or not at all.
+
+
+_MAGIC = b"P3DPACKS"
+_VERSION = 1
+# magic, version, tokens that fit a pack, packs, pieces, their tokens, documents cut, digest
+_HEADER = struct.Struct("<8sIIQQQQ16s")
+_HEADER_CRC = struct.Struct("<I")
+_BODY_AT = 128
+_PROVED = 4 << 20  # bytes of a plan that are proved whenever it is opened; of a larger one its size
+
+
+Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, room → packs
+
+
+class Pieces(NamedTuple):
+    """Pieces of a stream that may each be in any pack: where they begin, and their tokens."""
+
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    cut: int  # documents that were longer than a pack
+
+
+class PackingPlan:
+    """An open plan: pieces are read from the file when asked for."""
+
+    def __init__(self, file: BinaryIO, room: int, sizes: tuple[int, int, int, int], digest: str):
+        self._file, self.room, self.digest = file, room, digest
+        self.packs, self.pieces, self.tokens, self.cut = sizes
+        whole = 8 * (self.packs + 1) + 12 * self.pieces <= _PROVED
+
+        def prove() -> Proof:
+            if _header_of(file, room) != (*sizes, digest):
+                return Proof.CHANGED
+            return Proof.SAME if whole else Proof.SAMPLED
+
+        self.watched = WatchedFile(file, prove, MAKE_ANEW)
+
+    def pack(self, number: int) -> tuple[list[int], list[int]]:
+        """Where the pieces of a pack begin, and their lengths. Raises OSError."""
+        first, last = np.frombuffer(self._read(16, _BODY_AT + 8 * number), "<i8").tolist()
+        count, starts_at = last - first, _BODY_AT + 8 * (self.packs + 1)
+        if not 0 <= first < last <= self.pieces:
+            raise OSError(f"{self._file.name} is damaged: pack {number} has no pieces")
+        starts = self._read(8 * count, starts_at + 8 * first)
+        lengths = self._read(4 * count, starts_at + 8 * self.pieces + 4 * first)
+        return np.frombuffer(starts, "<i8").tolist(), np.frombuffer(lengths, "<i4").tolist()
+
+    def _read(self, size: int, at: int) -> bytes:
+        content = os.pread(self._file.fileno(), size, at)
+        if len(content) != size:
+            raise OSError(f"{self._file.name} was cut short while it was in use")
+        return content
+
+
+def pieces_of(begins: npt.NDArray[np.int64], tokens: int, room: int) -> Pieces:
+    """The documents that begin at `begins` in a stream of `tokens`, the first at 0, as pieces.
+
+    One that is longer than `room` is cut; a piece begins with the last token of the one before, so
+    that every token but a document's first is a label once. A document of one token has no label.
+    """
+    lengths = np.diff(begins, append=tokens)
+    step = room - 1
+    count = np.maximum(1, -(-(lengths - 1) // step))
+    place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    starts = np.repeat(begins, count) + place * step
+    sizes = np.minimum(room, np.repeat(lengths, count) - place * step)
+    kept = sizes > 1
+    return Pieces(starts[kept], sizes[kept], int((lengths > room).sum()))
+
+
+def plan_file(folder: Path, stream: str, room: int) -> Path:
+    """The name of the plan of a stream, which `stream` tells from all others."""
+    facts = json.dumps([_VERSION, stream, room]).encode()
+    return folder / f"{hashlib.blake2b(facts, digest_size=16).hexdigest()}.packs"
+
+
+def kept_plan(
+    path: Path, make: Callable[[], Pieces], room: int, report: Report, fit: Fit = best_fit
+) -> PackingPlan:
+    """The plan at `path`, made of the pieces that `make` gives if there is none. Raises UserError.
+
+    Of several processes that come at the same time one makes it, the others wait.
+    """
+    folder = path.parent
+    try:
+        cache.check_owner(folder)
+        plan = _load(path, room, report)
+        if plan is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with build_lock(path.with_suffix(".lock"), report) as locked:
+                plan = _load(path, room, report)  # somebody else may have just made it
+                if plan is None:
+                    if locked:  # else they may be another's, alive
+                        for leftover in folder.glob(f"{path.stem}.*.tmp"):
+                            leftover.unlink(missing_ok=True)
+                    _build(path, make(), room, report, fit)
+                    plan = _load(path, room, report)
+    except OSError as error:
+        raise cache.unusable(folder, error.strerror or str(error)) from error
+    if plan is None:
+        raise cache.unusable(folder, "the plan of packs that was written there reads back damaged")
+    return plan
+
+
+def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> None:
+    report(f"packing {pieces.starts.size:,} pieces of documents into samples")
+    packs = fit(pieces.lengths, room)
+    body = (
+        packs.first.astype("<i8"),
+        pieces.starts[packs.items].astype("<i8"),
+        pieces.lengths[packs.items].astype("<i4"),
+    )
+    digest = hashlib.blake2b(digest_size=16)
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(bytes(_BODY_AT))
+            for part in body:
+                file.write(part.data)
+                digest.update(part.data)
+            sizes = packs.first.size - 1, packs.items.size, int(pieces.lengths.sum()), pieces.cut
+            header = _HEADER.pack(_MAGIC, _VERSION, room, *sizes, digest.digest())
+            file.seek(0)
+            file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+def _load(path: Path, room: int, report: Report) -> PackingPlan | None:
+    """The plan at `path`, or None if there is none of ours that is whole."""
+    try:
+        file = open(path, "rb", buffering=0, opener=no_link)  # noqa: SIM115  as long as the plan
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if cache.is_trusted(os.fstat(file.fileno()), path.parent):
+        plan = _proved(file, room)
+        problem = "is damaged"
+    else:
+        plan, problem = None, "is not taken: others than you may write it"
+    if plan is None:
+        file.close()
+        report(f"the plan of packs {path} {problem}")
+    return plan
+
+
+def _proved(file: BinaryIO, room: int) -> PackingPlan | None:
+    found = _header_of(file, room)
+    return None if found is None else PackingPlan(file, room, found[:4], found[4])
+
+
+def _header_of(file: BinaryIO, room: int) -> tuple[int, int, int, int, str] | None:
+    """Sizes and digest of a plan that is whole; of a large one that is its size alone."""
+    header = os.pread(file.fileno(), _BODY_AT, 0)
+    if len(header) < _BODY_AT:
+        return None
+    magic, version, stored_room, *sizes, digest = _HEADER.unpack_from(header)
+    (crc,) = _HEADER_CRC.unpack_from(header, _HEADER.size)
+    size = 8 * (sizes[0] + 1) + 12 * sizes[1]
+    if zlib.crc32(header[: _HEADER.size]) != crc:
+        return None
+    if (magic, version, stored_room) != (_MAGIC, _VERSION, room):
+        return None
+    if os.fstat(file.fileno()).st_size != _BODY_AT + size:
+        return None
+    if size <= _PROVED:
+        body = os.pread(file.fileno(), size, _BODY_AT)
+        if hashlib.blake2b(body, digest_size=16).digest() != digest:
+            return None
+    return (*sizes, digest.hex())

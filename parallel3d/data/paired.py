@@ -1,0 +1,177 @@
+"""A pair of Megatron's as a corpus: its tokenizer, its fingerprint, its two parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from parallel3d.config.fields import show
+from parallel3d.data.indexed import IndexedCorpus
+from parallel3d.data.split import Corpus, held_out_tokens, longest_sample
+from parallel3d.data.text_files import CorpusFacts, facts_beside, tokenizer_beside
+from parallel3d.data.tokenizer import BYTE, ByteTokenizer, Tokenizer, open_tokenizer
+from parallel3d.data.tokens import Tokens, size_of
+from parallel3d.data.watched import PROVED, Proof, WatchedFile, prove
+from parallel3d.errors import UserError
+
+if TYPE_CHECKING:
+    from parallel3d.config.schema import DataConfig
+    from parallel3d.data.remote import Remote
+
+
+_PLACES, _RUN = 8, 512  # of a stream and of an index that the fingerprint is made of
+
+
+class _Facts(NamedTuple):
+    """What is said of a pair's tokenizer: by the file beside it, or by data.tokenizer."""
+
+    digest: str
+    name: str | None  # where the tokenizer lies
+    vocab_size: int
+    eot: int
+    text: str  # a digest of the tokens, or ""
+
+
+def open_pair(
+    data: DataConfig,
+    prefix: str,
+    named: str,
+    seq_length: int,
+    limit: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    remote: Remote | None = None,
+) -> Corpus:
+    """The corpus of the pair at `prefix`, which errors call `named`, without plans.
+
+    `limit`: the model's vocabulary, which no token may reach. `tokenizer`: data.tokenizer, opened
+    by who opens many pairs. `remote`: for what lies elsewhere (`remote_of`). Time and memory do not
+    grow with the pair. Raises UserError.
+    """
+    if is_elsewhere(prefix):
+        pair = IndexedCorpus.open(prefix, named, remote.opened)
+        pair.index.lengths.file.check()  # both files may have been replaced between their openings
+        facts = _facts(data, pair, tokenizer, facts_beside(prefix, remote.read))
+    else:
+        pair = IndexedCorpus.open(prefix, named)
+        facts = _facts(data, pair, tokenizer, facts_beside(pair.prefix))
+    if limit is not None and facts.vocab_size > limit:
+        raise UserError(
+            f"model.vocab_size={limit} must be at least {facts.vocab_size} for the tokens of "
+            f"{named}; the nearest is model.vocab_size={facts.vocab_size}"
+        )
+    held_out = held_out_tokens(len(pair), data.valid_fraction, seq_length)
+    if held_out is None:
+        longest = longest_sample(len(pair), data.valid_fraction)
+        fits = f"the longest that fits is {longest}" if longest > 0 else "none fits"
+        raise UserError(
+            f"{named} is too short for model.seq_length={seq_length}: it has {len(pair):,} tokens, "
+            f"one sample to train on and one held out need {2 * seq_length + 2:,}, {fits}"
+        )
+    tokens = pair.tokens.below(limit or facts.vocab_size, named)
+    fingerprint, files = _watched(pair, tokens, facts.text)
+    split = len(pair) - held_out
+    return Corpus(
+        *(tokens.part(0, split), tokens.part(split, len(pair)), fingerprint),
+        *(facts.vocab_size, facts.eot, facts.digest, facts.name, pair),
+        name=prefix,
+        files=files,
+    )
+
+
+def is_elsewhere(prefix: str) -> bool:
+    """Whether a prefix is an address of fsspec's."""
+    return "://" in prefix
+
+
+def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote | None:
+    """What opens those that lie elsewhere, their blocks below `folder`; None if none does."""
+    if not any(map(is_elsewhere, prefixes)):
+        return None
+    from parallel3d.data.remote import Remote
+
+    return Remote(folder / "blocks", int(most_gb * 1e9))
+
+
+def _facts(
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, said: CorpusFacts | None
+) -> _Facts:
+    if data.tokenizer is not None and tokenizer is None:
+        tokenizer = open_tokenizer(data.tokenizer)
+    if said is None and tokenizer is None:
+        raise UserError(
+            f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
+            "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+        )
+    if said is None:
+        sizes = tokenizer.vocab_size, tokenizer.eot
+        return _Facts(tokenizer.digest, data.tokenizer, *sizes, "")
+    if (said.documents, said.tokens) != (pair.documents, len(pair)):
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
+            f"{said.documents:,} documents of {said.tokens:,} tokens, the .idx {pair.documents:,} "
+            f"of {len(pair):,}; make it again"
+        )
+    known = ByteTokenizer() if tokenizer is None and said.tokenizer == BYTE else tokenizer
+    if known is not None and known.digest == said.tokenizer and known.eot != said.eot:
+        raise UserError(
+            f"{pair.named} cannot be read, {pair.prefix}.json has eot={said.eot}, and its "
+            f"tokenizer {known.eot}; make it again"
+        )
+    if tokenizer is not None and tokenizer.digest != said.tokenizer:
+        raise UserError(
+            f"{pair.named} was made by another tokenizer than data.tokenizer="
+            f"{show(data.tokenizer)}: their digests are {said.tokenizer[:12]} and "
+            f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
+        )
+    beside = tokenizer_beside(pair.prefix, said)
+    there = beside if beside == BYTE or os.path.lexists(beside) else None
+    name = there if data.tokenizer is None else data.tokenizer
+    return _Facts(said.tokenizer, name, said.vocab_size, said.eot, said.digest)
+
+
+def _watched(
+    pair: IndexedCorpus, tokens: Tokens, text: str
+) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
+    """The fingerprint of a pair, and its files as they were before it was made."""
+
+    def places() -> Proof:
+        is_same = _fingerprint(pair, tokens, text) == fingerprint
+        return Proof.SAMPLED if is_same else Proof.CHANGED
+
+    def places_or_all() -> Proof:
+        found = places()
+        return found if found is Proof.CHANGED else prove(tokens.file, text or None)
+
+    def places_and_order() -> Proof:
+        found = places()
+        if found is Proof.SAMPLED and size_of(index) <= PROVED:
+            pair.index.check_all()
+        return found
+
+    remedy = (
+        "put back the pair that the run began with and start again (`parallel3d data show "
+        f"{pair.prefix}` reads all of it), or choose another run="
+    )
+    index = pair.index.lengths.file
+    files = (
+        WatchedFile(tokens.file, places_or_all, remedy),
+        WatchedFile(index, places_and_order, remedy),
+    )
+    fingerprint = _fingerprint(pair, tokens, text)
+    return fingerprint, files
+
+
+def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
+    """A digest of the sizes, of the text's own digest if it is known, and of some places of it."""
+    digest = hashlib.blake2b(digest_size=16)
+    sizes = [str(pair.dtype), len(pair), pair.documents, pair.index.sequences, text]
+    digest.update(json.dumps(sizes).encode())
+    for place in range(_PLACES):
+        for stream in (tokens, pair.lengths):
+            at = place * max(0, len(stream) - _RUN) // (_PLACES - 1)
+            digest.update(stream[at : at + _RUN].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Tokenises text files into Megatron indexed datasets, in parallel and resumable."""

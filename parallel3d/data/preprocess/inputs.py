@@ -1,0 +1,490 @@
+"""Kinds of files that hold documents, told by their names. Apart, as help texts need no more."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+from parallel3d.config.fields import show
+from parallel3d.errors import UserError, nearest
+from parallel3d.files import plain
+
+LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
+KINDS = (LINES, PARQUET, TEXT)
+ENDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
+PACKED = (".gz", ".zst")
+
+
+# Input files as streams of bytes, unpacked on the way; one that was cut short is an error.
+
+
+TAKEN = 1 << 12  # packed bytes at a time: what they unpack to, 128 MB at most, is held at once
+
+
+@contextlib.contextmanager
+def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The unpacked content of a file, and the file itself, whose position tells the progress."""
+    files, path = fsspec.core.url_to_fs(source.address)
+    with files.open(path, "rb") as file:
+        if source.packed == ".gz":
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                yield unpacked, file
+        elif source.packed == ".zst":
+            yield io.BufferedReader(Unpacked(file), 1 << 20), file
+        else:
+            yield file, file
+
+
+class Unpacked(io.RawIOBase):
+    """A zstd file's content. Raises EOFError where the file ends inside a frame.
+
+    The library's own reader takes a file that was cut short for a whole one.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any = None
+        self._rest, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """As io.RawIOBase has it; 0 at the end."""
+        while not self._ready:
+            packed = self._rest or self._file.read(TAKEN)
+            self._rest = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it was cut short: its last zstd frame has no end")
+                return 0
+            if self._frame is None:
+                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(packed))
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+
+# The documents of a piece, and the rows that hold none.
+
+
+SHOWN = 5  # bad rows that are shown
+EXCERPT = 60  # characters
+ROWS = 256  # of a parquet file, held at a time
+LINES_AND_ENDS = re.compile(rb"[^\n]+|\n+")
+
+
+class Found(NamedTuple):
+    """A document, and where it stands."""
+
+    where: str
+    text: str
+
+
+@dataclass
+class Count:
+    """What came of rows: all of them, empty ones and those with broken UTF-8, which are no error;
+    `bad` ones hold no document, the first few are said in `shown`; `size`: bytes of the texts."""
+
+    rows: int = 0
+    empty: int = 0
+    broken: int = 0
+    bad: int = 0
+    size: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, other: Count) -> None:
+        """Counts those of `other`, which come behind."""
+        for name in ("rows", "empty", "broken", "bad", "size"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.shown = [*self.shown, *other.shown][:SHOWN]
+
+    def leave_out(self, where: str, why: str, row: bytes | str = "") -> None:
+        """A bad row."""
+        self.bad += 1
+        if len(self.shown) < SHOWN:
+            text = row[: 4 * EXCERPT].decode("utf-8", "replace") if isinstance(row, bytes) else row
+            text = plain(text[:EXCERPT]) + ("…" if len(text) > EXCERPT else "")
+            self.shown.append(f"{where} {why}{f': {text}' if text else ''}")
+
+
+def documents(
+    inputs: Sequence[Input], piece: InputShard, text_key: str, count: Count
+) -> Iterator[Found]:
+    """The documents of a piece, none of them empty, in order. What is left out is counted.
+
+    Raises UserError for a file that cannot be read, or a document that is too large.
+    """
+    source = inputs[piece.number]
+    if source.kind == LINES:
+        found = _of_lines(source, piece, text_key, count)
+    elif source.kind == PARQUET:
+        found = _of_rows(source, piece.group, text_key, count)
+    else:
+        found = _of_files(inputs[piece.number : piece.number + piece.count], count)
+    for where, text in found:
+        if not text:
+            count.empty += 1
+            continue
+        try:
+            count.size += len(text.encode())
+        except UnicodeEncodeError:  # halves of surrogate pairs, as JSON can spell them
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            count.broken += 1
+            count.size += len(text.encode())
+        yield Found(where, text)
+
+
+def _of_lines(source: Input, piece: InputShard, text_key: str, count: Count) -> Iterator[Found]:
+    name, number = source.address.rpartition("/")[2], piece.line
+    for found in LINES_AND_ENDS.finditer(piece.content or b""):  # empty lines in one go
+        line = found[0]
+        if line.startswith(b"\n"):
+            number += len(line)
+        if line.isspace():
+            continue
+        count.rows += 1
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            count.leave_out(f"{name}:{number}", "is no UTF-8", line)
+        except (ValueError, RecursionError):
+            count.leave_out(f"{name}:{number}", "is no JSON", line)
+        else:
+            text, why = _text_of(row, text_key)
+            if why:
+                count.leave_out(f"{name}:{number}", why, line)
+            else:
+                yield Found(f"{name}:{number}", text)
+
+
+def _text_of(row: Any, text_key: str) -> tuple[str, str]:
+    """The text of a row, and what is wrong with it."""
+    if not isinstance(row, dict):
+        return "", "is no object"
+    if text_key not in row:
+        return "", f"has no key {show(text_key)}"
+    text = row[text_key]
+    return (text, "") if isinstance(text, str) else ("", f"has no text at {show(text_key)}")
+
+
+def _of_rows(source: Input, group: int, text_key: str, count: Count) -> Iterator[Found]:
+    parquet, name = pyarrow_parquet(source), source.address.rpartition("/")[2]
+    with of_input(source.address), opened(source) as (content, _):
+        file = parquet.ParquetFile(content)
+        names = file.schema_arrow.names
+        if text_key not in names:
+            raise UserError(
+                f"input={show(source.address)} has no column {show(text_key)}: text_key must be "
+                f"one of {plain(', '.join(names))}"
+            )
+        number = 0
+        for batch in file.iter_batches(ROWS, row_groups=[group], columns=[text_key]):
+            for value in batch.column(0):
+                number += 1
+                where = f"{name}, row {number} of group {group}"
+                count.rows += 1
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError:
+                    count.leave_out(where, "is no UTF-8")
+                    continue
+                if isinstance(text, str):
+                    yield Found(where, text)
+                else:
+                    count.leave_out(where, f"has no text at {show(text_key)}")
+
+
+def _of_files(sources: Sequence[Input], count: Count) -> Iterator[Found]:
+    for source in sources:
+        count.rows += 1
+        with of_input(source.address), opened(source) as (content, _):
+            whole = content.read(LARGEST_DOCUMENT + 1)
+        if len(whole) > LARGEST_DOCUMENT:
+            raise UserError(
+                f"input={show(source.address)} is one document of more than {LARGEST_DOCUMENT:,} "
+                "bytes: cut it, or give a line a document as jsonl"
+            )
+        try:
+            text = whole.decode("utf-8")
+        except UnicodeDecodeError:
+            text = whole.decode("utf-8", "replace")
+            count.broken += 1
+        yield Found(source.address.rpartition("/")[2], text)
+
+
+# Inputs cut into pieces of work, in order, from any place on: what a killed run goes on with.
+
+
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over
+PIECE = 2 << 20  # bytes of text
+READ = 1 << 20
+
+
+class InputPosition(NamedTuple):
+    """Where a piece begins: number of the input; byte of its content, or row group; line."""
+
+    file: int = 0
+    at: int = 0
+    line: int = 1
+
+
+FIRST = InputPosition()
+
+
+class InputShard(NamedTuple):
+    """Work for one process. Lines come as they are; of other files it reads its part itself.
+
+    number: of the first input. content: whole lines of it, the first of them line `line` (from
+    1). group: a row group of it. count: inputs that are a document each.
+    """
+
+    number: int
+    content: bytes | None = None
+    line: int = 1
+    group: int = 0
+    count: int = 1
+
+
+class Cut(NamedTuple):
+    """A piece, the place behind it, and the bytes of all inputs up to there, as stored."""
+
+    piece: InputShard
+    after: InputPosition
+    read: int
+
+
+def cut(inputs: Sequence[Input], start: InputPosition = FIRST, size: int = PIECE) -> Iterator[Cut]:
+    """The pieces from `start` on, each of about `size` bytes of text; none is cut in a document.
+
+    Raises UserError for an input that cannot be read.
+    """
+    before = sum(each.size for each in inputs[: start.file])
+    number, place = start.file, start
+    while number < len(inputs):
+        each = inputs[number]
+        if each.kind == LINES:
+            with of_input(each.address):
+                yield from _lines(inputs, place, before, size)
+            before, number = before + each.size, number + 1
+        elif each.kind == PARQUET:
+            for group in range(place.at, row_groups(each)):
+                piece = InputShard(number, group=group)
+                yield Cut(piece, InputPosition(number, group + 1), before)
+            before, number = before + each.size, number + 1
+        else:
+            count, held = 0, 0
+            for other in inputs[number:]:
+                if other.kind in (LINES, PARQUET) or (count and held + other.size > size):
+                    break
+                count, held = count + 1, held + other.size
+            before, number = before + held, number + count
+            yield Cut(InputShard(number - count, count=count), InputPosition(number), before)
+        place = InputPosition(number)
+
+
+def _lines(inputs: Sequence[Input], place: InputPosition, before: int, size: int) -> Iterator[Cut]:
+    number, at, line = place
+    source = inputs[number]
+    with opened(source) as (content, file):
+        _skip(content, at, seekable=not source.packed)
+        rest = b""
+        while True:
+            block, rest = _whole_lines(source, content, rest, size)
+            if not block:
+                return
+            at += len(block)
+            piece = InputShard(number, block, line)
+            line += block.count(b"\n")
+            yield Cut(
+                piece, InputPosition(number, at, line), before + min(source.size, file.tell())
+            )
+
+
+def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tuple[bytes, bytes]:
+    """Some `size` bytes of whole lines that begin with `rest`, and what was read of the next."""
+    parts, held, end = [rest], len(rest), rest.rfind(b"\n")
+    while held < size or end < 0:
+        if held > LARGEST_DOCUMENT:
+            raise UserError(
+                f"input={show(source.address)} has a line of more than {LARGEST_DOCUMENT:,} bytes: "
+                "cut it into documents"
+            )
+        # By doubling, where pieces are small; not beyond, or twice the largest would be held.
+        block = content.read(max(size, min(held, READ)))
+        if not block:
+            return b"".join(parts), b""
+        if (there := block.rfind(b"\n")) >= 0:
+            end = held + there
+        parts.append(block)
+        held += len(block)
+    whole = b"".join(parts)
+    return whole[: end + 1], whole[end + 1 :]
+
+
+def _skip(content: BinaryIO, count: int, seekable: bool) -> None:
+    """To byte `count`. Raises EOFError if there are fewer."""
+    if seekable:
+        content.seek(count)
+        return
+    while count:
+        skipped = len(content.read(min(count, READ)))
+        if not skipped:
+            raise EOFError("it has become shorter")
+        count -= skipped
+
+
+def row_groups(source: Input) -> int:
+    """How many row groups a parquet file has. Raises UserError."""
+    parquet = pyarrow_parquet(source)
+    with of_input(source.address), opened(source) as (content, _):
+        return parquet.ParquetFile(content).num_row_groups
+
+
+def pyarrow_parquet(source: Input) -> Any:
+    """The module that reads parquet. Raises UserError where it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"input={show(source.address)} is parquet, which needs pyarrow: pip install "
+            "'parallel3d[parquet]'"
+        ) from None
+    return pyarrow.parquet
+
+
+# Which files hold the documents: found by fsspec, here or at any address that it knows.
+#
+# Nothing is opened here. Items keep the order in which they are given, files below an item that of
+# their names, so that the same line makes the same corpus on any machine.
+
+
+STAMPS = ("mtime", "ETag", "etag", "Last-Modified", "LastModified", "last_modified")
+HOW = "give files, folders, globs or addresses, joined by commas"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file. `address` opens it by fsspec; `kind` is one of KINDS, `packed` "", ".gz" or ".zst".
+
+    `stamp` is what tells one state of it from another: a time, an ETag.
+    """
+
+    address: str
+    kind: str
+    packed: str
+    size: int  # bytes, as it is stored
+    stamp: str
+
+
+def find_inputs(given: str, kind: str | None = None) -> list[Input]:
+    """The files of `input=…`, each once. `kind`: of all of them; None: by their names.
+
+    Raises UserError for what is not there, cannot be listed or holds no files.
+    """
+    items = [given] if _is_one(given) else [item.strip() for item in given.split(",")]
+    if not all(items):
+        raise UserError(f"input={show(given)} has an empty item between its commas: {HOW}")
+    found: dict[str, Input] = {}
+    for item in items:
+        for each in _inputs_of(item, kind):
+            found.setdefault(each.address, each)
+    if not any(each.size for each in found.values()):
+        raise UserError(f"input={show(given)} has only empty files ({len(found)}): {HOW}")
+    return list(found.values())
+
+
+def digest_of(inputs: list[Input]) -> str:
+    """Equal for the same files in the same order and state."""
+    rows = [[each.address, each.kind, each.size, each.stamp] for each in inputs]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def of_input(address: str, key: str = "input") -> Iterator[None]:
+    """What fails inside is the user's to know in one sentence, whichever file system says it."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:  # each file system of fsspec has errors of its own
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {HOW}") from None
+
+
+def _is_one(given: str) -> bool:
+    """Whether a name that holds a comma is there as it stands."""
+    return "://" not in given and os.path.lexists(os.path.expanduser(given))
+
+
+def _inputs_of(item: str, kind: str | None) -> list[Input]:
+    with of_input(item):
+        files, path = fsspec.core.url_to_fs(os.path.expanduser(item))
+        if not isinstance(path, str):
+            raise ValueError("it is several addresses in one")
+        try:
+            info = files.info(path)
+        except FileNotFoundError:
+            if not set("*?[") & set(path):
+                raise UserError(f"input={show(item)} is not there{_near(files, path)}") from None
+            info = None
+        if info is not None and info["type"] == "file":
+            return [_input(files, info, kind)]
+        below = files.find(path, detail=True) if info else _globbed(files, path)
+        fixed = path if info else os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0])
+        infos = [below[name] for name in sorted(below) if not _is_hidden(name[len(fixed) :])]
+        if not infos:
+            verb = "holds no files (hidden ones do not count)" if info else "matches no file"
+            raise UserError(f"input={show(item)} {verb}: {HOW}")
+        return [_input(files, each, kind) for each in infos]
+
+
+def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
+    """The files that match, and those below the folders that do."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, info in files.glob(pattern, detail=True).items():
+        found |= files.find(name, detail=True) if info["type"] == "directory" else {name: info}
+    return found
+
+
+def _is_hidden(below: str) -> bool:
+    return any(part.startswith(".") for part in below.split("/"))
+
+
+def _input(files: AbstractFileSystem, info: dict[str, Any], kind: str | None) -> Input:
+    name = info["name"]
+    bare, packed = os.path.splitext(name)
+    if packed not in PACKED:
+        bare, packed = name, ""
+    kind = kind or ENDS.get(os.path.splitext(bare)[1].lower(), TEXT)
+    if kind == PARQUET and packed:
+        raise UserError(f"input={show(name)}: parquet is packed inside, {packed} around it is not")
+    stamp = next((str(info[key]) for key in STAMPS if info.get(key)), "")
+    return Input(files.unstrip_protocol(name), kind, packed, int(info.get("size") or 0), stamp)
+
+
+def _near(files: AbstractFileSystem, path: str) -> str:
+    folder, name = os.path.split(path.rstrip("/"))
+    try:
+        there = [os.path.basename(each) for each in files.ls(folder, detail=False)]
+    except Exception:  # what cannot be listed has no suggestion to offer
+        there = []
+    close = nearest(name, there)
+    return f"; the nearest in {folder} is {close}" if close else f": {HOW}"

@@ -1,0 +1,238 @@
+"""A corpus that is being made: its files, and how far they are to be trusted after a kill.
+
+<to>.partial/tokens, lengths   grow; journal.json says how much of them is flushed, and from
+                               which place of the inputs to go on: what is behind is cut off
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel3d.config.fields import show
+from parallel3d.data.indexed import write_index
+from parallel3d.data.preprocess.inputs import FIRST, Count, InputPosition
+from parallel3d.data.text_files import CorpusFacts
+from parallel3d.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer
+from parallel3d.errors import UserError
+from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded, replace_durably
+
+# Between two flushes, which is what a kill may cost: bytes of tokens, and seconds.
+FLUSHED, FLUSHED_S = 64 << 20, 10
+JOURNAL = "journal.json"
+READ = 4 << 20
+ENDS = (".tokenizer", ".json", ".bin", ".idx")  # the index comes last: with it the pair is whole
+
+
+@dataclass
+class JournalEntry:
+    """What is in the files: `place` is behind it, `read` the inputs' bytes up to there."""
+
+    place: InputPosition = FIRST
+    read: int = 0
+    documents: int = 0
+    tokens: int = 0
+    count: Count = field(default_factory=Count)
+    complete: bool = False  # all files are made, and only want their names
+
+
+class Journal:
+    """The files of one corpus in the making. `job`: what it is made of, name → value."""
+
+    def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flushed: int) -> None:
+        self.to, self.job, self.dtype, self.flushed = to, job, np.dtype(dtype), flushed
+        self.folder = to.with_name(f"{to.name}.partial")
+        self.done = JournalEntry()
+        self.digest = hashlib.blake2b(digest_size=16)
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+
+    @staticmethod
+    def begun(to: Path) -> bool:
+        """Whether there is something to go on with."""
+        return (to.with_name(f"{to.name}.partial") / JOURNAL).exists()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Journal]:
+        """The files, open behind what is done. Raises UserError if another process has them, if
+        they are of another job, or if the corpus is there; OSError."""
+        if not (self.folder / JOURNAL).exists():
+            check_free(self.to)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"to={self.to} is being made by another process") from None
+            try:
+                self._resume()
+                with self._files():
+                    yield self
+            finally:
+                if not (self.folder / JOURNAL).exists():  # nothing to go on with
+                    shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+    @contextlib.contextmanager
+    def _files(self) -> Iterator[None]:
+        if self.done.complete:
+            yield
+            return
+        self._tokens = self._opened("tokens", self.done.tokens * self.dtype.itemsize)
+        self._lengths = self._opened("lengths", self.done.documents * 4)
+        try:
+            yield
+        finally:
+            with self._named():
+                self._tokens.close()
+                self._lengths.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Adds the folder to what the system refuses: a write's own error names no file."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self.folder)
+            raise
+
+    def add(
+        self, tokens: bytes, lengths: bytes, count: Count, place: InputPosition, read: int
+    ) -> None:
+        """The documents of a piece, which ends at `place`; flushes now and then. OSError."""
+        with self._named():
+            self._tokens.write(tokens)
+            self._lengths.write(lengths)
+        self.digest.update(tokens)
+        self.done.count.add(count)
+        self.done = dataclasses.replace(
+            self.done,
+            place=place,
+            read=read,
+            documents=self.done.documents + len(lengths) // 4,
+            tokens=self.done.tokens + len(tokens) // self.dtype.itemsize,
+        )
+        self._unflushed += len(tokens) + 1
+        if self._unflushed > self.flushed or time.monotonic() - self._flushed_at > FLUSHED_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was added is done, whatever comes."""
+        with self._named():
+            for file in (self._tokens, self._lengths):
+                file.flush()
+                os.fsync(file.fileno())
+            self._write()
+        self._unflushed, self._flushed_at = 0, time.monotonic()
+
+    def finish(self, tokenizer: Tokenizer) -> CorpusFacts:
+        """The corpus in its place, its index last. Raises OSError; then the next try goes on."""
+        if not self.done.complete:
+            self.flush()
+            with self._named():
+                self._make_beside(tokenizer)
+                self.done.complete = True
+                self._write()
+        facts = CorpusFacts(**parse_json(read_bounded(self._part(".json"), 1 << 20)))
+        for end in ENDS:
+            if self._part(end).exists():
+                os.replace(self._part(end), f"{self.to}{end}")
+                flush_folder(self.to.parent)
+        shutil.rmtree(self.folder)
+        return facts
+
+    def _part(self, end: str) -> Path:
+        """The file that becomes `<to><end>`; the .json is kept until all is done."""
+        names = {".bin": "tokens", ".idx": "index", ".json": "facts.json", ".tokenizer": "cut"}
+        here = self.folder / names[end]
+        if end == ".json" and not here.exists():
+            return Path(f"{self.to}.json")
+        return here
+
+    def _make_beside(self, tokenizer: Tokenizer) -> None:
+        """Index, facts and tokenizer, in the folder, before any of them has its name."""
+        for name in ("index", "facts.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        lengths = self.folder / "lengths"
+        write_index(str(self.folder / "index"), lengths, self.done.documents, self.dtype)
+        shutil.rmtree(self.folder / "cut", ignore_errors=True)
+        file = None
+        if not isinstance(tokenizer, ByteTokenizer):
+            tokenizer.save(self.folder / "cut")
+            file = f"{self.to.name}.tokenizer/{TOKENIZER}"
+        facts = CorpusFacts(
+            tokenizer.digest,
+            file,
+            tokenizer.vocab_size,
+            tokenizer.eot,
+            self.done.documents,
+            self.done.tokens,
+            self.digest.hexdigest(),
+        )
+        content = json.dumps(facts._asdict(), indent=1) + "\n"
+        replace_durably(self.folder / "facts.json", content.encode())
+
+    def _write(self) -> None:
+        content = json.dumps({"job": self.job, "done": dataclasses.asdict(self.done)})
+        replace_durably(self.folder / JOURNAL, content.encode())
+
+    def _resume(self) -> None:
+        """Reads how far an earlier start came. Raises UserError for another job's files."""
+        path = self.folder / JOURNAL
+        try:
+            content = parse_json(read_bounded(path, 1 << 24))
+            there, done = content["job"], JournalEntry(**content["done"])
+            self.done = dataclasses.replace(
+                done, place=InputPosition(*done.place), count=Count(**content["done"]["count"])
+            )
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read ({plain(str(error))}): remove {self.folder} to begin again"
+            ) from None
+        differs = [key for key in self.job if there.get(key) != self.job[key]]
+        if differs:
+            raise UserError(
+                f"to={show(str(self.to))} was begun with another {' and '.join(differs)}: type the "
+                f"first line again, choose another to=, or remove {self.folder} to begin anew"
+            )
+
+    def _opened(self, name: str, size: int) -> Any:
+        """A file to write from byte `size` on, where it is cut. UserError if it is shorter."""
+        path = self.folder / name
+        file = open(path, "a+b", opener=no_link)  # noqa: SIM115  the caller closes it
+        if os.fstat(file.fileno()).st_size < size:
+            file.close()
+            raise UserError(f"{path} was cut short: remove {self.folder} to begin again")
+        file.truncate(size)
+        if name == "tokens":
+            file.seek(0)
+            while block := file.read(READ):
+                self.digest.update(block)
+        file.seek(size)
+        return file
+
+
+def check_free(to: Path) -> None:
+    """Raises UserError if there is a corpus at `to`, or a part of one: nothing is written over."""
+    there = [f"{to}{end}" for end in ENDS if os.path.lexists(f"{to}{end}")]
+    if there:
+        raise UserError(
+            f"to={show(str(to))}: {there[0]} is there and stays as it is; choose another to=, or "
+            "remove that corpus"
+        )

@@ -1,1 +1,0 @@
-"""Files elsewhere, read through a bounded cache of their blocks."""

@@ -1,1 +1,0 @@
-"""Text through tokenizers: their files, what a run or a corpus keeps of them, cached texts."""

@@ -1,0 +1,116 @@
+"""The two ends of the transformer: the embedding, and the head with its loss."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.models.layers import BuildContext, Norm
+from parallel3d.parameters.sharding import WORD_TABLE, ParameterSpec, ShardSpec
+from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, look_up, word_table
+from parallel3d.tensor_parallel.layers import column_parallel_linear
+from parallel3d.tensor_parallel.loss import HeadLoss, Objective
+from parallel3d.tensor_parallel.mappings import rows_of_replicated
+
+
+class Embedding(nn.Module):
+    """Word embedding plus, for GPT, the learned positions."""
+
+    def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
+        super().__init__()
+        self.tp, self.sp = ctx.tp, ctx.sequence_parallel
+        replicated = model.embedding == "replicated"
+        table = _word_table(model, ctx, WORD_TABLE, uses=uses)
+        self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
+        self.position = None
+        if model.position_embedding == "learned":
+            shape = (model.max_positions, model.hidden_size)
+            piece = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
+            self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
+        self.dropout = ctx.dropout("embedding", model)
+
+    def forward(
+        self, tokens: Tensor, samples: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """`positions` (b, s) of the tokens; None: they count from the sample's first."""
+        x = self.word(tokens)
+        if self.position is not None:
+            first = x.shape[1] * self.tp.index if self.sp else 0
+            mine = slice(first, first + x.shape[1])
+            if positions is None:
+                x = x + self.position[mine]
+            else:
+                # Under sequence parallelism the gradients of the ranks are added over tp.
+                alike = self.tp.size > 1 and not self.sp
+                x = x + look_up(positions[:, mine], self.position, alike)
+        return self.dropout(x, samples)
+
+
+class Head(nn.Module):
+    """Final norm, logits split over the vocabulary, and the loss."""
+
+    def __init__(
+        self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
+    ) -> None:
+        super().__init__()
+        self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
+        self.norm = Norm("final_norm", model, ctx.init)
+        if tied_table is not None:
+            self.table = tied_table
+        elif model.tie_embeddings:
+            self.table = _word_table(model, ctx, WORD_TABLE, tied_lm_head=True)
+        else:
+            self.table = _word_table(model, ctx, "head.weight", replicated=False)
+        loss = ctx.loss
+        self.loss = HeadLoss(
+            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
+            model.padded_vocab_size,
+            group=ctx.tp,
+            sp=ctx.sp,
+            gather_logits=not model.parallel_output,
+            chunk_tokens=loss.chunk_tokens,
+        )
+
+    def rows(self) -> Tensor:
+        """(padded vocabulary / tp, hidden): this rank's rows of the table."""
+        if self.model.tie_embeddings and self.model.embedding == "replicated":
+            return rows_of_replicated(self.table, self.tp, partial=self.sp)
+        return self.table
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
+        return column_parallel_linear(self.norm(x), self.rows(), None, self.tp, self.sp)
+
+    def forward(
+        self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None
+    ) -> Tensor:
+        """The sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
+        x, rows = self.norm(x), self.rows()
+        if loss_scale is None:
+            return self.loss.evaluate(x, rows, labels, loss_mask)
+        return self.loss.train(x, rows, labels, loss_mask, loss_scale)
+
+
+def _word_table(
+    model: ModelConfig,
+    ctx: BuildContext,
+    name: str,
+    *,
+    replicated: bool | None = None,
+    tied_lm_head: bool = False,
+    uses: int = 1,
+) -> nn.Parameter:
+    if replicated is None:
+        replicated = model.embedding == "replicated"
+    return word_table(
+        model.vocab_size,
+        model.padded_vocab_size,
+        model.hidden_size,
+        name=name,
+        std=model.init_std,
+        group=ctx.tp,
+        replicated=replicated,
+        init=ctx.init,
+        tied_lm_head=tied_lm_head,
+        uses=uses,
+    )

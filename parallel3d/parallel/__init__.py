@@ -1,0 +1,1 @@
+"""Provides process groups, tensor-parallel layers, pipelines and DDP for any module."""

@@ -1,0 +1,1 @@
+"""Implements DistributedDataParallel over NCCL, gloo or shared memory."""

@@ -1,0 +1,713 @@
+"""Records what happened in the steps of a wrapper, for its logging data."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from parallel3d.comm.exchange import all_gather_json, broadcast_json
+from parallel3d.comm.process_groups import Group
+from parallel3d.device import accelerator
+from parallel3d.device.accelerator import is_accelerator, moved
+from parallel3d.parallel.ddp.transport import (
+    SHARED_CAP_MIB,
+    Size,
+    Transport,
+    is_shared,
+    open_transport,
+)
+from parallel3d.sizes.traffic import assign, cap_bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DDPStepRecord:
+    """What has happened in the steps of a wrapper.
+
+    Attributes:
+        forwards: forwards with gradients, outside of `no_sync`.
+        error: what was raised last, with its type.
+        comm_hook: name of the communication hook.
+        joins: it was in `join`, where ranks may run out of inputs.
+        forward_at, backward_at, computed_at, comm_at, comm_ended_at: when, in the last step, the
+            forward and the backward began, the backward's own work ended, the first bucket left,
+            and the last mean was there; nanoseconds of `time.perf_counter_ns`.
+        sums: of the durations over `backwards` backwards.
+    """
+
+    def __init__(self) -> None:
+        self.forwards = self.backwards = 0
+        self.error = self.comm_hook = ""
+        self.joins = False
+        self.forward_at = self.backward_at = self.computed_at = 0
+        self.comm_at = self.comm_ended_at = 0
+        self.sums: dict[str, int] = {}
+
+    def forward(self) -> None:
+        """A forward begins whose backward will be reduced."""
+        self.forwards += 1
+        self.forward_at = time.perf_counter_ns()
+
+    def backward(self) -> None:
+        """A backward begins."""
+        self.backward_at = time.perf_counter_ns()
+
+    def computed(self) -> None:
+        """The backward's own work has ended."""
+        self.computed_at = time.perf_counter_ns()
+
+    def comm(self) -> None:
+        """The first bucket leaves."""
+        self.comm_at = time.perf_counter_ns()
+
+    def comm_ended(self) -> None:
+        """The parameters have the means."""
+        self.comm_ended_at = time.perf_counter_ns()
+        self.backwards += 1
+        for name, duration in self.durations().items():
+            self.sums[name] = self.sums.get(name, 0) + duration
+
+    def durations(self) -> dict[str, int]:
+        """Of the last step that was reduced."""
+        return {
+            "forward_compute_time": self.backward_at - self.forward_at,
+            "backward_compute_time": self.computed_at - self.backward_at,
+            "backward_comm_time": self.comm_ended_at - self.comm_at,
+            "backward_compute_comm_overlap_time": max(0, self.computed_at - self.comm_at),
+        }
+
+    def times(self) -> dict[str, int | str]:
+        """Nanoseconds: how long, on the mean how long, and since 1970 when."""
+        if not self.backwards:
+            return {}
+        since_1970 = time.time_ns() - time.perf_counter_ns()
+        return {
+            **self.durations(),
+            **{f"avg_{name}": total // self.backwards for name, total in self.sums.items()},
+            "forward_compute_time_start": since_1970 + self.forward_at,
+            "backward_compute_time_start": since_1970 + self.backward_at,
+            "backward_compute_time_end": since_1970 + self.computed_at,
+            "backward_comm_time_start": since_1970 + self.comm_at,
+            "backward_comm_time_end": since_1970 + self.comm_ended_at,
+        }
+
+
+class _Recording(Protocol):
+    step_record: DDPStepRecord
+
+
+S = TypeVar("S", bound=_Recording)
+
+
+def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Notes in `self.step_record` what the method raises."""
+
+    @functools.wraps(method)
+    def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.step_record.error = f"{type(error).__name__}: {error}"
+            raise
+
+    return noting
+
+
+def sizes_of(buckets: Iterable[DDPBucket]) -> list[int]:
+    """Bytes of the gradients in each."""
+    return [bucket.flat.nbytes for bucket in buckets]
+
+
+# Gradients in flat buffers, in the order in which they become ready (Li et al. 2020, §3.2.3).
+
+
+@dataclass
+class DDPBucket:
+    """Parameters whose gradients travel together.
+
+    Attributes:
+        members: numbers of its parameters, in the order of readiness.
+        flat: their gradients side by side.
+        views: of each member the part of `flat`, as the parameter is shaped and laid out.
+        missing: how many gradients have yet to come in this backward.
+        total, total_views: the same of the sum over the ranks, once there is one.
+    """
+
+    members: list[int]
+    flat: Tensor
+    views: list[Tensor]
+    missing: int = 0
+    total: Tensor | None = None
+    total_views: list[Tensor] = field(default_factory=list)
+
+
+def arrange(
+    parameters: Sequence[nn.Parameter],
+    ready: Sequence[int],
+    bucket_cap_mb: float | Sequence[float] | None,
+) -> list[list[int]]:
+    """Which parameters share a bucket, by their numbers; `ready` is the order of readiness.
+
+    Each type has buckets of its own. The order of the buckets is that of their last members, since
+    that is when they are full.
+    """
+    by_type: dict[torch.dtype, list[int]] = {}
+    for number in ready:
+        by_type.setdefault(parameters[number].dtype, []).append(number)
+    place = {number: i for i, number in enumerate(ready)}
+    found = []
+    for numbers in by_type.values():
+        accelerated = is_accelerator(parameters[numbers[0]].device)
+        sizes = [parameters[n].nbytes for n in numbers]
+        groups = assign(sizes, bucket_cap_mb, accelerated=accelerated)
+        found += [[numbers[i] for i in group] for group in groups]
+    return sorted(found, key=lambda members: place[members[-1]])
+
+
+def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Of each parameter the part of `flat`, in its own strides where these leave no gaps."""
+    views, start = [], 0
+    for p in parameters:
+        part = flat[start : start + p.numel()]
+        if is_non_overlapping_and_dense_or_false(p):
+            views.append(part.as_strided(p.shape, p.stride()))
+        else:
+            views.append(part.view(p.shape))
+        start += p.numel()
+    return views
+
+
+# Communication hooks with PyTorch's interface: what a user's function makes of each bucket.
+
+
+class GradBucket:
+    """What a communication hook is given; the interface of `torch.distributed.GradBucket`."""
+
+    def __init__(
+        self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._index, self._last, self._buffer = index, last, buffer
+        self._parameters = list(parameters)
+
+    def index(self) -> int:
+        """The bucket's number, in the order in which hooks are called."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last of this backward."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """All of its gradients, flat; this rank's own, neither summed nor divided."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts another tensor in the place of the buffer."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Tensor]:
+        """Its parameters, in the order in which their gradients lie in the buffer."""
+        return list(self._parameters)
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, one for each parameter."""
+        return views_of(self._buffer, self._parameters)
+
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future]
+
+
+def alone_hook(_: object, bucket: GradBucket) -> torch.futures.Future:
+    """In the place of a hook that reduces, for a group of one: the bucket as it is."""
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class HookTransport:
+    """Hands each full bucket to a hook, whose future holds what becomes of it.
+
+    On a CPU a bucket waits for the one before: what a hook sends in a second round leaves from
+    whichever thread ends the first, so that of several buckets under way two ranks could send in
+    different orders, and wait for each other for ever (PyTorch's PowerSGD hook on gloo does).
+
+    The flags travel apart, in one message after the buckets: what the hook makes of a buffer, which
+    it may round, is its own business.
+    """
+
+    adds = False
+
+    def __init__(
+        self,
+        sizes: Sequence[Size],
+        flags: int,
+        group: Group,
+        members: Sequence[Sequence[nn.Parameter]],
+        state: object,
+        hook: Hook,
+    ) -> None:
+        device = members[0][0].device
+        self.group, self.members, self.state, self.hook = group, members, state, hook
+        self.buffers = [torch.zeros(n, dtype=dtype, device=device) for n, dtype in sizes]
+        self.flags = self.summed_flags = torch.zeros(flags, device=device)
+        self.futures: list[torch.futures.Future] = []
+        self.fault: str | None = None
+
+    def before(self) -> None:
+        """At any time between two backwards."""
+
+    def start(self, index: int) -> None:
+        if self.futures and not is_accelerator(self.buffers[index].device):
+            self.futures[-1].wait()
+        last = index == len(self.buffers) - 1
+        bucket = GradBucket(index, last, self.buffers[index], self.members[index])
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch._C.Future):  # what a Work gives is no subclass
+            raise TypeError(
+                f"the communication hook must return a torch.futures.Future; it returned a "
+                f"{type(future).__name__}"
+            )
+        self.futures.append(future)
+
+    def finish(self) -> Iterator[Tensor]:
+        futures, self.futures, self.fault = self.futures, [], None
+        for index, (future, buffer) in enumerate(zip(futures, self.buffers, strict=True)):
+            made = future.wait()
+            made = made[0] if isinstance(made, (list, tuple)) else made
+            if isinstance(made, Tensor) and made.shape == buffer.shape:
+                yield made
+                continue
+            shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            self.fault = (
+                f"the communication hook returned {shape} for bucket {index}, which must stay a "
+                f"tensor of {tuple(buffer.shape)}"
+            )
+            yield buffer
+        if self.fault:
+            self.flags[-1] = 1
+        if self.group.size > 1:
+            dist.all_reduce(self.flags, group=self.group.handle)
+
+    def release(self) -> None:
+        """As the hooks' results are this rank's own."""
+
+    def close(self) -> None:
+        self.futures = []
+
+
+# Something is wrong on one rank: all of them say so, in one sentence.
+
+
+class BackwardFlags:
+    """Raises on every rank what one of them found in a backward, a sum of flags telling the others.
+
+    On a CPU at the end of that backward. An accelerator would have to be waited for, so there the
+    flags are read when the next backward begins, by which time they are known.
+
+    Attributes:
+        fault: this rank's finding of the backward that goes on.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.fault: str | None = None
+        self.noted: tuple[str | None, Tensor, Any] | None = None
+
+    def found(self, sentence: str) -> None:
+        """Something is wrong here; the first finding of a backward is the one that is told."""
+        self.fault = self.fault or sentence
+
+    def note(self, flag: Tensor, other: str | None) -> None:
+        """The backward has ended; `flag` (1,) is above zero if any rank found something, and
+        `other` a finding of the transport."""
+        finding, self.fault = self.fault or other, None
+        event = None
+        if accelerator.is_accelerator(self.device):
+            flag = flag.to("cpu", non_blocking=True)
+            event = accelerator.module(self.device).Event()
+            event.record()
+        self.noted = (finding, flag, event)
+        if event is None:
+            self.check()
+
+    def check(self) -> None:
+        """Collective where something is wrong. Raises RuntimeError on every rank alike."""
+        if self.noted is None:
+            return
+        (finding, flag, event), self.noted = self.noted, None
+        if event is not None:
+            event.synchronize()
+        if flag.item() > 0:
+            everyone = all_gather_json(finding, self.group.handle, self.device)
+            rank, said = next((r, s) for r, s in enumerate(everyone) if s)
+            raise RuntimeError(f"rank {self.group.ranks[rank]}: {said}")
+
+
+# The mean of the gradients over a group, taken while a backward pass goes on.
+#
+# After a backward the `.grad` of every parameter is the mean over the ranks of what each rank's
+# `.grad` would have been alone, where none counts as zero. That is linear: what earlier backwards
+# left there, under `no_sync` or summed up already, may stand in it.
+#
+# A gradient is copied into its bucket when it arrives, a bucket is started as soon as it is full,
+# in the same order on every rank, and what has not arrived at the end of the backward is zero. The
+# last bucket is held until then, which costs nothing: it holds the first layer. Its flags are a
+# number for each parameter, whether this rank has a gradient of it, and one that says that
+# something is wrong: so all ranks know both without a message of its own.
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """The hook of a parameter that tells its reducer of a gradient."""
+
+    reducer: weakref.ref[DDPReducer]
+    number: int
+
+    def __call__(self, _: Tensor) -> None:
+        reducer = self.reducer()
+        if reducer is not None and reducer.enabled:
+            reducer._arrived(self.number)
+
+
+def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
+    """Raises ValueError for a parameter of two reducers one of which keeps gradients in buckets.
+
+    There the first to send a bucket would scale and sum the gradient that the other has yet to
+    read. Without, each takes the mean of the same gradients.
+    """
+    for name, parameter in named:
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            other = hook.reducer() if isinstance(hook, _Watch) else None
+            if other is not None and (as_views or other.as_views):
+                raise ValueError(
+                    f"parameter {name} is in another DistributedDataParallel already, which "
+                    "gradient_as_bucket_view=True of either does not allow; the nearest is False "
+                    "for both, or delete the other first"
+                )
+
+
+class DDPReducer:
+    """Watches the gradients of some parameters; every backward is collective while `enabled`.
+
+    Args:
+        names, parameters: in the order of the module, the same on every rank.
+        step_record: where it notes its steps and what it raises.
+        bucket_cap_mb: for each bucket, the last one for those after it too; or for all.
+        as_views: leave gradients where they travel (`gradient_as_bucket_view`).
+        static: every backward uses the same parameters, each as often as the first one did.
+        measure: fill the buckets anew in the order of the first backward.
+        overlap: start buckets during the backward; else all at its end.
+
+    Attributes:
+        enabled: whether backwards are reduced.
+        scale: what gradients are multiplied with before they are added.
+        running: a backward goes on, or one has raised.
+        unused: numbers of parameters that the next backward is known not to reach, if looked for.
+        arrivals: numbers of the parameters that the last backward reached, in their order.
+        reached: those of the first backward; None before it.
+        graph_static: every backward reached the same ones on this rank.
+        measured: the buckets are in the order of the first backward.
+        first_sizes: bytes of the buckets before that.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        step_record: DDPStepRecord,
+        bucket_cap_mb: float | Sequence[float] | None = None,
+        as_views: bool = False,
+        static: bool = False,
+        measure: bool = True,
+        overlap: bool = True,
+    ) -> None:
+        self.names, self.parameters, self.group = list(names), list(parameters), group
+        self.step_record = step_record
+        self.bucket_cap_mb, self.as_views, self.static = bucket_cap_mb, as_views, static
+        self.measure, self.overlap = measure, overlap
+        self.hook: tuple[object, Hook] | None = None
+        self.device = self.parameters[0].device
+        self.enabled, self.running, self.began = True, False, False
+        self.scale = 1.0 / group.size
+        self.unused: set[int] | None = None
+        self.expected = [1] * len(self.parameters)
+        self.counting = static  # until the first backward has ended
+        self.arrivals: list[int] = []
+        self.reached: frozenset[int] | None = None
+        self.graph_static, self.measured = True, False
+        self.timed = self.device.type == "cpu"  # elsewhere the host's times are not the work's
+        self.verdict = BackwardFlags(group, self.device)
+        self.transport: Transport | None = None
+        self._fill(list(range(len(self.parameters)))[::-1])
+        self._watch()
+
+    def _fill(self, ready: list[int]) -> None:
+        """Makes buckets in this order of readiness; collective."""
+        cap = self.bucket_cap_mb
+        if cap is None and self.hook is None and is_shared(self.group, self.device):
+            cap = SHARED_CAP_MIB
+        self.cap_bytes = cap_bytes(cap, is_accelerator(self.device))
+        members = arrange(self.parameters, ready, cap)
+        of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
+        sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
+        self.close()
+        flags = len(self.parameters) + 1
+        if self.hook is not None:
+            self.transport = HookTransport(sizes, flags, self.group, of_buckets, *self.hook)
+        else:
+            self.transport = open_transport(
+                sizes, flags, self.group, self.device, elsewhere=not self.as_views
+            )
+        usual = torch.ones(flags, dtype=self.transport.flags.dtype)
+        usual[-1] = 0
+        self.usual_flags = usual.to(self.device)
+        self.order = ready
+        self.buckets = [
+            DDPBucket(numbers, flat, views_of(flat, part))
+            for numbers, flat, part in zip(members, self.transport.buffers, of_buckets, strict=True)
+        ]
+        if not self.measured:
+            self.first_sizes = sizes_of(self.buckets)
+        self.place_of = {
+            n: (bucket, view)
+            for bucket in self.buckets
+            for n, view in zip(bucket.members, bucket.views, strict=True)
+        }
+
+    @recorded
+    def use(self, state: object, hook: Hook) -> None:
+        """From here on `hook` reduces the buckets. Raises RuntimeError if it comes too late."""
+        if self.hook is not None:
+            raise RuntimeError("a communication hook is registered already; there is one at most")
+        if self.began:
+            raise RuntimeError("a communication hook must be registered before the first backward")
+        self.hook = (state, hook)
+        self._fill(self.order)
+
+    @recorded
+    def set_static(self) -> None:
+        """From here on as if made with `static`. Raises RuntimeError if it comes too late."""
+        if self.began:
+            raise RuntimeError("_set_static_graph should be called before training loop starts")
+        self.static = self.counting = self.measure = True
+
+    def close(self) -> None:
+        """Lets go of shared memory; nothing is reduced any more."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def _watch(self) -> None:
+        mine = weakref.ref(self)  # weakly: see `data_parallel.reducer.Reducer`
+        for number, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
+
+    def output_hook(self, _: Tensor) -> None:
+        """Of a tensor from which a backward may start."""
+        if self.enabled:
+            self.begin()
+
+    @recorded
+    def begin(self) -> None:
+        """A backward begins in this thread. Its end is noticed, that of the outermost one: inside
+        it a checkpointed layer may run others."""
+        if self.running:
+            return
+        self.verdict.check()
+        if self.timed:
+            self.step_record.backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._reset()
+        silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
+        for number in silent:
+            self.left[number] = 0
+            self._take(number)
+        self.unused = None
+
+    def _reset(self) -> None:
+        self.transport.before()
+        self.running = self.began = True
+        self.left = [0] * len(self.expected) if self.counting else list(self.expected)
+        self.arrivals, self.started = [], 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+
+    def _arrived(self, number: int) -> None:
+        if not self.running:
+            self.begin()
+        left = self.left[number] = self.left[number] - 1
+        if left == 0:
+            self.arrivals.append(number)
+            self._take(number)
+        elif left < 0:
+            self._came_again(number)
+
+    def _came_again(self, number: int) -> None:
+        if self.counting:
+            if self.left[number] == -1:
+                self.arrivals.append(number)
+        elif self.static:
+            self.verdict.found(
+                f"static_graph=True, but {self.names[number]} got more gradients in this backward "
+                f"than the {self.expected[number]} of the first one"
+            )
+        else:
+            self.verdict.found(
+                f"{self.names[number]} got a second gradient in one backward; static_graph=True "
+                "allows it where every backward does the same"
+            )
+
+    def _take(self, number: int) -> None:
+        """A gradient is complete: into its bucket, which may be full with it."""
+        if torch.is_grad_enabled():  # a backward with create_graph
+            with torch.no_grad():
+                self._take(number)
+            return
+        parameter = self.parameters[number]
+        bucket, view = self.place_of[number]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif self.as_views:
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+                parameter.grad = view
+        elif self.hook is not None:
+            view.copy_(grad)
+        else:  # never in place: another reducer may have yet to read the gradient
+            torch.mul(grad, self.scale, out=view)
+        bucket.missing -= 1
+        if bucket.missing == 0 and self.overlap and not self.counting:
+            while self.started < len(self.buckets) - 1 and not self.buckets[self.started].missing:
+                self._start()
+
+    @recorded
+    def _start(self) -> None:
+        index = self.started
+        if index == 0 and self.timed:
+            self.step_record.comm()
+        if self.as_views and self.hook is None:
+            self.buckets[index].flat.mul_(self.scale)
+        self.started += 1
+        if self.started == len(self.buckets):
+            has = [p.grad is not None for p in self.parameters]
+            self._write_flags([*has, self.verdict.fault is not None])
+        self.transport.start(index)
+
+    def _write_flags(self, flags: list[bool]) -> None:
+        """Which parameters have a gradient, and whether something is wrong."""
+        if all(flags[:-1]) and not flags[-1]:
+            self.transport.flags.copy_(self.usual_flags)
+        else:
+            # Pinned, for a copy of other memory would wait for the whole backward.
+            given = torch.tensor(flags, dtype=self.transport.flags.dtype)
+            self.transport.flags.copy_(moved(given, self.device))
+
+    @recorded
+    def _end(self) -> None:
+        """The backward has ended: nothing more arrives."""
+        if self.timed:
+            self.step_record.computed()
+        self.running = False
+        self._compare()
+        self._check_static()
+        for number, left in enumerate(self.left):
+            if left > 0 or self.counting:
+                self._take(number)
+        self.counting = False
+        with torch.no_grad():
+            while self.started < len(self.buckets):
+                self._start()
+            self._hand_out()
+        if self.timed:
+            self.step_record.comm_ended()
+        self._after()
+
+    def _compare(self) -> None:
+        """Notes whether this backward reached other parameters than the first one."""
+        reached = frozenset(self.arrivals)
+        if self.reached is None:
+            self.reached = reached
+        elif reached != self.reached:
+            self.graph_static = False
+
+    def _ddp_graph_static(self) -> bool:
+        """PyTorch's name of `graph_static`."""
+        return self.graph_static
+
+    def _check_static(self) -> None:
+        if self.counting:
+            self.expected = [-left for left in self.left]
+        elif self.static:
+            for number, left in enumerate(self.left):
+                if left > 0:
+                    self.verdict.found(
+                        f"static_graph=True, but {self.names[number]} got "
+                        f"{self.expected[number] - left} gradients in this backward, not the "
+                        f"{self.expected[number]} of the first one"
+                    )
+
+    def _hand_out(self) -> None:
+        """Gives the parameters the means; those that have a gradient here or elsewhere."""
+        lacking = []
+        for bucket, total in zip(self.buckets, self.transport.finish(), strict=True):
+            if total is not bucket.total:
+                bucket.total = total
+                bucket.total_views = views_of(total, [self.parameters[n] for n in bucket.members])
+            if self.as_views and total is not bucket.flat:
+                bucket.flat.copy_(total)
+            grads, means = [], []
+            parts = zip(bucket.members, bucket.views, bucket.total_views, strict=True)
+            for number, own, mean in parts:
+                grad = self.parameters[number].grad
+                if grad is None:
+                    lacking.append((number, mean))
+                elif self.transport.adds:
+                    torch.add(own, mean, out=grad)
+                elif not self.as_views:
+                    grads.append(grad)
+                    means.append(mean)
+            if grads:
+                torch._foreach_copy_(grads, means)
+        if lacking:
+            somewhere = self.transport.summed_flags.tolist()
+            for number, mean in lacking:
+                if somewhere[number] > 0:
+                    view = self.place_of[number][1]
+                    self.parameters[number].grad = view if self.as_views else mean.clone()
+
+    def take_part(self) -> None:
+        """In a backward of other ranks, to which this one adds nothing and of which it takes
+        nothing; collective with theirs."""
+        self.verdict.check()
+        self._reset()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self._write_flags([False] * (len(self.parameters) + 1))
+        for index in range(len(self.buckets)):
+            self.transport.start(index)
+        self.started = len(self.buckets)
+        list(self.transport.finish())
+        self.running = self.counting = False
+        self._after()
+
+    def _after(self) -> None:
+        self.transport.release()
+        self.verdict.note(self.transport.summed_flags[-1:], self.transport.fault)
+        if self.measure:
+            self.measure, self.measured = False, True
+            seen = set(self.arrivals)
+            mine = [*self.arrivals, *(n for n in self.order if n not in seen)]
+            ready = broadcast_json(mine, self.group.handle, self.device)
+            if ready != self.order:
+                self._fill(ready)

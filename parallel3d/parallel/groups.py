@@ -1,0 +1,222 @@
+"""The groups of a script of the user's own: `p3d.init(tp=2)`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.config.schema import Config, LaunchConfig
+from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
+from parallel3d.errors import UserError, closest
+from parallel3d.host.devices import PRETEND, choose_device, device_of_rank
+from parallel3d.run.exit_codes import leave
+from parallel3d.run.launch import detect
+from parallel3d.run.rendezvous import rendezvous
+from parallel3d.run.worker import begin_on
+from parallel3d.topology.layout import DEFAULT_ORDER, Layout
+
+EXTERNAL = "own"  # the name of a group that was made elsewhere, of which nothing is known
+
+
+def init(
+    tp: int | None = 1,
+    pp: int | None = 1,
+    dp: int | None = None,
+    *,
+    device: str = "auto",
+    order: str = DEFAULT_ORDER,
+    timeout_s: float = 600.0,
+    shared_memory: bool = True,
+) -> ProcessGroups:
+    """This process's groups in the grid tp × pp × dp, under torchrun, under srun or alone.
+
+    Where torch.distributed is initialised already, its world is taken as it is; otherwise the ranks
+    meet as their launcher says, and the world and the groups are closed when the script ends. On a
+    host with GPUs a rank's own becomes the current device, `groups.device`, on which modules and
+    inputs must be. Collective over the world.
+
+    Args:
+        tp, pp, dp: sizes; one of them may be None: what the others leave of the world.
+        device: cpu, cuda or auto, which takes GPUs where there is one for each rank of the host.
+        order: the dimensions from the one whose ranks are adjacent on.
+        timeout_s: how long a collective waits for a rank.
+        shared_memory: CPU ranks of one host communicate through it.
+
+    Raises:
+        UserError: on every rank alike, sizes that do not make up the world or differ between ranks;
+            a launcher's variables that contradict each other; no such device.
+    """
+    own = not dist.is_initialized()
+    here = _begin(device, timeout_s) if own else _device_of_world()
+    layout = _agree({"tp": tp, "pp": pp, "dp": dp, "order": order}, here)
+    launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
+    groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
+    if own:
+        ScriptEnd(groups)
+    return groups
+
+
+def group_of(group: Group | dist.ProcessGroup | None) -> Group:
+    """The same ranks as the other rooms know them. None: the world, or this process alone.
+
+    Raises UserError on a rank that is not in `group`.
+    """
+    if isinstance(group, Group):
+        return group
+    if group is None and not dist.is_initialized():
+        return SINGLE
+    index = -1
+    if group is None or isinstance(group, dist.ProcessGroup):
+        index = dist.get_rank(group)
+    if index < 0:
+        raise UserError(
+            f"group={group!r} must be a group that this rank is in: groups.tp, groups.pp or "
+            "groups.dp of init, a group of torch.distributed, or None for all ranks"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group))
+    handle = (dist.group.WORLD if group is None else group) if len(ranks) > 1 else None
+    return Group(EXTERNAL, ranks, index, handle)
+
+
+def _begin(requested: str, timeout_s: float) -> torch.device:
+    """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
+    if requested not in ("auto", "cpu", "cuda", PRETEND):
+        raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
+    place = detect(os.environ)
+    ranks_here = 1 if place is None else place.local_world_size
+    srun = place is not None and place.launcher == "slurm"
+    kind = choose_device(requested, ranks_here, one_gpu_each=srun).kind
+    begin_on(kind)
+    device = torch.device(device_of_rank(kind, 0 if place is None else place.local_rank))
+    make_current(device)
+    dist.init_process_group(
+        backend_of(device),
+        store=dist.HashStore()
+        if place is None
+        else rendezvous(Config(launch=LaunchConfig(timeout_s=timeout_s)), place),
+        rank=0 if place is None else place.rank,
+        world_size=1 if place is None else place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if is_accelerator(device) else None,
+    )
+    return device
+
+
+def _device_of_world() -> torch.device:
+    """The accelerator's current device where the world's backend is for it, else the CPU."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or dist.get_backend() != backend_of(kind):
+        return torch.device("cpu")
+    return current(kind)
+
+
+def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
+    """The layout that all ranks ask for. Raises UserError, alike on all, if they do not agree."""
+    everyone = all_gather_json({k: repr(v) for k, v in asked.items()}, dist.group.WORLD, device)
+    for rank, theirs in enumerate(everyone):
+        for key, value in theirs.items():
+            if value != everyone[0][key]:
+                raise UserError(
+                    f"init({key}={value}) on rank {rank} must be {key}={everyone[0][key]} as on "
+                    "rank 0: all ranks make the same groups"
+                )
+    return _layout(dist.get_world_size(), **asked)
+
+
+def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: str) -> Layout:
+    """Raises UserError for sizes that do not make up a world of so many ranks."""
+    sizes = {"pp": pp, "tp": tp, "dp": dp}
+    for key, value in sizes.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and (not whole or value < 1):
+            raise UserError(
+                f"init({key}={value!r}) must be a whole number from 1 on; the nearest is {key}=1"
+            )
+    free = [key for key, value in sizes.items() if value is None]
+    if len(free) > 1:
+        raise UserError(
+            f"init({'=None, '.join(free)}=None) must leave at most one size open; the nearest is "
+            f"{free[0]}=1"
+        )
+    left = world
+    for key, size in sizes.items():
+        if size is None:
+            continue
+        if not free and key == "dp" and size != left:
+            raise UserError(
+                f"init(dp={size}) must be {left}, since the world has {world} ranks and tp × pp "
+                f"is {world // left}; the nearest is dp={left}"
+            )
+        if left % size:
+            fit = closest(size, lambda n, left=left: left % n == 0, left)
+            more = "" if left == world else f" of each of {world // left} parts"
+            raise UserError(
+                f"init({key}={size}) must divide the world's {left} ranks{more}; the nearest is "
+                f"{key}={fit}"
+            )
+        left //= size
+    sizes |= dict.fromkeys(free, left)
+    try:
+        return Layout(order=order, **sizes)
+    except (AttributeError, ValueError):
+        raise UserError(
+            f"init(order={order!r}) must name each of tp, cp, dp and pp once, joined by dashes; "
+            f"the nearest is order={DEFAULT_ORDER!r}"
+        ) from None
+
+
+# Closes the world of a script of the user's own when the interpreter ends.
+
+
+class ScriptEnd:
+    """Closes what the script has not: the dying interpreter would abort on threads of groups.
+
+    NCCL destroys a communicator in a collective. A rank that has failed must not call it: its peers
+    may wait in another collective for this rank, which would wait for them and never end.
+
+    A script fails by an exception that nothing catches, or by `sys.exit` with another code than 0.
+    `raise SystemExit` leaves no trace and counts as a good end.
+    """
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self.code: int | None = None  # of a script that raised
+        self.is_refused = False  # it called `sys.exit` with a code
+        self.excepthook, self.exit = sys.excepthook, sys.exit
+        sys.excepthook, sys.exit = self._raised, self._exited
+        atexit.register(self.close)
+
+    def _raised(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self.excepthook(kind, error, trace)
+        if not hasattr(sys, "ps1"):  # in an interactive session the next line may go on
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            self.code = 128 + signal.SIGINT if interrupted else 1
+
+    def _exited(self, status: object = None) -> NoReturn:
+        self.is_refused = bool(status)
+        self.exit(status)
+
+    def close(self) -> None:
+        """Destroys the groups and the world, with all ranks, unless the script has failed."""
+        if not dist.is_initialized():
+            return
+        if self.code is not None:
+            leave(self.code)
+        if self.is_refused and is_accelerator(self.groups.device):
+            # The exit may have been caught: the interpreter knows the code.
+            dist.distributed_c10d._abort_process_group()
+            return
+        self.groups.close()
+        dist.destroy_process_group()

@@ -1,0 +1,565 @@
+"""A pipeline's modules as one list: which stage each lies in, and their state dict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel3d.comm import collectives
+from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.comm.step_timer import StepTimer
+from parallel3d.config.schema import LaunchConfig
+from parallel3d.device.accelerator import is_accelerator
+from parallel3d.errors import UserError
+from parallel3d.parallel.deferred_weight_gradients import SplitBackward
+from parallel3d.parallel.groups import group_of
+from parallel3d.parallel.links import StageOutputs, cut, shapes_of
+from parallel3d.parallel.replicated import average_gradients, start_equal
+from parallel3d.parameters.gradients import WeightGradients
+from parallel3d.pipeline.executor import Executor
+from parallel3d.pipeline.p2p import P2PRoute
+from parallel3d.pipeline.shared_memory import SharedMemoryP2P
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
+
+
+def stages_of(
+    modules: Sequence[nn.Module], placement: StageAssignment, split: Sequence[int] | None
+) -> list[range]:
+    """The modules of each stage. Raises UserError where they do not fill the stages."""
+    count, stages = len(modules), placement.stages
+    for i, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise UserError(f"module {i} of the pipeline must be an nn.Module, not {module!r}")
+    if count < stages:
+        raise UserError(
+            f"the pipeline's {count} modules must be at least as many as its {stages} stages "
+            f"({placement.ranks} ranks × {placement.chunks}): cut them finer, or take fewer ranks"
+        )
+    fair = even_split(count, placement)
+    counts = fair if split is None else list(split)
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != count:
+        raise UserError(
+            f"Pipeline(split={counts}) must give each of {stages} stages at least one of the "
+            f"{count} modules and leave none out; the nearest is split={fair}"
+        )
+    ends = [sum(counts[: i + 1]) for i in range(stages)]
+    return [range(end - size, end) for size, end in zip(counts, ends, strict=True)]
+
+
+def even_split(count: int, placement: StageAssignment) -> list[int]:
+    """Says how many of `count` equal modules each stage gets: one at least, and no rank more than
+    one beyond another, over all of its stages. Of a rank's stages, and of ranks, those closest to
+    the middle of the model get what is left over, as in `sizes.balance`."""
+    stages, middle = range(placement.stages), placement.stages - 1
+    ranks = [rank for rank, _ in placement.places]
+    counts, left = [1] * placement.stages, count - placement.stages
+    held, least = [placement.chunks] * placement.ranks, count // placement.ranks
+    for given in range(left):
+        # Ranks are filled to the least that each gets first, then some by one more.
+        most = least + (given >= least * placement.ranks - placement.stages)
+        stage = min(
+            (s for s in stages if held[ranks[s]] < most),
+            key=lambda s: (counts[s], abs(2 * s - middle), s),
+        )
+        counts[stage] += 1
+        held[ranks[stage]] += 1
+    return counts
+
+
+def refuse_sharing(
+    modules: Sequence[nn.Module], stages: Sequence[range], placement: StageAssignment
+) -> None:
+    """Raises UserError for a parameter in stages of two ranks: their copies would drift apart."""
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, members in enumerate(stages):
+        rank = placement.places[stage][0]
+        for i in members:
+            for name, parameter in modules[i].named_parameters():
+                first, known = seen.setdefault(parameter, (rank, f"{i}.{name}"))
+                if first != rank:
+                    raise UserError(
+                        f"{i}.{name} is the same parameter as {known}, but lies on another rank "
+                        "of the pipeline: what is shared must lie on one"
+                    )
+
+
+def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
+    """What all ranks hold, by the modules' order, on every one of them; collective."""
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
+    whole: dict[str, Any] = {}
+    for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
+        for name, shape, word in theirs:
+            if index == group.index:
+                mine = tensors[name].detach().contiguous()
+                whole[name] = tensors[name]
+            else:
+                dtype = getattr(torch, word.removeprefix("torch."))
+                mine = whole[name] = torch.empty(shape, dtype=dtype, device=device)
+            if math.prod(shape):
+                collectives.broadcast(mine.view(-1).view(torch.uint8), index, group)
+    return {name: whole[name] for name in sorted(whole, key=lambda n: int(n.partition(".")[0]))}
+
+
+def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
+    """Without what belongs to others of the `count` modules."""
+    others = {str(i) for i in range(count)} - mine
+    return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
+
+
+# Stages of plain modules, as the pipeline's executor wants them.
+#
+# What a stage raises must not leave its neighbours waiting. So it is kept, the stage goes on with
+# zeros in the shapes that the others expect, and the ranks tell each other at the end of the step.
+
+
+LossFn = Callable[..., Tensor]
+
+
+@dataclass
+class StageFailure:
+    """What a rank raised in a step, and where."""
+
+    where: str
+    error: Exception
+
+    def __str__(self) -> str:
+        if isinstance(self.error, UserError):
+            return str(self.error)
+        return f"{self.where} raised {type(self.error).__name__}: {self.error}"
+
+
+@dataclass
+class Progress:
+    """What the stages of a rank have made of the step under way.
+
+    Attributes:
+        outputs: by micro-batch what the last stage returned, where that is wanted.
+    """
+
+    failure: StageFailure | None = None
+    wants_outputs: bool = False
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+    def fails(self, where: str, error: Exception) -> None:
+        """The first one counts: the rest are its consequences."""
+        if self.failure is None:
+            self.failure = StageFailure(where, error)
+
+
+@dataclass
+class PlainStage:
+    """Some modules in a row.
+
+    Attributes:
+        number: of the stage in the pipeline.
+        links: what travels behind each stage, by its number.
+        loss_fn: of the last stage's output and the targets; None: the output is the loss.
+        splits: the schedule makes weight gradients apart.
+    """
+
+    number: int
+    first: bool
+    last: bool
+    modules: Sequence[nn.Module]
+    loss_fn: LossFn | None
+    splits: bool
+    links: Mapping[int, StageOutputs]
+    progress: Progress
+    device: torch.device
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.modules for p in module.parameters()]
+
+    def run(self, values: tuple[Any, ...]) -> Any:
+        """The modules' own results, one after the other."""
+        out: Any = values
+        for module in self.modules:
+            out = module(*out) if isinstance(out, tuple | list) else module(out)
+        return out
+
+    def __call__(
+        self,
+        x: Tensor | None,
+        inputs: tuple[Tensor, ...] | None,
+        targets: tuple[Tensor, ...] | None,
+        microbatch: int,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """The message to the next stage, of the last one the loss."""
+        if self.progress.failure is None:
+            try:
+                return self._forward(x, inputs, targets, microbatch)
+            except Exception as error:
+                where = f"stage {self.number} in the forward of micro-batch {microbatch}"
+                self.progress.fails(where, error)
+        if self.last:
+            return torch.zeros((), device=self.device)
+        link = self.links[self.number]
+        return torch.zeros(link.shape, dtype=link.dtype, device=self.device)
+
+    def _forward(
+        self, x: Tensor | None, inputs: Any, targets: tuple[Tensor, ...] | None, microbatch: int
+    ) -> Tensor:
+        values = inputs if x is None else self.links[self.number - 1].values(x)
+        split = self.splits and torch.is_grad_enabled()
+        with SplitBackward() if split else nullcontext():
+            out = self.run(values)
+            if self.last:
+                return self._end(out, targets, microbatch)
+        link, wanted = StageOutputs.of(out, self.number), self.links[self.number]
+        if link != wanted:
+            raise UserError(
+                f"stage {self.number} made {link} of micro-batch {microbatch}, but must make "
+                f"{wanted} as in the first step: the shapes of a pipeline are fixed"
+            )
+        return wanted.message(out)
+
+    def _end(self, out: Any, targets: tuple[Tensor, ...] | None, microbatch: int) -> Tensor:
+        if self.progress.wants_outputs:
+            self.progress.outputs[microbatch] = out
+            return torch.zeros((), device=self.device)
+        loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"{tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"the pipeline's loss must be one number of each micro-batch, not {kind}; give a "
+                "loss_fn that takes the mean"
+            )
+        return loss.reshape(())
+
+
+@contextmanager
+def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards buffers and the generators of random numbers are as before."""
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    on_device = [device] if is_accelerator(device) else []
+    with torch.random.fork_rng(on_device, device_type=device.type if on_device else "cuda"):
+        try:
+            yield
+        finally:
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+class PlainExecutor(Executor):
+    """The executor for messages whose shape and type differ from link to link."""
+
+    def __init__(
+        self,
+        stages: Sequence[PlainStage],
+        route: P2PRoute,
+        links: Mapping[int, StageOutputs],
+        device: torch.device,
+        boxes: SharedMemoryP2P | None,
+        weight_gradients: WeightGradients,
+    ) -> None:
+        super().__init__(stages, route, (), torch.float32, device, boxes, StepTimer())
+        self.links, self.progress = links, stages[0].progress
+        self.weight_gradients = weight_gradients
+        for stage in stages:
+            for parameter in stage.parameters():
+                parameter.weight_gradients = weight_gradients
+
+    def alloc_recv_buffer(self, action: Action) -> Tensor:
+        stage = self.route.placement.stage(self.route.group.index, action.chunk)
+        link = self.links[stage - 1 if action.kind == Kind.RECV_F else stage]
+        return torch.empty(link.shape, dtype=link.dtype, device=self.device)
+
+    def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
+        if self.progress.failure is None and y.requires_grad:
+            try:
+                super().differentiate(step, x, y, grad)
+            except Exception as error:
+                number = self.stages[step.chunk].number
+                where = f"stage {number} in the backward of micro-batch {step.microbatch}"
+                self.progress.fails(where, error)
+        if x is not None and x.grad is None:  # the stage does not read it, or failed
+            x.grad = torch.zeros_like(x)
+
+    def _weights(self, step: Action) -> None:
+        if self.progress.failure is not None:
+            self.deferred.pop((step.microbatch, step.chunk), None)
+        else:
+            super()._weights(step)
+
+
+# A pipeline of plain modules: `p3d.Pipeline([block1, block2, head], groups.pp)`.
+
+
+GroupLike = Group | dist.ProcessGroup | None
+CPU = torch.device("cpu")
+
+
+class Pipeline(nn.Module):
+    """Modules in a row, cut into stages that lie on the ranks of a group.
+
+    Every rank gives the whole list and keeps its own stages; names of parameters and state dicts
+    are those of `nn.Sequential(*modules)`. All methods are collective over the group. Between
+    stages travels a tensor, or a tuple of tensors of one floating-point type, whose shapes are the
+    same for all micro-batches of a step.
+
+    Args:
+        modules: what each returns, the next one is called with.
+        group: `groups.pp`, a group of torch.distributed, or None for all ranks.
+        loss_fn: of the last module's output and the targets, a mean over the samples; None: what
+            the last module returns is the loss.
+        schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
+        num_microbatches: parts of a batch.
+        vpp: stages of each rank; None: 2 where the schedule has several, else 1.
+        split: how many modules each stage gets; None: as many on each rank, over all of its
+            stages, or one more.
+        dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
+            gradients are the mean over them.
+        shared_memory: CPU ranks of one host exchange through it.
+        timeout_s: how long a message through it may take.
+
+    Raises:
+        UserError: on every rank alike, arguments that differ between ranks; fewer modules than
+            stages; an unknown schedule; a parameter that lies in stages of two ranks.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: GroupLike = None,
+        *,
+        loss_fn: LossFn | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 8,
+        vpp: int | None = None,
+        split: Sequence[int] | None = None,
+        dp: GroupLike = SINGLE,
+        shared_memory: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self.group, self.dp = group_of(group), group_of(dp)
+        modules = list(modules)
+        self.device = next((p.device for m in modules for p in m.parameters()), CPU)
+        if vpp is None:
+            vpp = 2 if schedule in (*LOOPED, *V_SHAPED) else 1
+        asked = {"schedule": schedule, "num_microbatches": num_microbatches, "vpp": vpp}
+        asked |= {"split": split and list(split), "number of modules": len(modules)}
+        self._agree_on(asked)
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise UserError(
+                f"Pipeline(num_microbatches={num_microbatches!r}) must be a whole number from 1 "
+                "on; the nearest is num_microbatches=1"
+            )
+        self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
+        self.plans = self.schedule.plan(), self.schedule.forwards()
+        placement = self.schedule.placement
+        stages = stages_of(modules, placement, split)
+        refuse_sharing(modules, stages, placement)
+        self.of_modules = len(modules)
+        self.launch = LaunchConfig(shared_memory=shared_memory, timeout_s=timeout_s)
+        self.loss_fn, self.numbers = loss_fn, {}
+        self.mine: dict[int, list[nn.Module]] = {}  # stage → its modules
+        for chunk in range(placement.chunks):
+            stage = placement.stage(self.group.index, chunk)
+            self.mine[stage] = [modules[i] for i in stages[stage]]
+            for i in stages[stage]:
+                self.add_module(str(i), modules[i])
+        self.progress, self.weight_gradients = Progress(), WeightGradients()
+        self.executors: list[PlainExecutor] = []  # for each shape of inputs that was seen
+        start_equal(self, self.dp)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.schedule.placement.place(0)[0] == self.group.index
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank reads the targets and has the outputs."""
+        return self.schedule.placement.places[-1][0] == self.group.index
+
+    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """Forwards and backwards of one batch: adds to `.grad` the gradients of the mean loss.
+
+        Args:
+            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; read on
+                the rank of the first stage alone.
+            targets: the same for the loss, read on the rank of the last stage alone.
+
+        Returns: the mean loss over the batch, the same on all ranks of the group; float64.
+
+        Raises:
+            UserError: on every rank alike, a batch that the micro-batches do not divide, or shapes
+                that change between micro-batches.
+            RuntimeError: where another rank, or another replica, failed; gradients are then not
+                whole. The rank itself raises what its modules did.
+        """
+        executor, batches = self._begin(inputs, targets, self.loss_fn is not None, step=True)
+        microbatches = self.schedule.microbatches
+        scale = torch.ones((), dtype=torch.float64, device=self.device) / microbatches
+        total = executor.train_step(
+            self.plans[0][self.group.index], batches.__getitem__, scale, _nothing
+        )
+        loss = self._end(total, step=True) / microbatches
+        average_gradients(list(self.parameters()), self.dp)
+        return loss
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """The mean loss as of `step`, without gradients."""
+        executor, batches = self._begin(inputs, targets, self.loss_fn is not None)
+        total = executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
+        return self._end(total) / self.schedule.microbatches
+
+    def forward(self, inputs: Any = None) -> Any:
+        """The last module's outputs, joined along their first dimension, without gradients; None on
+        ranks that do not hold the last stage."""
+        executor, batches = self._begin(inputs, None, False)
+        self.progress.wants_outputs = True
+        try:
+            executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
+        finally:
+            self.progress.wants_outputs = False
+        outputs, self.progress.outputs = self.progress.outputs, {}
+        self._end(torch.zeros((), dtype=torch.float64, device=self.device))
+        if not self.is_last:
+            return None
+        parts = [outputs[m] for m in sorted(outputs)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of `nn.Sequential(*modules)`, whole on every rank; collective."""
+        return whole_state_dict(super().state_dict(*args, **kwargs), self.group, self.device)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Takes this rank's part of a state dict of all modules."""
+        own = load_own(state_dict, set(self._modules), self.of_modules)
+        return super().load_state_dict(own, strict, assign)
+
+    def _agree_on(self, asked: dict[str, Any]) -> None:
+        """Raises UserError, on every rank, where ranks give different arguments."""
+        said = {key: repr(value) for key, value in asked.items()}
+        everyone = all_gather_json(said, self.group.handle, self.device)
+        for index, theirs in enumerate(everyone):
+            for key, value in theirs.items():
+                if value != everyone[0][key]:
+                    raise UserError(
+                        f"Pipeline({key}={value}) on rank {self.group.ranks[index]} must be "
+                        f"{everyone[0][key]} as on rank {self.group.ranks[0]}"
+                    )
+
+    def _begin(
+        self, inputs: Any, targets: Any, wants_targets: bool, step: bool = False
+    ) -> tuple[PlainExecutor, list[tuple]]:
+        """Looks at the batch, with all ranks: what one of them cannot work with, all raise."""
+        self.progress.failure = None
+        count = self.schedule.microbatches
+        xs: list[Any] = [None] * count
+        ys: list[Any] = [None] * count
+        number = -1
+        try:
+            if self.is_first:
+                xs = cut(inputs, count, "inputs")
+                number = self.numbers.get(repr(shapes_of(xs[0])), -1)
+            if self.is_last and wants_targets:
+                ys = cut(targets, count, "targets")
+        except UserError as error:
+            self.progress.fails("the batch", error)
+        number = int(self._meet(float(number), step)[self.schedule.placement.place(0)[0]])
+        if number < 0:
+            number = len(self.executors)
+            self.executors.append(self._executor(xs[0], step))
+            if self.is_first:
+                self.numbers[repr(shapes_of(xs[0]))] = number
+        return self.executors[number], list(zip(xs, ys, range(count), strict=True))
+
+    def _end(self, total: Tensor, step: bool = False) -> Tensor:
+        """The sum of what the ranks have, unless one of them failed."""
+        values = self._meet(float(total), step, last=True)
+        return torch.tensor(values, dtype=torch.float64).sum()
+
+    def _meet(self, value: float, step: bool, last: bool = False) -> list[float]:
+        """Every rank's number, by rank; raises on every rank where one of them has failed.
+
+        A step that fails, and one that ends, says so to the other replicas: once.
+        """
+        failure = self.progress.failure
+        mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
+        facts = collectives.all_gather(mine.to(self.device), self.group).tolist()
+        failed = any(flag for _, flag in facts)
+        others = False
+        if step and (failed or last) and self.dp.size > 1:
+            flag = torch.tensor([float(failed)], device=self.device)
+            others = bool(collectives.all_reduce(flag, self.dp)) and not failed
+        if failed:
+            self._raise(failure)
+        if others:
+            raise RuntimeError("another replica of the pipeline failed in this step")
+        return [number for number, _ in facts]
+
+    def _raise(self, failure: StageFailure | None) -> None:
+        """What went wrong; collective over the group."""
+        said = failure and [str(failure), isinstance(failure.error, UserError)]
+        everyone = all_gather_json(said, self.group.handle, self.device)
+        if failure is not None:
+            raise failure.error
+        index, (sentence, of_user) = next((i, s) for i, s in enumerate(everyone) if s)
+        if of_user:
+            raise UserError(sentence)
+        raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
+
+    def _executor(self, inputs: tuple[Tensor, ...] | None, step: bool) -> PlainExecutor:
+        """One for micro-batches like this one: each stage runs once, on zeros, to tell the shapes
+        of its results; collective."""
+        placement, links = self.schedule.placement, {}
+        stages = [self._stage(number, links) for number in self.mine]
+        for number, (rank, chunk) in enumerate(placement.places[:-1]):
+            word = None
+            if rank == self.group.index:
+                values = inputs if number == 0 else links[number - 1].zeros(self.device)
+                try:
+                    with torch.no_grad(), unchanged(self, self.device):
+                        word = StageOutputs.of(stages[chunk].run(values), number).facts()
+                except Exception as error:
+                    self.progress.fails(f"stage {number} in a first look at its shapes", error)
+            word = all_gather_json(word, self.group.handle, self.device)[rank]
+            if word is None:
+                self._meet(0.0, step)
+            links[number] = StageOutputs.told(word)
+        messages = [link.message(link.zeros(self.device)) for link in links.values()]
+        boxes = None
+        if messages:
+            largest = max(messages, key=lambda message: message.nbytes)
+            boxes = SharedMemoryP2P.of_plans(
+                self.plans, placement, self.launch, self.group, largest.view(-1)
+            )
+        route = P2PRoute(self.group, placement)
+        return PlainExecutor(stages, route, links, self.device, boxes, self.weight_gradients)
+
+    def _stage(self, number: int, links: Mapping[int, StageOutputs]) -> PlainStage:
+        last = self.schedule.placement.stages - 1
+        return PlainStage(
+            number,
+            number == 0,
+            number == last,
+            self.mine[number],
+            self.loss_fn,
+            self.schedule.splits_backward,
+            links,
+            self.progress,
+            self.device,
+        )
+
+
+def _nothing() -> None:
+    """Nobody waits for the last backward: gradients are averaged when the step has ended."""

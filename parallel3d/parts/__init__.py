@@ -1,1 +1,0 @@
-"""The parts for a script of the user's own: its groups, and what wraps any module of PyTorch's."""

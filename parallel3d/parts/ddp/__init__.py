@@ -1,1 +1,0 @@
-"""DistributedDataParallel for any module."""

@@ -1,0 +1,823 @@
+"""A measured time as a function of sizes: a grid of points, and what lies between them."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.schema import Config
+from parallel3d.config.sections import parts_of
+from parallel3d.errors import UserError
+from parallel3d.files import plain, read_bounded
+from parallel3d.plan.memory import PARALLEL3D, MemoryEstimate
+from parallel3d.plan.own import Held, peak_memory
+from parallel3d.plan.search import LayoutChoice, Priced, layouts, simple_first
+from parallel3d.plan.step import StepTime
+from parallel3d.plan.work import Number, sizes_of_model
+from parallel3d.schedules.actions import Action, Kind
+from parallel3d.schedules.orders import StageAssignment
+from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
+from parallel3d.schedules.simulate import Costs, ScheduleError
+from parallel3d.schedules.simulate import Costs as StageCosts
+from parallel3d.sizes.balance import layers_of_stages, run_schedule
+from parallel3d.sizes.model import collectives_again, recomputing, stage_parameters
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds over a grid of sizes, the last axis fastest.
+
+    Between points logarithms are linear, as the time of a kernel is a power of its sizes. Beyond
+    the last point of an axis the last slope goes on; before the first the time stays: what is so
+    small only costs its launch.
+
+    Raises ValueError for axes that do not rise, or times that are not as many, or not positive.
+    """
+
+    axes: tuple[tuple[float, ...], ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if not axis or axis[0] <= 0 or any(a >= b for a, b in pairwise(axis)):
+                raise ValueError("an axis must rise from a positive number")
+        if len(self.seconds) != math.prod(map(len, self.axes)):
+            raise ValueError(f"{len(self.seconds)} times do not fill the grid")
+        if not all(0 < s < math.inf for s in self.seconds):
+            raise ValueError("times must be positive and finite")
+
+    def __call__(self, *at: float) -> float:
+        """Seconds at these sizes, one an axis; 0 where one is 0."""
+        if not all(at):
+            return 0.0
+        return _between(self, at)
+
+    def _between(self, at: Sequence[float]) -> float:
+        below, weights = [], []
+        for axis, value in zip(self.axes, at, strict=True):
+            low = min(max(bisect_right(axis, value) - 1, 0), max(len(axis) - 2, 0))
+            below.append(low)
+            if len(axis) == 1 or value <= axis[0]:
+                weights.append(0.0)
+            else:
+                weights.append(math.log(value / axis[low]) / math.log(axis[low + 1] / axis[low]))
+        found = 0.0
+        for corner in product((0, 1), repeat=len(at)):
+            share = math.prod(w if up else 1 - w for up, w in zip(corner, weights, strict=True))
+            if share:
+                place = [low + up for low, up in zip(below, corner, strict=True)]
+                found += share * math.log(self._at(place))
+        return math.exp(found)
+
+    def _at(self, index: Sequence[int]) -> float:
+        place = 0
+        for axis, i in zip(self.axes, index, strict=True):
+            place = place * len(axis) + min(i, len(axis) - 1)
+        return self.seconds[place]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _between(table: Table, at: tuple[float, ...]) -> float:
+    return table._between(at)
+
+
+# A machine as `parallel3d calibrate` measured it: a cluster file, read with suspicion.
+
+
+FORMAT = "parallel3d calibration"
+VERSION = 1
+LARGEST = 4 << 20  # bytes; what is written has some hundred thousand
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+SHARED = ".shared"  # behind the name of a collective: among ranks that share cores, a rank's work
+# What a file must hold: tables by name, with the number of their axes.
+TABLES = {
+    **{f"gemm.{part}": 3 for part in ("forward", "input", "weight")},  # rows, outputs, inputs
+    # heads of all sequences, tokens of a sequence, width of a head
+    **{f"{name}.{way}": 3 for name in ("attention", "rotary") for way in ("forward", "backward")},
+    **{
+        f"{name}.{way}": 2  # rows, width
+        for name in ("layernorm", "rmsnorm")
+        for way in ("forward", "backward")
+    },
+    **{
+        f"{name}.{way}": 1  # elements of the result
+        for name in ("gelu", "relu", "swiglu", "embedding")
+        for way in ("forward", "backward")
+    },
+    "add": 1,
+    "bias": 1,  # elements that are summed
+    "loss": 2,  # tokens, columns of this rank
+    "adamw": 1,
+    "sgd": 1,
+    **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
+    "together.gemm": 1,  # how many times longer with so many ranks at work, a core each
+    "together.move": 1,
+    "threads": 1,  # how many times longer with so many threads
+}
+# Seconds of the host: a layer's pass, an action of the pipeline, a step; and bytes of a bare rank.
+NUMBERS = (
+    *("launch.forward", "launch.backward", "launch.action", "launch.step"),
+    *("rank_gb", "memory_gb", "peak_tflops"),
+)
+
+
+@dataclass(frozen=True)
+class CalibrationSource:
+    """Where, when and by what a file was made."""
+
+    device: str  # cpu or cuda
+    name: str  # of the device
+    count: int  # cores, or GPUs, of the host
+    type: str  # of the compute: fp32, bf16, …
+    host: str
+    torch: str
+    parallel3d: str
+    date: str
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """Tables of seconds by size, a few numbers, and where they come from."""
+
+    made: CalibrationSource
+    tables: Mapping[str, Table]
+    numbers: Mapping[str, float]
+
+    @property
+    def shares(self) -> bool:
+        """Whether the ranks of a host compute on the same cores."""
+        return self.made.device == "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks whose collectives were measured."""
+        return int(self.tables["all_reduce" + SHARED].axes[0][-1])
+
+    def __getitem__(self, name: str) -> Table:
+        return self.tables[name]
+
+    def text(self) -> str:
+        """The file."""
+        tables = {
+            name: {
+                "axes": [[_short(v) for v in axis] for axis in table.axes],
+                "seconds": [_short(s) for s in table.seconds],
+            }
+            for name, table in self.tables.items()
+        }
+        head = {"format": FORMAT, "version": VERSION, "made": asdict(self.made)}
+        numbers = {name: _short(value) for name, value in self.numbers.items()}
+        content = head | {"numbers": numbers, "tables": tables}
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100)
+
+
+def _short(value: float) -> float | int:
+    """Four digits are more than a clock's."""
+    return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
+
+
+def read(file: str) -> MeasuredMachine:
+    """The machine of a cluster file. Raises UserError for what is none, in one sentence."""
+    said = f"cluster={plain(file)}"
+    try:
+        content = yaml.load(read_bounded(Path(file), LARGEST), _Loader)
+    except OSError as error:
+        raise UserError(f"{said} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = plain(" ".join(str(error).split())[:150])
+        raise UserError(f"{said} is no file of parallel3d calibrate: {reason}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UserError(f"{said} must be a file that parallel3d calibrate wrote, and it is not")
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"{said} has version {plain(str(content.get('version')))}, and this parallel3d reads "
+            f"version {VERSION}: calibrate anew"
+        )
+    try:
+        return _machine(content)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = plain(" ".join(str(error).split())[:150])
+        raise UserError(f"{said} is damaged ({reason}): calibrate anew") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values alone, none of them twice: a file of aliases could grow without end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases are not read")
+        return super().compose_node(parent, index)
+
+
+def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
+    made = content["made"]
+    kinds = {name: int if name == "count" else str for name in CalibrationSource.__annotations__}
+    for name, kind in kinds.items():
+        if type(made[name]) is not kind:
+            raise ValueError(f"made.{name} is no {kind.__name__}")
+    if made["count"] < 1:
+        raise ValueError("made.count is below 1")
+    numbers = {name: _number(name, content["numbers"][name]) for name in NUMBERS}
+    tables = {}
+    for name, count in TABLES.items():
+        given = content["tables"][name]
+        axes = tuple(tuple(_number(name, v) for v in axis) for axis in given["axes"])
+        if len(axes) != count:
+            raise ValueError(f"{name} has {len(axes)} axes")
+        tables[name] = Table(axes, tuple(_number(name, v) for v in given["seconds"]))
+    return MeasuredMachine(
+        CalibrationSource(**{name: made[name] for name in kinds}), tables, numbers
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} is no number")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be positive and finite")
+    return float(value)
+
+
+def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
+    """Raises UserError where the file was measured in another type."""
+    if machine.made.type != precision:
+        raise UserError(
+            f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
+            f"was measured; the nearest is parallel3d calibrate precision={precision}"
+        )
+
+
+def check_device(
+    machine: MeasuredMachine, file: str, kind: str, name: str | None, count: int
+) -> None:
+    """Raises UserError where the file is not of this device; `name` None: it is not known."""
+    made = machine.made
+    here = name or made.name
+    other = made.device != kind or here != made.name
+    if other or (machine.shares and count != made.count):
+        raise UserError(
+            f"cluster={plain(file)} must be of this device, {kind} ({plain(here)} × {count}), and "
+            f"it is of {plain(made.device)} ({plain(made.name)} × {made.count}); the nearest is "
+            "what parallel3d calibrate makes here"
+        )
+
+
+# Seconds of a layer, of the ends and of a step's end on a measured machine, for one rank alone.
+#
+# The list follows the code: models/transformer.py, tensor_parallel/linear_ops.py and head_loss.py,
+# pipeline/executor.py, data_parallel/, optim/.
+
+
+ITEM = {"fp64": 8, "fp32": 4, "tf32": 4}  # bytes; the others have 2
+WIDE = 4  # of gradients and masters
+FEW = 64  # bytes of a sum of a few numbers
+STATISTICS = 12  # bytes a token that each rank brings to the loss
+
+
+class Pass(NamedTuple):
+    """Seconds: of products, and of everything else."""
+
+    products: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.rest
+
+    def plus(self, other: Pass, times: float = 1.0) -> Pass:
+        return Pass(self.products + times * other.products, self.rest + times * other.rest)
+
+
+class Passes(NamedTuple):
+    """Of one micro-batch: forward, the gradient of the input, that of the weights."""
+
+    forward: Pass
+    input: Pass
+    weight: Pass
+
+    def plus(self, other: Passes, times: float = 1.0) -> Passes:
+        return Passes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Passes(Pass(), Pass(), Pass())
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What a rank of the layout of `config` takes; `config` is checked, its dp filled in."""
+
+    config: Config
+    machine: MeasuredMachine
+
+    @property
+    def rows(self) -> int:
+        return self.config.micro_batch_size * self.config.model.seq_length
+
+    @property
+    def message(self) -> int:
+        """Bytes of a micro-batch's hidden states."""
+        item = ITEM.get(self.config.precision.name, 2)
+        return self.rows * self.config.model.hidden_size * item
+
+    def collective(self, name: str, ranks: int, bytes: float) -> float:
+        """Seconds of one; of work, where the ranks of the run share cores."""
+        if ranks == 1:
+            return 0.0
+        world = self.config.tp * self.config.pp * (self.config.dp or 1)
+        shares = self.machine.shares and world > self.machine.made.count
+        return self.machine[name + SHARED * shares](ranks, max(bytes, FEW))
+
+    def hop(self) -> float:
+        """A message to the next stage."""
+        share = self.config.tp if self.config.sp else 1
+        return self.collective("send_recv", 2, self.message / share) if self.config.pp > 1 else 0.0
+
+    def _tensor(self, sums: int, gathers: int, scatters: int) -> float:
+        """Collectives of a micro-batch's hidden states over tp: so many sums or, under sequence
+        parallelism, so many gathers and scatters instead."""
+        names = {"all_reduce": sums}
+        if self.config.sp:
+            names = {"all_gather": gathers, "reduce_scatter": scatters}
+        tp = self.config.tp
+        return sum(n * self.collective(name, tp, self.message) for name, n in names.items())
+
+    def layer(self) -> Passes:
+        """One transformer layer without recomputation."""
+        model, m, tp = self.config.model, self.machine, self.config.tp
+        h, width = model.hidden_size, model.head_size
+        heads = model.num_attention_heads // tp
+        kv = max(model.kv_heads // tp, 1)
+        ffn = model.ffn_size // tp
+        up = ffn * (2 if model.activation == "swiglu" else 1)
+        products = (((heads + 2 * kv) * width, h), (h, heads * width), (up, h), (h, ffn))
+        forward, input, weight = (
+            sum(m[f"gemm.{part}"](self.rows, *sides) for sides in products)
+            for part in ("forward", "input", "weight")
+        )
+        biases = sum(out for out, _ in products) if model.bias else 0
+        back = self.attend("backward") + self.around("backward") + self._tensor(2, 4, 2)
+        back += m["bias"](self.rows * biases)
+        back += self._launched("backward", input + weight + back)
+        ahead = self.attend("forward") + self.around("forward") + self._tensor(2, 2, 2)
+        ahead += self._launched("forward", forward + ahead)
+        return Passes(Pass(forward, ahead), Pass(input, back), Pass(weight, 0.0))
+
+    def _launched(self, way: str, kernels: float) -> float:
+        """What launches add: on a CPU themselves, on a GPU what its kernels do not hide."""
+        seconds = self.machine.numbers[f"launch.{way}"]
+        return seconds if self.machine.shares else max(0.0, seconds - kernels)
+
+    def attend(self, way: str) -> float:
+        """Splitting heads, rotating, attention."""
+        model = self.config.model
+        name = "rotary" if model.position_embedding == "rope" else "attention"
+        heads = self.config.micro_batch_size * model.num_attention_heads // self.config.tp
+        return self.machine[f"{name}.{way}"](heads, model.seq_length, model.head_size)
+
+    def around(self, way: str) -> float:
+        """Norms and residuals on whole tokens, the activation on this rank's part."""
+        joined = 2 * self.machine["add"](self._own_rows * self.config.model.hidden_size)
+        return self.norms(way) + joined + self.activation(way)  # backward: gradients of both ways
+
+    @property
+    def _own_rows(self) -> int:
+        return self.rows // (self.config.tp if self.config.sp else 1)
+
+    def norms(self, way: str) -> float:
+        """Both of a layer."""
+        model = self.config.model
+        return 2 * self.machine[f"{model.norm}.{way}"](self._own_rows, model.hidden_size)
+
+    def activation(self, way: str) -> float:
+        model = self.config.model
+        kind = "gelu" if model.activation.startswith("gelu") else model.activation
+        return self.machine[f"{kind}.{way}"](self.rows * model.ffn_size // self.config.tp)
+
+    def again(self) -> Pass:
+        """What a layer's backward computes once more."""
+        model, tp, parts = self.config.model, self.config.tp, parts_of(self.config.recompute)
+        gemm, h, ffn = self.machine["gemm.forward"], model.hidden_size, model.ffn_size // tp
+        if "layer" in parts:  # up to the last product, whose input is what is wanted
+            last = Pass(-gemm(self.rows, h, ffn), -self._tensor(1, 0, 1))
+            return self.layer().forward.plus(last)
+        up = gemm(self.rows, ffn * (2 if model.activation == "swiglu" else 1), h)
+        rest = self.norms("forward") * ("norm" in parts)
+        rest += self.attend("forward") * ("attention" in parts)
+        rest += self.activation("forward") * bool(parts & {"activation", "mlp"})
+        rest += self._tensor(*collectives_again(parts))
+        return Pass(up * ("mlp" in parts), rest)
+
+    def embedding(self) -> Passes:
+        """The look-up and its gradient."""
+        size = self.rows * self.config.model.hidden_size
+        ahead, back = (self.machine[f"embedding.{way}"](size) for way in ("forward", "backward"))
+        ahead, back = ahead + self._tensor(1, 0, 1), back + self._tensor(0, 1, 0)
+        return Passes(Pass(0.0, ahead), Pass(0.0, back), Pass())
+
+    def head(self) -> Passes:
+        """The final norm, logits, the loss and both gradients, all of it in the forward."""
+        model, m, tp = self.config.model, self.machine, self.config.tp
+        columns, h = model.padded_vocab_size // tp, model.hidden_size
+        products = sum(
+            m[f"gemm.{p}"](self.rows, columns, h) for p in ("forward", "input", "weight")
+        )
+        rest = m["loss"](self.rows, columns) + m[f"{model.norm}.forward"](self.rows, h)
+        rest += self.collective("all_gather", tp, STATISTICS * tp * self.rows) + self._tensor(
+            1, 1, 1
+        )
+        back = Pass(0.0, m[f"{model.norm}.backward"](self.rows, h))
+        return Passes(Pass(products, rest), back, Pass())
+
+    def elements(self, layers: range, first: bool, last: bool, both: bool) -> int:
+        """Of one stage, on a tensor rank; `both`: its rank has the other end's table as well."""
+        parts = stage_parameters(
+            self.config.model, self.config.tp, layers, first, last, borrows_table=both
+        )
+        return sum(p.numel for p in parts)
+
+    def gradients(self, elements: int) -> float:
+        """Sums over dp at the end of a step; under zero the parts, and parameters gathered."""
+        bytes, dp = WIDE * elements, self.config.dp or 1
+        if not self.config.zero:
+            return self.collective("all_reduce", dp, bytes)
+        item = ITEM.get(self.config.precision.name, 2) * elements
+        found = self.collective("reduce_scatter", dp, bytes)
+        gathers = 1.0
+        if self.config.zero > 1:  # parameters before use, gradients behind it
+            gathers = 2.0 * self.config.num_microbatches if self.config.zero > 2 else 1.0
+            if self.config.ddp.reduces_every_microbatch(self.config.zero):
+                found *= self.config.num_microbatches
+        return found + gathers * self.collective("all_gather", dp, item)
+
+    def tied(self) -> float:
+        """The tied table's gradient between the first stage and the last."""
+        model = self.config.model
+        if not model.tie_embeddings or self.config.pp == 1:
+            return 0.0
+        table = model.padded_vocab_size * model.hidden_size // self.config.tp
+        return self.collective("all_reduce", 2, WIDE * table)
+
+    def update(self, elements: int) -> float:
+        """Gradients cleared and clipped, the optimizer."""
+        name = self.config.optim.name
+        return self.machine[name](elements / ((self.config.dp or 1) if self.config.zero else 1))
+
+    def fixed(self) -> float:
+        """What every step costs: the sums of a few numbers, the host's own."""
+        dp, world = self.config.dp or 1, self.config.tp * self.config.pp * (self.config.dp or 1)
+        few = self.collective("all_reduce", dp, FEW) + self.collective("all_reduce", world, FEW)
+        return few + self.machine.numbers["launch.step"]
+
+
+# The clock of a pipeline whose ranks share cores: what is computed at once takes longer.
+#
+# `schedules/simulate.py` is the clock of ranks with a device each.
+
+
+Made = tuple[bool, int, int]  # of a forward, stage, micro-batch
+
+
+def shared_clock(
+    orders: Sequence[Sequence[Action]],
+    placement: StageAssignment,
+    costs: Costs,
+    replicas: int,
+    speed: Callable[[int], float],
+    ends: Sequence[float] | None = None,
+) -> float:
+    """Seconds until the last rank has done its order, and then its `ends`.
+
+    All ranks that compute at a moment are equally fast: processor sharing, as an operating system
+    deals cores out. A waiting rank takes no core. So work done is one number for all of them, which
+    grows by `speed` a second, and a rank that begins knows at which number it ends.
+
+    Args:
+        costs: seconds of a rank alone; the hop is work, half of it the sender's.
+        replicas: ranks that do as each of the pipeline's does: tp × dp.
+        speed: ranks that compute → how fast each is, 1 as if alone.
+        ends: what each rank of the pipeline does after its order: reductions, the update.
+
+    Raises ScheduleError where ranks wait for each other.
+    """
+    run = _Run(orders, placement, costs, ends or [0.0] * len(orders))
+    wall = done = 0.0
+    for rank in range(len(orders)):
+        run.begin(rank, done)
+    while run.busy:
+        end, rank = run.busy[0]
+        wall += (end - done) / speed(len(run.busy) * replicas)
+        done = end
+        heapq.heappop(run.busy)
+        run.finish(rank, done)
+    if run.left:
+        raise ScheduleError("ranks wait for each other")
+    return wall
+
+
+class _Run:
+    """Who computes until which amount of work, and who waits for what."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        placement: StageAssignment,
+        costs: Costs,
+        ends: Sequence[float],
+    ) -> None:
+        self.orders, self.costs, self.ends = orders, costs, ends
+        self.around = [placement.around(rank) for rank in range(placement.ranks)]
+        self.busy: list[tuple[float, int]] = []
+        self.place = [0] * len(orders)
+        self.left = len(orders)
+        self.made: set[Made] = set()
+        self.waiting: dict[Made, int] = {}
+
+    def begin(self, rank: int, done: float) -> None:
+        """The next action of `rank`, if its input is there."""
+        place, order = self.place[rank], self.orders[rank]
+        if place == len(order):
+            heapq.heappush(self.busy, (done + self.ends[rank], rank))
+            return
+        step = order[place]
+        stage, before, after = self.around[rank][step.chunk]
+        forward, count = step.kind == Kind.F, step.microbatch
+        source, work = None, self.costs.of(step.kind, stage)
+        if forward and before is not None:
+            source = (True, stage - 1, count)
+        elif step.kind in (Kind.B, Kind.I) and after is not None:
+            source = (False, stage + 1, count)
+        if step.kind in (Kind.B, Kind.I) and (True, stage, count) not in self.made:
+            return  # for ever: only this rank could make it
+        if source is not None and source not in self.made:
+            self.waiting[source] = rank
+            return
+        to, come = (after, before) if forward else (before, after)
+        if step.kind != Kind.W:
+            crossed = (to is not None and to[0] != rank) + (come is not None and come[0] != rank)
+            work += crossed * self.costs.hop / 2
+        heapq.heappush(self.busy, (done + work, rank))
+
+    def finish(self, rank: int, done: float) -> None:
+        """`rank` has done what it did; who waited for it goes on."""
+        place, order = self.place[rank], self.orders[rank]
+        self.place[rank] += 1
+        if place == len(order):
+            self.left -= 1
+            return
+        step = order[place]
+        if step.kind != Kind.W:
+            made = (step.kind == Kind.F, self.around[rank][step.chunk][0], step.microbatch)
+            self.made.add(made)
+            if made in self.waiting:
+                self.begin(self.waiting.pop(made), done)
+        self.begin(rank, done)
+
+
+# Seconds of one step of a layout on a measured machine, and where they go.
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step by part, as in plan/step.py; `core` is what all ranks work together."""
+
+    compute: float
+    bubble: float
+    messages: float
+    gradients: float
+    optimizer: float
+    fixed: float
+    core: float
+
+    @property
+    def total(self) -> float:
+        return sum(
+            (self.compute, self.bubble, self.messages, self.gradients, self.optimizer, self.fixed)
+        )
+
+
+def step_parts(config: Config, machine: MeasuredMachine) -> Parts:
+    """What a step of a checked configuration takes on the machine.
+
+    Raises UserError for a schedule or a split that cannot be.
+    """
+    costs = MeasuredCosts(config, machine)
+    schedule = run_schedule(config)
+    placement = schedule.placement
+    each = _stages(config, costs)
+    sums = [sum((p.total for p in stage), 0.0) for stage in each]
+    held = [
+        [placement.stage(rank, c) for c in range(placement.chunks)] for rank in range(config.pp)
+    ]
+    count, last = config.num_microbatches, placement.stages - 1
+    splits = layers_of_stages(config)
+    elements = [
+        sum(costs.elements(splits[s], s == 0, s == last, 0 in mine and last in mine) for s in mine)
+        for mine in held
+    ]
+    gradients = [costs.gradients(n) for n in elements]
+    updates = [costs.update(n) for n in elements]
+    fixed, tied = costs.fixed(), costs.tied()
+    ends = [
+        g + u + fixed + tied * (0 in mine or last in mine)
+        for g, u, mine in zip(gradients, updates, held, strict=True)
+    ]
+    hop, replicas = costs.hop(), config.tp * (config.dp or 1)
+    speed = speed_of(machine, config.tp * config.pp * (config.dp or 1), _share(each))
+    clock = StageCosts(
+        *(tuple(max(p.total, 1e-9) for p in way) for way in zip(*each, strict=True)), hop
+    )
+    total = shared_clock(schedule.orders, placement, clock, replicas, speed, ends)
+    messages = 2 * hop * count * max(placement.chunks * (config.pp > 1), 0)
+    busy = [count * sum(sums[s] for s in mine) for mine in held]
+    slowest = max(range(config.pp), key=lambda rank: busy[rank] + ends[rank])
+    alone = 1 / speed(config.pp * replicas)
+    parts = (messages, gradients[slowest] + tied * (config.pp > 1), updates[slowest], fixed)
+    shown = [part * alone for part in parts]
+    computing = busy[slowest] * alone
+    scale = min(1.0, total / (computing + sum(shown)))  # others wait: then it goes faster
+    shown, computing = [part * scale for part in shown], computing * scale
+    work = replicas * (sum(busy) + sum(ends) + messages * config.pp)
+    return Parts(computing, total - computing - sum(shown), *shown, work)
+
+
+def _stages(config: Config, costs: MeasuredCosts) -> list[Passes]:
+    """Of every stage: its layers, the ends, what an action of the pipeline costs the host."""
+    splits = layers_of_stages(config)
+    layer, again = costs.layer(), costs.again()
+    action = costs.machine.numbers["launch.action"]
+    found = []
+    for stage, layers in enumerate(splits):
+        stage_passes = NOTHING.plus(layer, len(layers))
+        repeated = recomputing(config.recompute_layers, stage, len(layers))
+        more = stage_passes.input.plus(again, repeated)
+        stage_passes = stage_passes._replace(input=more)
+        if stage == 0:
+            stage_passes = stage_passes.plus(costs.embedding())
+        if stage == len(splits) - 1:
+            stage_passes = stage_passes.plus(costs.head())
+        launched = [p._replace(rest=p.rest + action) for p in stage_passes[:2]]
+        found.append(Passes(*launched, stage_passes.weight))
+    return found
+
+
+def _share(stages: list[Passes]) -> float:
+    """Of all seconds, those of products."""
+    passes = [p for stage in stages for p in stage]
+    return sum(p.products for p in passes) / sum(p.total for p in passes)
+
+
+def speed_of(machine: MeasuredMachine, ranks: int, products: float) -> Callable[[int], float]:
+    """Ranks that compute at once → how fast each is, 1 as if one were alone with one thread.
+
+    Cores are shared out, and those that work at once are slowed by what they share besides.
+    """
+    if not machine.shares:
+        return lambda busy: 1.0
+    cores = machine.made.count
+    threads = max(1, cores // ranks)
+
+    def speed(busy: int) -> float:
+        working = min(busy, cores)
+        slow = products * machine["together.gemm"](working)
+        slow += (1 - products) * machine["together.move"](working)
+        own = min(1.0, cores / busy)
+        return own / slow / (machine["threads"](threads) if threads > 1 else 1.0)
+
+    return speed
+
+
+# Every layout of a model on a measured machine, priced one by one, and the best of them.
+
+
+SEARCHED = ("1f1b", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
+MOST = 4000  # layouts that are priced, the first ones
+STEP = ("compute", "bubble", "messages", "gradients", "optimizer", "fixed")
+
+
+def measured_layouts(
+    sizes: Mapping[str, float], ranks: int, batch: int, fixed: Mapping[str, int | str]
+) -> Iterator[LayoutChoice]:
+    """`layouts` with every schedule that the clock can time; zero=2 and 3 where they are typed."""
+    name = fixed.get("schedule")
+    held = {key: value for key, value in fixed.items() if key != "schedule"}
+    for choice in layouts(sizes, ranks, ranks, batch, held):
+        if choice.zero > 1 and "zero" not in fixed:
+            continue
+        if fixed.get("vpp", choice.vpp) != choice.vpp:
+            continue
+        if choice.pp == 1:
+            if name in (None, "1f1b", choice.schedule):
+                yield choice
+            continue
+        if choice.schedule not in ("1f1b", "interleaved"):
+            continue  # one of each number of chunks stands for all
+        for schedule in SEARCHED if name is None else (str(name),):
+            if _has_chunks(schedule, choice.vpp):
+                yield replace(choice, schedule=schedule)
+
+
+def _has_chunks(schedule: str, chunks: int) -> bool:
+    if schedule in LOOPED:
+        return chunks > 1
+    return chunks == 1 if schedule in ONE_CHUNK else chunks == 2 and schedule in V_SHAPED
+
+
+def configure(config: Config, choice: LayoutChoice) -> Config:
+    """The configuration with a choice in it."""
+    return replace(
+        config,
+        tp=choice.tp, pp=choice.pp, dp=choice.dp, vpp=choice.vpp, zero=choice.zero,
+        micro_batch_size=choice.micro_batch, recompute=choice.recompute,
+        schedule=replace(config.schedule, name=choice.schedule),
+    )  # fmt: skip
+
+
+def price_measured(
+    choices: list[LayoutChoice],
+    sizes: Mapping[str, float],
+    config: Config,
+    machine: MeasuredMachine,
+) -> Priced:
+    """Times and bytes of every choice that can run, and the order of those that fit.
+
+    Recomputation costs time and nothing else, so it is looked at where less of it does not fit.
+    Raises UserError where the run would refuse every one of them.
+    """
+    room = sizes["memory_bytes"] - machine.numbers["rank_gb"] * 1e9
+    bytes: list[Held | None] = [None] * len(choices)
+    parts: list[Parts | None] = [None] * len(choices)
+    enough: set[LayoutChoice] = set()
+    for i, choice in enumerate(choices):
+        same = replace(choice, recompute="")
+        if same in enough or len(enough) >= MOST:
+            continue
+        checked = _checked(configure(config, choice))
+        bytes[i] = None if checked is None else fullest_stage(checked)
+        if checked is not None and bytes[i].total <= room:
+            parts[i] = step_parts(checked, machine)
+            enough.add(same)
+    if choices and not any(bytes):  # for a reason that has nothing to do with the layout
+        first = configure(config, choices[0])
+        check_config(first, first.tp * first.pp * (first.dp or 1), own_samples=True)
+    fits = np.array([p is not None for p in parts])
+    seconds = _column(parts, "total")
+    time = StepTime(*(_column(parts, name) for name in STEP))
+    held = _memory(bytes, machine.numbers["rank_gb"] * 1e9)
+    order = sorted(np.flatnonzero(fits).tolist(), key=lambda i: seconds[i])
+    tight = held.total > PARALLEL3D["memory.tight"] * sizes["memory_bytes"]
+    return Priced(choices, time, seconds, held, fits, tight, simple_first(choices, seconds, order))
+
+
+def _column(found: Sequence[object | None], name: str) -> Number:
+    """One figure of all; infinite for those that were not looked at, or cannot be."""
+    return np.array([np.inf if one is None else getattr(one, name) for one in found])
+
+
+def fullest_stage(config: Config) -> Held:
+    """What the fullest rank of a checked configuration holds."""
+    return max((peak_memory(config, index) for index in range(config.pp)), key=lambda h: h.total)
+
+
+def _memory(found: Sequence[Held | None], bare: float) -> MemoryEstimate:
+    state = sum(_column(found, n) for n in ("parameters", "gradients", "masters", "optimizer"))
+    total = _column(found, "total") + bare
+    none = np.zeros(len(found))
+    activations, logits = _column(found, "activations"), _column(found, "logits")
+    return MemoryEstimate(total, state, activations, logits, none, total)
+
+
+def _checked(config: Config) -> Config | None:
+    """None for what the run would refuse."""
+    try:
+        world = config.tp * config.pp * (config.dp or 1)
+        return check_config(config, world, own_samples=True)
+    except UserError:
+        return None
+
+
+def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
+    """All fields of `plan.work.Work` that no layout changes; speeds are not looked at."""
+    model, made = config.model, machine.made
+    room = machine.numbers["memory_gb"] * 1e9
+    whole = machine.numbers["peak_tflops"] * 1e12
+    each = min(1.0, made.count / ranks) if machine.shares else 1.0
+    return {
+        **sizes_of_model(model),
+        "gpus_per_node": ranks, "flash": 1, "dropout": float(model.dropout > 0), "overlap_dp": 1,
+        "compiled": 1, "grad_bytes": 4,
+        "peak": whole * each, "peak_attention": whole * each, "units": 1,
+        "memory_bytes": room / ranks if machine.shares else room, "memory_rate": 1e9,
+        "link_rate": 1e9, "fabric_rate": 1e9, "speed": 0, "fabric": 0,
+    }  # fmt: skip

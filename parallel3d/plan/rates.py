@@ -1,0 +1,298 @@
+"""What is fitted: few numbers, each with a meaning, a first guess and how far to trust that guess.
+
+`constants.json` is made by `benchmarks/published.py`; a device and type without a measured run
+keeps its guess.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallel3d.plan.work import Number, StepWork
+
+FILE = Path(__file__).with_name("constants.json")
+
+SPEEDS = (
+    "v100/fp16",
+    "a100/fp16",
+    "h100/bf16",
+    "h100/fp8",
+    "h100_500w/bf16",
+    "h100_500w/fp8",
+    "h200/bf16",
+    "h200/fp8",
+    "b200/bf16",
+    "b200/fp8",
+    "b200/fp4",
+    "gb200/bf16",
+    "gb200/fp8",
+    "gb200/fp4",
+)
+NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
+ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
+
+# name → (guess, spread of its logarithm). Times in microseconds, shares of a datasheet's rate.
+GUESSES: dict[str, tuple[float, float]] = {
+    "gemm.ramp": (256.0, 0.7),  # k at which a GEMM reaches half of its rate
+    "gemm.wave": (0.7, 0.5),  # how much of an incomplete wave of tiles is lost
+    "gemm.small_tile": (0.85, 0.15),  # share of the rate with half the tile, once and again
+    "gemm.ragged": (0.75, 0.5),  # share of the rate where a side is no multiple of 64
+    "gemm.gap_us": (4.0, 0.5),
+    "attention.plain": (0.5, 0.5),  # batched products with scores written out
+    "attention.plain_ramp": (100.0, 0.7),
+    "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
+    "attention.odd_head": (0.5, 0.5),  # share of the rate with heads of no multiple of 8
+    "memory.rate": (0.75, 0.2),
+    "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
+    "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
+    "head.bytes": (16.0, 0.5),  # bytes moved a logit
+    "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "launch.power": (4.0, 0.5),  # how sharply the larger of host and GPU decides
+    "optimizer.bytes": (34.0, 0.4),
+    "link.rate": (0.7, 0.3),
+    "link.latency_us": (15.0, 0.6),
+    "pp.exposed": (1.0, 0.7),
+    "pp.hidden": (1.5, 1.0),  # odds of a message to be hidden, where that is asked for
+    "dp.hidden": (4.0, 0.7),  # odds of a gradient's bytes
+    "fsdp.contention": (1.1, 0.2),
+    "cp.exposed": (0.3, 0.7),
+    "step.fixed_us": (8000.0, 0.8),
+}
+PER_SPEED = {"rate": (0.8, 0.25)}  # of the datasheet's peak, of a large GEMM
+PER_NETWORK = {
+    "rate": (0.55, 0.35),
+    "latency_us": (25.0, 0.8),
+    "crowd_us": (5.0, 1.5),
+    "begin_us": (200.0, 1.5),  # until a message of the pipeline flows to another node
+}
+PER_ENGINE = {
+    "launch_us": (300.0, 0.8),  # host's time for a layer, forward and backward
+    "launch_tp_us": (300.0, 1.0),  # more with tp
+    "batch_us": (1000.0, 1.0),  # and for a micro-batch
+    "hop_us": (200.0, 1.0),  # for a message to the next stage
+    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where sums wait for the slowest host
+    "flash": (0.45, 0.4),  # of a GEMM's rate that its attention reaches over the causal half
+    "tp_hidden": (0.7, 1.0),  # odds of tp's messages to lie behind GEMMs, where asked for
+}
+_FAMILIES = (
+    ("speed", SPEEDS, PER_SPEED),
+    ("network", NETWORKS, PER_NETWORK),
+    ("engine", ENGINES, PER_ENGINE),
+)
+
+
+def guesses() -> dict[str, tuple[float, float]]:
+    """All constants' names with (guess, spread)."""
+    found = dict(GUESSES)
+    for family, names, keys in _FAMILIES:
+        for name in names:
+            for key, guess in keys.items():
+                found[f"{family}.{name}.{key}"] = guess
+    found["network.efa.crowd_us"] = (25.0, 1.0)
+    return found
+
+
+def from_odds(odds: Number | float) -> Number:
+    """A share from its odds: 0.5 from 1, never quite all."""
+    return np.asarray(odds / (1 + odds))
+
+
+class Constants:
+    """Values by name; a family's values as an array in the order of its list."""
+
+    def __init__(self, values: Mapping[str, float]) -> None:
+        self.values = {name: guess for name, (guess, _) in guesses().items()}
+        self.values.update({name: v for name, v in values.items() if name in self.values})
+        if not all(math.isfinite(v) and v > 0 for v in self.values.values()):
+            raise ValueError("constants must be positive and finite")
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def of(self, family: str, key: str, index: Number) -> Number:
+        """A family's constant for each row's member."""
+        names = next(names for name, names, _ in _FAMILIES if name == family)
+        values = np.array([self.values[f"{family}.{name}.{key}"] for name in names])
+        return values[np.asarray(index, dtype=int)]
+
+
+def load(path: Path = FILE) -> Constants:
+    """The fitted constants, or the guesses where nothing has been fitted."""
+    return Constants(json.loads(path.read_text())["constants"] if path.exists() else {})
+
+
+# Accelerators and fabrics as the planner knows them: datasheets, nothing fitted.
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU: dense TFLOP/s by type, memory in GiB and GB/s, units that run a tile at a time,
+    and GB/s one way of the link to the GPUs of its domain."""
+
+    peak: dict[str, float]
+    memory_gib: float
+    memory_gb_s: float
+    units: int
+    link_gb_s: float
+
+
+_HOPPER = {"fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
+_BLACKWELL = {"fp16": 2250.0, "bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0}
+_GRACE = {"fp16": 2500.0, "bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0}
+
+# NVIDIA's datasheets: V100 SXM3, A100 SXM4, H100 and H200 SXM5, HGX B200, GB200 NVL72; memory as
+# the driver reports it. h100_500w is a part with HBM2e and a power limit: its peak is the H100's.
+DEVICES = {
+    "v100": Device({"fp16": 125.0}, 31.7, 900, 80, 150),
+    "a100": Device({"fp16": 312.0, "bf16": 312.0}, 79.2, 2039, 108, 300),
+    "h100": Device(_HOPPER, 79.1, 3350, 132, 450),
+    "h100_500w": Device(_HOPPER, 94.5, 2400, 132, 450),
+    "h200": Device(_HOPPER, 139.8, 4800, 132, 450),
+    "b200": Device(_BLACKWELL, 178.4, 7700, 148, 900),
+    "gb200": Device(_GRACE, 184.0, 8000, 152, 900),
+    "b300": Device({**_BLACKWELL, "fp4": 14000.0}, 268.0, 7700, 148, 900),
+    "gb300": Device({**_GRACE, "fp4": 15000.0}, 277.0, 8000, 152, 900),
+}
+
+# GB/s one way of a GPU's share of its node's network.
+FABRICS = {
+    "hdr": 25.0,  # 8 × 200 Gb/s InfiniBand
+    "hdr4": 12.5,  # 4 × 200 Gb/s
+    "opa": 6.25,  # 4 × 100 Gb/s Omni-Path
+    "roce": 25.0,  # 1,600 Gb/s a node
+    "ndr": 50.0,  # 8 × 400 Gb/s
+    "efa": 50.0,  # 3,200 Gb/s a node
+    "edr": 12.5,  # 8 × 100 Gb/s
+}
+
+
+# Seconds of one kernel: a GEMM, attention, operations that only move memory.
+
+
+# rows, columns, parts of k that are summed afterwards, and how often the tile was halved
+_TILES = (
+    (256, 128, 1, 0),
+    (128, 128, 1, 1),
+    (128, 64, 1, 2),
+    (256, 128, 4, 0),
+    (128, 128, 3, 1),
+)
+
+
+def smooth_max(a: Number, b: Number, power: float = 6.0) -> Any:
+    """Nearly max(a, b) of two times, a little more where they are close: neither hides wholly."""
+    big = np.maximum(a, b)
+    small = np.minimum(a, b)
+    return big * (1 + (small / np.maximum(big, 1e-12)) ** power) ** (1 / power)
+
+
+def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number, times: Number = 1.0) -> Any:
+    """Seconds of an (m, k) × (k, n) product, `times` of them in one launch.
+
+    Rate: the device's for large products, less for short k (fill and drain of each tile), for
+    tiles that reach over the edge, for a last wave that leaves units idle (cuBLAS picks among
+    tiles, so not all of it), for sides that do not fit a tensor core's rows.
+    """
+    ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
+    rate = c.of("speed", "rate", work.speed) * work.peak
+    rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
+    compute = np.inf
+    for rows, columns, parts, share in _TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts * times / work.units
+        wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
+        tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
+        compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
+    moved = 2 * (m * k + k * n + m * n) * times / (work.memory_rate * c["memory.rate"])
+    return smooth_max(compute, moved, 4) + c["gemm.gap_us"] * 1e-6
+
+
+def move(work: StepWork, c: Constants, bytes: Number) -> Any:
+    """Seconds of operations that move `bytes` through memory."""
+    return bytes / (work.memory_rate * c["memory.rate"])
+
+
+def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
+    """Seconds of scores, softmax and values of one layer: (forward, backward) of a micro-batch.
+
+    Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones multiply all
+    of the square and write it: forward, twice in the backward.
+    """
+    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
+    keys = np.minimum(work.seq, work.window)
+    flops = 4.0 * queries * keys * work.head_size
+    odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
+    causal = np.where(work.window < work.seq, 1.0, 0.5)
+    width = np.where(work.head_size < 96, 0.75, 1.0)  # half-empty products with narrow heads
+    base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
+    flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
+    ramp = 1 + c["attention.plain_ramp"] / work.head_size
+    plain = flops / (base * c["attention.plain"]) * ramp
+    written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
+    plain = plain + move(work, c, written)
+    gap = 3 * c["gemm.gap_us"] * 1e-6
+    forward = np.where(work.flash > 0, flash, plain) + gap
+    return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
+
+
+# Seconds of collectives and messages, from the links that their ring crosses.
+
+
+_RING = 32  # ranks up to which steps are counted as a ring's; more are joined by a tree
+
+
+def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number) -> Any:
+    """Bytes/s of a ring over `ranks` GPUs that are `stride` apart.
+
+    Inside a node the link; else what the members of one node have of its network together, since
+    the node's other rings run at the same time.
+    """
+    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
+    link = work.link_rate * c["link.rate"]
+    fabric = work.fabric_rate * c.of("network", "rate", work.fabric) * members
+    return np.where(members >= ranks, link, np.minimum(link, fabric))
+
+
+def latency(work: StepWork, c: Constants, ranks: Number, stride: Number, steps: Number) -> Any:
+    """Seconds that a collective of `steps` steps over the network takes beside its bytes."""
+    members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
+    network = c.of("network", "latency_us", work.fabric) * steps
+    return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
+
+
+def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
+    """An all-gather or reduce-scatter of `bytes` in all; an all-reduce is two. 0 for one rank."""
+    wire = (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
+    steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+
+
+def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number) -> Any:
+    """The sum of `bytes` of gradients over `ranks`, by tree or ring. 0 for one rank."""
+    wire = 2 * (ranks - 1) / ranks * bytes / ring_rate(work, c, ranks, stride)
+    steps = 2 * np.log2(np.maximum(ranks, 2))
+    return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
+
+
+def hop(work: StepWork, c: Constants) -> Any:
+    """One micro-batch's activations to the next stage, which lies tp × cp × dp ranks further on."""
+    stride = work.tp * work.cp * work.dp
+    bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
+    inside = stride * work.pp <= work.gpus_per_node
+    cut = np.maximum(work.scatter_gather, work.sequence_parallel)
+    share = np.where(cut > 0, work.tp, 1.0)
+    # whole copies on each tensor rank share the node's network, as cut ones do
+    rate = np.where(
+        inside,
+        work.link_rate * c["link.rate"],
+        work.fabric_rate * c.of("network", "rate", work.fabric),
+    )
+    software = c.of("engine", "hop_us", work.engine)
+    wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
+    return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)

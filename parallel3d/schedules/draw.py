@@ -1,0 +1,420 @@
+"""Schedules as text: a row a rank, a cell an action, to be written, read and changed by hand.
+
+A cell is the number of the stage, the kind and the number of the micro-batch, as in
+torch.distributed.pipelining: `0F3`, `1I2`, `0W5`, `2B1`. Stages count through the model, so the
+table says where each one lies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from parallel3d.errors import UserError
+from parallel3d.schedules.actions import Action, ComputeSchedule, Kind, Step, action
+from parallel3d.schedules.check import check
+from parallel3d.schedules.messages import add_communication
+from parallel3d.schedules.orders import SHAPES, StageAssignment
+from parallel3d.schedules.schedule import Schedule
+from parallel3d.schedules.simulate import ScheduleError, Span, Timeline, simulate
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+Cell = tuple[int, Kind, int]
+
+
+def write_table(schedule: Schedule) -> str:
+    """The orders as CSV: a line a rank, a cell an action."""
+    lines = []
+    for rank, order in enumerate(schedule.orders):
+        stages = [schedule.placement.stage(rank, c) for c in range(schedule.placement.chunks)]
+        lines.append(",".join(f"{stages[s.chunk]}{s.kind}{s.microbatch}" for s in order))
+    return "\n".join(lines) + "\n"
+
+
+def read_table(
+    text: str, name: str, ranks: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """The schedule of a table, proven sound. Empty cells and lines count for nothing.
+
+    Args:
+        text: a line for each rank, in order; cells as `write_table` writes them.
+        name: of the file, for messages.
+        microbatches: how many there must be.
+        chunks: stages per rank that there must be; None: as many as the table has.
+
+    Raises:
+        UserError: a wrong word, another number of ranks, chunks or micro-batches, stages that lie
+            neither in loops nor as a V, or whatever the checker finds, by rank and action.
+    """
+    key = f"schedule.file={name}"
+    rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]
+    rows = [row for row in rows if row]
+    if len(rows) != ranks:
+        raise UserError(f"{key} has {len(rows)} rows of actions, one a rank, but pp={ranks}.")
+    placement = _placement(rows, key)
+    if chunks is not None and placement.chunks != chunks:
+        raise UserError(
+            f"{key} has {placement.chunks} stages per rank, but vpp={chunks}; the nearest is "
+            f"vpp={placement.chunks}."
+        )
+    orders = [
+        [action(kind, m, placement.place(stage)[1]) for stage, kind, m in row] for row in rows
+    ]
+    check_orders(orders, placement, microbatches, key)
+    return Schedule("file", placement, microbatches, orders)
+
+
+def check_orders(
+    orders: ComputeSchedule, placement: StageAssignment, microbatches: int, key: str
+) -> None:
+    """Prove orders without messages sound; raises UserError with the place and the reason."""
+    try:
+        for rank, order in enumerate(orders):
+            check_rank(rank, order, placement, microbatches)
+        check(add_communication(orders, placement), microbatches, placement)
+    except ScheduleError as error:
+        raise UserError(f"{key} cannot run: {_in_stages(str(error), placement)}.") from None
+
+
+def check_rank(
+    rank: int, order: Sequence[Action], placement: StageAssignment, microbatches: int
+) -> None:
+    """One rank's actions are complete, none of them doubled, and those of a micro-batch in order.
+
+    Raises ScheduleError.
+    """
+    single = StageAssignment(1, 1)
+    for chunk in range(placement.chunks):
+        mine = [Action(s.kind, s.microbatch) for s in order if s.chunk == chunk]
+        try:
+            check([mine], microbatches, single)
+        except ScheduleError as error:
+            words = re.sub(r"\b([FBIW]\d+)\b", rf"\1.{chunk}", str(error))
+            raise ScheduleError(words.replace("rank 0 ", f"rank {rank} ", 1)) from None
+
+
+def _in_stages(sentence: str, placement: StageAssignment) -> str:
+    """The checker's actions, `F3.1` of the rank named before, as the table spells them."""
+    rank = 0
+
+    def spelled(found: re.Match[str]) -> str:
+        nonlocal rank
+        if found[1] is not None:
+            rank = int(found[1])
+            return found[0]
+        return f"{placement.stage(rank, int(found[4] or 0))}{found[2]}{found[3]}"
+
+    return re.sub(r"\brank (\d+)|\b([FBIW])(\d+)(?:\.(\d+))?\b", spelled, sentence)
+
+
+def _cells(line: str, key: str, number: int) -> list[Cell]:
+    cells = []
+    for word in line.split(","):
+        word = word.strip()
+        if not word:
+            continue
+        match = _CELL.fullmatch(word)
+        if match is None or len(word) > 30:
+            raise UserError(
+                f"{key}, line {number}: {word[:40]!r} is no action; they are a stage, one of F, B, "
+                "I and W, and a micro-batch, as in 0F3."
+            )
+        cells.append((int(match[1]), Kind(match[2]), int(match[3])))
+    return cells
+
+
+def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
+    """Loops or a V, whichever has every stage on the rank where the table has it."""
+    held = [{stage for stage, _, _ in row} for row in rows]
+    chunks = max(1, len(held[0]))
+    for shape in SHAPES:
+        placement = StageAssignment(len(rows), chunks, shape)
+        wanted = [
+            {placement.stage(rank, chunk) for chunk in range(chunks)} for rank in range(len(rows))
+        ]
+        if wanted == held:
+            return placement
+    best = min(
+        (StageAssignment(len(rows), chunks, shape) for shape in SHAPES),
+        key=lambda p: sum(len(held[r] ^ _stages(p, r)) for r in range(len(rows))),
+    )
+    rank = next(r for r in range(len(rows)) if held[r] != _stages(best, r))
+    raise UserError(
+        f"{key}: rank {rank} has the stages {_listed(held[rank])}, but "
+        f"{_listed(_stages(best, rank))} lie there with {chunks} per rank, "
+        f"{'as a V' if best.shape == 'v' else 'one rank after the other'}."
+    )
+
+
+def _stages(placement: StageAssignment, rank: int) -> set[int]:
+    return {placement.stage(rank, chunk) for chunk in range(placement.chunks)}
+
+
+def _listed(stages: set[int]) -> str:
+    ordered = sorted(stages)
+    shown = ", ".join(map(str, ordered[:6]))
+    return shown + (" …" if len(ordered) > 6 else "") if ordered else "none"
+
+
+# Pictures of a pipeline schedule: ranks downwards, time to the right; as text and as SVG.
+
+
+_FILL = {Kind.F: "─", Kind.B: "━", Kind.I: "━", Kind.W: "─"}
+_IDLE = "·"
+_CUT = " … "
+_KINDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+}
+
+_FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
+# Blue, orange and green differ in lightness too: they stay apart in grey print and for
+# colour-blind eyes. Boxes of later chunks are drawn towards the second colour.
+_COLOURS = {
+    Kind.F: ("#1f5a99", "#74a9dd"),
+    Kind.B: ("#f2a33a", "#f8cd8d"),
+    Kind.I: ("#f2a33a", "#f8cd8d"),
+    Kind.W: ("#a3d69b", "#cdeac8"),
+}
+_INK = {Kind.F: "#ffffff", Kind.B: "#222222", Kind.I: "#222222", Kind.W: "#222222"}
+_EMPTY, _EDGE, _WAY = "#ffffff", "#d5dae0", "#5c636a"
+_MOST_BOXES = 8000  # more are drawn as one shape for each colour of a rank, without tooltips
+_MOST_WAYS = 1500  # messages whose way is drawn
+
+
+def render_text(
+    picture: Timeline | Sequence[Sequence[Step]], width: int | None = None, whole: bool = False
+) -> str:
+    """A fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
+
+    I and W are the halves of a split backward, `F3.1` is of chunk 1. A plan is timed first, with a
+    backward twice as long as a forward. Boxes are drawn to scale, the shortest just wide enough for
+    its name. Pictures wider than `width` columns lose the middle of the step, the same columns on
+    every rank, and a box that is cut there loses its name. With `whole` they show all of the step
+    instead, a letter for what a rank does most of a column's time.
+    """
+    timeline = picture if isinstance(picture, Timeline) else simulate(picture, 1.0, 2.0)
+    boxes = [span for spans in timeline.spans for span in spans]
+    scale = max((len(str(s.action)) + 1) / (s.end - s.start) for s in boxes)
+    digits = len(str(len(timeline.spans) - 1))
+    margin = len("rank ") + digits + len(" || 100.0%")
+    columns = _column(timeline.makespan, scale)
+    room = columns if width is None else width - margin
+    cut = _cut(columns, room)
+    is_overview = whole and columns > room
+    words = ", ".join(f"{kind} {_KINDS[kind]}" for kind in _kinds(timeline))
+    heading = (
+        " " * (len("rank ") + digits + 2)
+        + f"{words}, · idle; bubble {timeline.bubble_fraction:.1%}, of each rank:"
+    )
+
+    def line(spans: Sequence[Span]) -> str:
+        if is_overview:
+            return _overview_line(spans, timeline.makespan, max(room, 2))
+        return _text_line(spans, scale, columns, cut)
+
+    rows = [
+        f"rank {rank:>{digits}} |{line(spans)}| {bubble:6.1%}"
+        for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True))
+    ]
+    return "\n".join([heading, *rows])
+
+
+def _text_line(spans: Sequence[Span], scale: float, columns: int, cut: range) -> str:
+    line = [_IDLE] * columns
+    for span in spans:
+        start, end = _column(span.start, scale), _column(span.end, scale)
+        # Half a name would be another micro-batch's.
+        name = "" if start < cut.stop and end > cut.start else str(span.action)
+        # The last column of a box stays blank, so that neighbours do not run together.
+        box = name.ljust(end - start - 1, _FILL[span.action.kind]) + " "
+        line[start:end] = box[: end - start]
+    return "".join(line[: cut.start]) + (_CUT if cut else "") + "".join(line[cut.stop :])
+
+
+def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
+    """The whole step in `columns` letters: the kind that fills most of each column's time."""
+    line, step, first = [], makespan / columns, 0
+    for column in range(columns):
+        start, end = column * step, (column + 1) * step
+        while first < len(spans) and spans[first].end <= start:
+            first += 1
+        shares = {_IDLE: step}
+        for span in spans[first:]:
+            if span.start >= end:
+                break
+            share = min(end, span.end) - max(start, span.start)
+            shares[_IDLE] -= share
+            shares[span.action.kind] = shares.get(span.action.kind, 0.0) + share
+        line.append(max(shares, key=shares.__getitem__))
+    return "".join(line)
+
+
+def _kinds(timeline: Timeline) -> list[Kind]:
+    """The kinds that occur, in the order of _KINDS."""
+    found = {span.action.kind for spans in timeline.spans for span in spans}
+    return [kind for kind in _KINDS if kind in found]
+
+
+def _column(seconds: float, scale: float) -> int:
+    return int(seconds * scale + 0.5)
+
+
+def _cut(columns: int, room: int) -> range:
+    """The columns to leave out of the middle so that the rest and the cut's mark fit in `room`."""
+    if columns <= room:
+        return range(columns, columns)
+    kept = max(room - len(_CUT), 2)
+    return range((kept + 1) // 2, columns - kept // 2)
+
+
+def render_svg(
+    timeline: Timeline,
+    title: str = "Pipeline schedule",
+    width: int = 1200,
+    placement: StageAssignment | None = None,
+    hop: float = 0.0,
+    unit: str = " s",
+    until: float | None = None,
+) -> str:
+    """The classic pipeline diagram as a stand-alone SVG document, `width` pixels wide.
+
+    Boxes carry their micro-batch's number where it fits; every box names its action and times
+    in a tooltip, up to some thousand of them. The title ends with the bubble: the idle share of all
+    ranks' time. Given a `placement` and a `hop`, lines show the way of messages, if there are few.
+    Time is drawn to the end of the step, or `until` later.
+    """
+    ranks = len(timeline.spans)
+    row, gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
+    top, left, right = 92, 76, 76
+    bottom = top + ranks * (row + gap)
+    height = bottom + 40
+    until = until or timeline.makespan
+    scale = (width - left - right) / until
+    chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
+    label = "stage" if chunks == 1 else "rank"
+    size = 14 if row >= 20 else 10
+    heading = f"{escape(title)}: {timeline.bubble_fraction:.1%} bubble"
+    parts = [
+        "<svg xmlns='http://www.w3.org/2000/svg' data-by='parallel3d schedule' "
+        f"viewBox='0 0 {width} {height}' {_FONT}",
+        f"width='{width}' height='{height}' font-size='14' fill='#222222'>",
+        f"<rect width='{width}' height='{height}' fill='#ffffff'/>",
+        f"<text x='{left}' y='34' font-size='{20 if len(title) < 60 else 16}' "
+        f"font-weight='600'>{heading}</text>",
+        *_legend(timeline, left, chunks),
+        f"<text x='{width - right + 10}' y='{top - 10}' font-size='13'>idle</text>",
+    ]
+    few = sum(map(len, timeline.spans)) <= _MOST_BOXES
+    draw = _boxes if few else _shapes
+    for rank, (spans, bubble) in enumerate(zip(timeline.spans, timeline.bubble, strict=True)):
+        y = top + rank * (row + gap)
+        middle = f"{y + row / 2 + 0.36 * size:g}"
+        text = f"y='{middle}' font-size='{size}'"
+        parts.append(f"<text x='{left - 10}' {text} text-anchor='end'>{label} {rank}</text>")
+        parts.append(
+            f"<rect x='{left}' y='{y}' width='{width - left - right}' height='{row}' "
+            f"fill='{_EMPTY}' stroke='{_EDGE}'/>"
+        )
+        parts += draw(spans, chunks, left, y, row, scale, unit)
+        parts.append(f"<text x='{width - right + 10}' {text}>{bubble:.1%}</text>")
+    if placement is not None and hop > 0:
+        parts += _ways(timeline, placement, hop, (left, top, row, gap, scale))
+    parts += _axis(until, left, width - right, bottom, unit)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _boxes(
+    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
+) -> Iterator[str]:
+    digits = max(len(str(span.action.microbatch)) for span in spans)
+    for span in spans:
+        kind = span.action.kind
+        x, w = left + span.start * scale, (span.end - span.start) * scale
+        tip = f"<title>{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}</title>"
+        edge = "stroke='#ffffff' stroke-width='1'" if w > 4 else ""
+        box = (
+            f"<g>{tip}<rect x='{x:.2f}' y='{y}' width='{w:.2f}' height='{row}' "
+            f"fill='{_shade(kind, span.action.chunk, chunks)}' {edge}/>"
+        )
+        # A digit is about 0.6 em wide. Room for the longest number: not only 0 to 9 are shown.
+        size = min(15.0, 0.8 * row, (w - 3) / (0.6 * digits))
+        if size >= 9:
+            ink = _INK[kind] if span.action.chunk * 2 < chunks else "#222222"
+            box += (
+                f"<text x='{x + w / 2:.2f}' y='{y + row / 2 + 0.36 * size:.2f}' "
+                f"text-anchor='middle' font-size='{size:.1f}' fill='{ink}'>"
+                f"{span.action.microbatch}</text>"
+            )
+        yield box + "</g>"
+
+
+def _shapes(
+    spans: Sequence[Span], chunks: int, left: int, y: int, row: int, scale: float, unit: str
+) -> Iterator[str]:
+    """All boxes of one colour as one path: a tenth of the bytes."""
+    paths: dict[str, list[str]] = {}
+    for span in spans:
+        colour = _shade(span.action.kind, span.action.chunk, chunks)
+        x, w = left + span.start * scale, (span.end - span.start) * scale
+        paths.setdefault(colour, []).append(f"M{x:.1f} {y}h{w:.1f}v{row}h-{w:.1f}z")
+    for colour, boxes in paths.items():
+        yield f"<path fill='{colour}' d='{''.join(boxes)}'/>"
+
+
+def _shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of a kind, lighter from the first chunk to the last."""
+    share = chunk / (chunks - 1) if chunks > 1 else 0.0
+    first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _COLOURS[kind])
+    return "#" + "".join(
+        f"{round(a + (b - a) * share):02x}" for a, b in zip(first, last, strict=True)
+    )
+
+
+def _ways(
+    timeline: Timeline,
+    placement: StageAssignment,
+    hop: float,
+    where: tuple[int, int, int, int, float],
+) -> Iterator[str]:
+    """A thin line from the end of what made a message to its arrival on the other rank."""
+    left, top, row, gap, scale = where
+    lines = []
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            if span.action.kind == Kind.W:
+                continue
+            offset = 1 if span.action.kind == Kind.F else -1
+            reader = placement.neighbour(rank, span.action.chunk, offset)
+            if reader is None or reader[0] == rank:
+                continue
+            x1, x2 = left + span.end * scale, left + (span.end + hop) * scale
+            y1, y2 = (top + r * (row + gap) + row / 2 for r in (rank, reader[0]))
+            lines.append(f"M{x1:.2f} {y1:g}L{x2:.2f} {y2:g}")
+    if len(lines) <= _MOST_WAYS:
+        yield f"<path d='{''.join(lines)}' fill='none' stroke='{_WAY}' stroke-opacity='0.45'/>"
+
+
+def _legend(timeline: Timeline, left: int, chunks: int) -> Iterator[str]:
+    x = left
+    names = [(_COLOURS[kind][0], _KINDS[kind]) for kind in _kinds(timeline)]
+    for colour, name in [*names, (_EMPTY, "idle")]:
+        edge = f" stroke='{_EDGE}'" if colour == _EMPTY else ""
+        yield f"<rect x='{x}' y='52' width='18' height='18' fill='{colour}'{edge}/>"
+        yield f"<text x='{x + 26}' y='66'>{name}</text>"
+        x += 46 + 8 * len(name)
+    if chunks > 1:
+        yield f"<text x='{x + 10}' y='66' fill='#5c636a'>lighter: later chunk of the rank</text>"
+
+
+def _axis(makespan: float, left: int, right: int, bottom: int, unit: str) -> list[str]:
+    """The two ends of time under the rows."""
+    y = bottom + 14
+    return [
+        f"<text x='{left}' y='{y}' font-size='13'>0{unit}</text>",
+        f"<text x='{(left + right) / 2}' y='{y}' font-size='13' text-anchor='middle'>time →</text>",
+        f"<text x='{right}' y='{y}' font-size='13' text-anchor='end'>{makespan:.4g}{unit}</text>",
+    ]

@@ -1,0 +1,264 @@
+"""The module of the pretended device: `torch.pretend`, with names that `torch.cuda` has too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
+
+TYPE = "pretend"
+NAME = "pretended accelerator"
+MEMORY = 80_000_000_000  # bytes that it says it has
+
+
+def this_machine() -> SimulatedMachine:
+    """The devices of this process."""
+    return torch.get_device_module(TYPE).machine
+
+
+def index_of(device: Any) -> int:
+    """The index of a device as torch's functions take one; the current one for None.
+
+    Raises ValueError for another device, or for one without an index where `torch.cuda` would.
+    """
+    if device is None:
+        return this_machine().device
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    if device.type != TYPE:
+        raise ValueError(f"Expected a {TYPE} device, but got: {device}")
+    return this_machine().device if device.index is None else device.index
+
+
+class Stream:
+    """A queue of kernels. `wait_*` orders it behind others; only `synchronize` holds the host."""
+
+    def __init__(self, device: Any = None, priority: int = 0, number: int | None = None) -> None:
+        self.index, self.priority = index_of(device), priority
+        machine = this_machine()
+        self.number = machine.new_stream(self.index) if number is None else number
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(TYPE, self.index)
+
+    @property
+    def stream_id(self) -> int:
+        return self.number
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def query(self) -> bool:
+        """Whether the host knows that nothing is left to do."""
+        races = this_machine().races
+        newest = races.syncs.current_sync_states.get(self.number, {}).get(self.number, 0)
+        return races.is_past(self.number, newest)
+
+    def synchronize(self) -> None:
+        this_machine().wait_for_stream(self.number, "a stream's synchronize")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __repr__(self) -> str:
+        return f"<stream {self.number} of {self.device}>"
+
+
+class Event:
+    """A place in a stream. Times are of the host's clock, where it was recorded."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        self.timed = enable_timing
+        machine = this_machine()
+        self.number, self._dropped = machine.new_event(), machine.dropped_events
+        self.stream: int | None = None
+        self.sequence, self.at = 0, 0.0
+
+    def __del__(self) -> None:
+        self._dropped.append(self.number)
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = this_machine().stream_of() if stream is None else stream.number
+        self.sequence = this_machine().record(self.number, self.stream)
+        self.at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """The stream (the current one by default) goes on behind this place."""
+        if self.stream is not None:
+            machine = this_machine()
+            number = machine.stream_of() if stream is None else stream.number
+            machine.wait(number, self.number)
+
+    def query(self) -> bool:
+        """Whether the host knows that it has been passed: not before it has waited for it."""
+        return self.stream is None or this_machine().races.is_past(self.stream, self.sequence)
+
+    def synchronize(self) -> None:
+        this_machine().wait_for_event(self.number, "an event's synchronize")
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds to `end`. Raises RuntimeError where `torch.cuda` would."""
+        if not (self.timed and end.timed):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.query() and end.query()):
+            raise RuntimeError("device not ready: an event is read that nobody has waited for")
+        return 1e3 * (end.at - self.at)
+
+
+class PretendedModule:
+    """What `torch.get_device_module("pretend")` is; `machine` is not of torch.cuda's names."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self.machine = machine
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return DEVICES
+
+    def current_device(self) -> int:
+        return self.machine.device
+
+    def set_device(self, device: Any) -> None:
+        """Raises ValueError without an index, as `torch.cuda` does."""
+        if not isinstance(device, int) and torch.device(device).index is None:
+            raise ValueError(
+                f"Expected a torch.device with a specified index or an integer, but got:{device}"
+            )
+        self.machine.set_device(index_of(device))
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.machine.device
+        self.machine.set_device(index_of(device))
+        yield
+        self.machine.set_device(before)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = index_of(device)
+        return Stream(index, number=self.machine.stream_of(index))
+
+    def default_stream(self, device: Any = None) -> Stream:
+        index = index_of(device)
+        return Stream(index, number=index)
+
+    def set_stream(self, stream: Stream) -> None:
+        self.machine.set_stream(stream.index, stream.number)
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """As `torch.cuda.stream`: afterwards the device and stream of before are set again."""
+        if stream is None:
+            yield
+            return
+        machine = self.machine
+        device, outer = machine.device, machine.stream_of()
+        inner = machine.stream_of(stream.index)
+        machine.set_stream(stream.index, stream.number)
+        try:
+            yield
+        finally:
+            machine.set_stream(stream.index, inner)
+            machine.set_stream(device, outer)
+
+    def synchronize(self, device: Any = None) -> None:
+        self.machine.wait_for_device("synchronize")
+
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        """Raises RuntimeError for a word that is no mode."""
+        modes = ("default", "warn", "error")
+        if isinstance(debug_mode, str):
+            if debug_mode not in modes:
+                raise RuntimeError(
+                    "invalid value of debug_mode, expected one of `default`, `warn`, `error`"
+                )
+            debug_mode = modes.index(debug_mode)
+        self.machine.set_sync_debug_mode(debug_mode)
+
+    def get_sync_debug_mode(self) -> int:
+        return self.machine.sync_debug_mode
+
+    def manual_seed(self, seed: int) -> None:
+        """No random numbers are made on this device."""
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Of no generator."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Nothing: see `get_rng_state`."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Asked by the machinery of recomputation."""
+        return [torch.bfloat16, torch.float16]
+
+    def get_device_name(self, device: Any = None) -> str:
+        return NAME
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(name=NAME, total_memory=MEMORY, multi_processor_count=1)
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return (0, 0)
+
+    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
+        return False
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def empty_cache(self) -> None:
+        """Nothing is kept."""
+
+    def memory_allocated(self, device: Any = None) -> int:
+        self.machine.collect()
+        return self.machine.usage[index_of(device)].live
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.machine.usage[index_of(device)].peak
+
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        usage = self.machine.usage[index_of(device)]
+        usage.peak = usage.live = self.memory_allocated(device)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return MEMORY - self.memory_allocated(device), MEMORY
+
+    @property
+    def fused_kernel(self) -> Callable[[str], AbstractContextManager[None]]:
+        """What `parallel3d.device.fused` counts as one kernel; see `Machine.fused_kernel`."""
+        return self.machine.fused_kernel

@@ -1,0 +1,102 @@
+"""Registers the pretended device with PyTorch, once in a process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from parallel3d.simulated_device import attention, nccl
+from parallel3d.simulated_device.device import TYPE, PretendedModule, this_machine
+from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
+from parallel3d.simulated_device.tensor import SPECIAL, dispatch, is_pinned
+
+FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m")
+
+
+def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
+    """From here on `torch.device("pretend", i)` is a device of this process.
+
+    Before anything is differentiated: autograd counts the devices when it first runs. Called again,
+    it changes nothing.
+
+    Args:
+        data: "cpu", or "meta" for tensors without values.
+    """
+    if hasattr(torch, TYPE):
+        return this_machine()
+    machine = SimulatedMachine(data, checks_races)
+    machine.special |= SPECIAL | nccl.functional() | attention.packed()
+    _setup_privateuseone_for_python_backend(TYPE, backend_module=PretendedModule(machine))
+    torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(dispatch, "PrivateUse1")
+    machine.kept = [library, _whole_factories(), attention.register()]  # undone where let go
+    _make_tensors_by_a_copy()
+    _give_pinned_memory()
+    _follow_resized_storages()
+    nccl.register()
+    return machine
+
+
+def _whole_factories() -> torch.library.Library:
+    """Those that PyTorch would make of an empty tensor and its resizing, which no wrapper can."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in FACTORIES:
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        library.impl(name, functools.partial(dispatch, operator), "PrivateUse1")
+    return library
+
+
+def _make_tensors_by_a_copy() -> None:
+    """`torch.tensor` copies past the dispatcher's Python, where nobody would take the tensor."""
+    plain = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is None or torch.device(device).type != TYPE:
+            return plain(data, device=device, **kwargs)
+        needs_gradient = kwargs.pop("requires_grad", False)
+        return plain(data, **kwargs).to(device).requires_grad_(needs_gradient)
+
+    torch.tensor = tensor
+
+
+def _give_pinned_memory() -> None:
+    """PyTorch asks a device's C++ for it, of which there is none here."""
+    plain = {name: getattr(torch, name) for name in ("empty", "zeros")}
+
+    def with_pinned(name: str) -> Any:
+        @functools.wraps(plain[name])
+        def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            made = plain[name](*args, **kwargs)
+            if pin_memory:
+                made.untyped_storage().pinned = True
+            return made
+
+        return make
+
+    def pin_memory(self: Tensor, device: Any = None) -> Tensor:
+        if is_pinned(self):
+            return self
+        pinned = self.clone(memory_format=torch.contiguous_format)
+        pinned.untyped_storage().pinned = True
+        return pinned
+
+    torch.empty, torch.zeros = with_pinned("empty"), with_pinned("zeros")
+    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)
+
+
+def _follow_resized_storages() -> None:
+    plain = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        made = plain(self, size)
+        this_machine().resized(self)
+        return made
+
+    torch.UntypedStorage.resize_ = resize

@@ -1,0 +1,478 @@
+"""A tensor on the pretended device: a wrapper around the data, whose operators run at once.
+
+Every operator arrives here after autograd. It runs on the data, and the machine is told of the
+kernel: its stream, and the memory that it reads and writes. Views share their storage's block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.simulated_device.device import TYPE, Stream, this_machine
+from parallel3d.simulated_device.machine import Kernel, SimulatedMachine, Use
+
+# In place, and without a kernel for tensors that have no values: there is nothing to run.
+WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
+
+
+class PretendedTensor(torch.Tensor):
+    """`data_` is what it stands for, on the CPU or on meta; `index` is its device's.
+
+    To PyTorch's C++ all are on device 0: a backend in Python has one device there. `device` says
+    the index.
+    """
+
+    data_: Tensor
+    index: int
+
+    # Nothing is overridden above the dispatcher; the default would only cost time.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, data: Tensor, index: int) -> PretendedTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=torch.device(TYPE, 0),
+        )
+        made.data_, made.index = data, index
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return dispatch(operator, *args, **(kwargs or {}))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(TYPE, self.index)
+
+    @property
+    def data(self) -> Tensor:
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, new: PretendedTensor) -> None:
+        torch._C.TensorBase.data.__set__(self, new)
+        self.data_, self.index = new.data_, new.index
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.data_.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """An address; on meta a number that tensors of one place share."""
+        if self.data_.device.type != "meta":
+            return self.data_.data_ptr()
+        offset = self.data_.storage_offset() * self.data_.itemsize
+        return self.data_.untyped_storage()._cdata + offset
+
+    def tolist(self) -> Any:
+        machine = this_machine()
+        machine.wait_for_stream(machine.stream_of(self.index), "tolist")
+        known = self.data_.detach()
+        return (torch.ones_like(known, device="cpu") if known.is_meta else known).tolist()
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device} | kwargs)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+        )
+
+    def record_stream(self, stream: Stream) -> None:
+        """The memory is not given out again before `stream` is done with it."""
+        this_machine().block_of(self.data_, self.index).used_on.add(stream.number)
+
+    def __format__(self, spec: str) -> str:
+        """As PyTorch's, which does so for its own class alone."""
+        return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{self.dtype} {tuple(self.shape)} on {self.device}>"
+
+
+def unwrapped(value: Any, met: dict[int, PretendedTensor]) -> Any:
+    """An argument in terms of the data; `met` collects the pretended tensors by their data."""
+    if isinstance(value, PretendedTensor):
+        met[id(value.data_)] = value
+        return value.data_
+    if isinstance(value, (list, tuple)):
+        return type(value)(unwrapped(item, met) for item in value)
+    return value
+
+
+def wrapped(value: Any, met: dict[int, PretendedTensor], index: int) -> Any:
+    """A result: a pretended tensor that came in, where it is that one's data, or a new one."""
+    if isinstance(value, Tensor):
+        known = met.get(id(value))
+        return PretendedTensor(value, index) if known is None else known
+    if isinstance(value, (list, tuple)):
+        items = [wrapped(item, met, index) for item in value]
+        return type(value)(items) if type(value) in (list, tuple) else items
+    return value
+
+
+def dispatch(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operator of which an argument is a pretended tensor or the pretended device."""
+    special = this_machine().special.get(operator, run)
+    return special(operator, *args, **kwargs)
+
+
+def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on the data, as one kernel on the current stream."""
+    machine, facts = this_machine(), facts_of(operator)
+    met: dict[int, PretendedTensor] = {}
+    data = [unwrapped(a, met) for a in args]
+    named = {name: unwrapped(a, met) for name, a in kwargs.items()}
+    index = _index(facts, met, named, (*args, *kwargs.values()), machine)
+    if "device" in named:
+        named["device"] = torch.device(machine.data)
+        named.pop("pin_memory", None)
+    if facts.waits:
+        machine.wait_for_stream(machine.stream_of(index), facts.name)
+    is_known = machine.data != "meta" or operator not in WITHOUT_META
+    out = operator(*data, **named) if is_known else None
+    if facts.in_place:
+        _check_sizes(facts, met)
+    if facts.launches:
+        machine.launch(_kernel(machine, operator, facts, data, named, out, index))
+    elif not facts.in_place:
+        for t in _tensors(out):
+            machine.block_of(t, index)
+    return wrapped(out, met, index)
+
+
+def _index(
+    facts: OverloadFacts,
+    met: dict[int, PretendedTensor],
+    named: dict,
+    given: Iterable,
+    machine: SimulatedMachine,
+) -> int:
+    """The device that all tensors are on. Raises RuntimeError as CUDA would where they differ."""
+    found = {t.index for t in met.values()}
+    others = [t for t in _tensors(given) if not isinstance(t, PretendedTensor)]
+    wrong = [t for t in others if t.dim() > 0 and not facts.name.startswith("index")]
+    if len(found) > 1 or (found and wrong):
+        places = sorted({f"{TYPE}:{i}" for i in found} | {str(t.device) for t in wrong})
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{' and '.join(places)}! (in {facts.name})"
+        )
+    if found:
+        if any(t.dim() > 0 for t in others):
+            machine.wait_for_stream(machine.stream_of(), f"{facts.name} by a tensor of the host")
+        return found.pop()
+    device = named.get("device")
+    # C++ that makes a tensor like another one says 0, whatever the index.
+    return device.index if device is not None and device.index else machine.device
+
+
+def _check_sizes(facts: OverloadFacts, met: dict[int, PretendedTensor]) -> None:
+    """A tensor that an operator gave another size, which a wrapper cannot follow."""
+    for t in met.values():
+        if t.shape != t.data_.shape:
+            raise NotImplementedError(f"{facts.name} resizes a tensor on the {TYPE} device")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def _kernel(
+    machine: SimulatedMachine,
+    operator: Any,
+    facts: OverloadFacts,
+    data: list,
+    named: dict,
+    out: Any,
+    index: int,
+) -> Kernel:
+    arguments = dict(zip(facts.arguments, data, strict=False)) | named
+    part = touched(facts, arguments, out)
+    reads: list[Use] = []
+    writes: list[Use] = []
+    inside = set()
+    for name, value in arguments.items():
+        for t in _tensors(value):
+            if t.numel() == 0 or t.device.type != machine.data:
+                continue
+            use = machine.use(t, index, part.get(name))
+            if name in facts.read:
+                reads.append(use)
+            if name in facts.written:
+                writes.append(use)
+                inside.add(id(t))
+    results = [t for t in _tensors(out) if id(t) not in inside]
+    writes += [machine.use(t, index) for t in results if t.numel()]
+    lists = [_tensors(v) for v in arguments.values() if isinstance(v, (list, tuple))]
+    count = launches_of(facts, lists)
+    call = (operator, data, named, out)
+    return Kernel(facts.name, machine.stream_of(index), reads, writes, call, count)
+
+
+def launch(name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], call: Any = None) -> None:
+    """Tells the machine of a kernel that is no operator of PyTorch's; tensors are pretended."""
+    machine = this_machine()
+    tensors = [*reads], [*writes]
+    uses = [[machine.use(t.data_, t.index) for t in some] for some in tensors]
+    index = next(t.index for some in tensors for t in some)
+    machine.launch(Kernel(name, machine.stream_of(index), *uses, call))
+
+
+def poison(data: Tensor) -> None:
+    """Fills memory with what nobody should read: it is not there yet."""
+    if data.is_meta:
+        return
+    if data.is_floating_point():
+        data.fill_(torch.nan)
+    elif data.dtype != torch.bool:
+        data.fill_(torch.iinfo(data.dtype).max - 85)
+
+
+# Operators of the pretended device that are more than a kernel: copies to and from the host, reads
+# of a number, and what the CPU lacks.
+
+
+aten = torch.ops.aten
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned", False)
+
+
+def _copy(operator: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    to_device, from_device = (isinstance(t, PretendedTensor) for t in (target, source))
+    if to_device and from_device:
+        target.data_.copy_(source.data_)
+        launch("copy_", [source], [target])
+    elif to_device:
+        _to_device(target, source, non_blocking)
+    else:
+        _to_host(target, source, non_blocking)
+    return target
+
+
+def _to_device(target: PretendedTensor, source: Tensor, non_blocking: bool) -> None:
+    machine = this_machine()
+    target.data_.copy_(source)
+    launch("copy to the device", [], [target])
+    stream = machine.stream_of(target.index)
+    if not (non_blocking and is_pinned(source)):
+        # Without pinned memory the driver waits, which PyTorch's debug mode does not see.
+        why = "a copy from memory that is not pinned, or that waits"
+        machine.wait_for_stream(stream, why, is_detected=not non_blocking)
+    elif machine.data == "cpu":
+        before = source.detach().clone()
+        machine.once_known(stream, lambda: _check_unchanged(source, before))
+
+
+def _check_unchanged(source: Tensor, before: Tensor) -> None:
+    if not torch.equal(source.detach().view(torch.uint8), before.view(torch.uint8)):
+        raise RuntimeError(
+            "pinned memory was overwritten before its copy to the device was known to be done"
+        )
+
+
+def _to_host(target: Tensor, source: PretendedTensor, non_blocking: bool) -> None:
+    machine = this_machine()
+    launch("copy to the host", [source], [])
+    stream = machine.stream_of(source.index)
+    waits = not (non_blocking and is_pinned(target))
+    if machine.data == "meta":
+        target.zero_()
+    elif waits:
+        target.copy_(source.data_)
+    else:
+        now = source.data_.detach().clone()
+        poison(target)
+        machine.once_known(stream, lambda: target.copy_(now))
+    if waits:
+        machine.wait_for_stream(stream, "a copy to the host", is_detected=not non_blocking)
+
+
+def _foreach_copy(operator: Any, targets: list, sources: list, non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        _copy(operator, target, source, non_blocking)
+
+
+def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool = False,
+        **kwargs: Any) -> Tensor:  # fmt: skip
+    device = None if device is None else torch.device(device)
+    kwargs.pop("pin_memory", None)
+    if not isinstance(tensor, PretendedTensor):  # from the host
+        made = torch.empty_like(tensor, device=device, dtype=kwargs.get("dtype"))
+        return _copy(operator, made, tensor, non_blocking)
+    if device is None or device.type == TYPE:
+        return run(operator, tensor, **kwargs)
+    data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
+    # PyTorch, too, gives pinned memory to a copy that does not wait.
+    target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
+    _to_host(target, PretendedTensor(data, tensor.index), non_blocking)
+    return target
+
+
+def _scalar(operator: Any, tensor: PretendedTensor) -> Any:
+    machine = this_machine()
+    machine.wait_for_stream(machine.stream_of(tensor.index), "item")
+    launch("item", [tensor], [])
+    if not tensor.data_.is_meta:
+        return tensor.data_.item()
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _addmm(
+    operator: Any, add: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **kwargs: Any
+) -> Tensor:
+    """`torch.addmm(..., out_dtype=…)`, which the CPU does not have: products in `out_dtype`."""
+    to = kwargs.pop("out", None)
+    if to is None:
+        to = torch.empty(add.shape, dtype=dtype, device=add.device)
+    data = [t.data_ for t in (add, a, b)]
+    if not to.data_.is_meta:
+        product = torch.addmm(*(t.to(dtype) for t in data), **kwargs)
+        to.data_.copy_(product)
+    launch("addmm", [add, a, b], [to], (aten.addmm.default, data, kwargs, to.data_))
+    return to
+
+
+def _index_add(
+    operator: Any, table: PretendedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
+) -> Tensor:
+    """Rows that fall on one place are added in an order of the device's own, as atomics do."""
+    if dim == 0 and table.index % 2 and table.is_floating_point() and not table.data_.is_meta:
+        index, source = (PretendedTensor(t.data_.flip(0), t.index) for t in (index, source))
+    return run(operator, table, dim, index, source, **kwargs)
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy,
+    aten._foreach_copy_.default: _foreach_copy,
+    aten._to_copy.default: _to,
+    aten._local_scalar_dense.default: _scalar,
+    aten.index_add_.default: _index_add,
+    aten.addmm.dtype: _addmm,
+    aten.addmm.dtype_out: _addmm,
+}
+
+
+# What is known of PyTorch's operators: which launch a kernel, what it reads and writes, at what
+# cost where the sizes of the tensors do not say it.
+
+
+# Operators that make a tensor without filling it, or tell something about one: no kernel.
+_NO_KERNEL = frozenset(
+    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "detach",
+     "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "sym_size",
+     "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
+)  # fmt: skip
+# Written without being read, though their names end like those that change a tensor.
+_OVERWRITING = frozenset(
+    ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "_foreach_copy_",
+     "_foreach_zero_")
+)  # fmt: skip
+# The host waits for their result, or for its size.
+HOST_WAITS = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
+     "bincount", "is_nonzero")
+)  # fmt: skip
+# Tensors that one launch of PyTorch's multi-tensor kernels takes, by the number of lists.
+_BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
+
+
+class OverloadFacts(NamedTuple):
+    """Of one overload: `written` and `read` are the names of arguments that are tensors."""
+
+    name: str
+    launches: bool
+    waits: bool
+    written: frozenset[str]
+    read: frozenset[str]
+    arguments: tuple[str, ...]
+    in_place: bool
+
+
+@functools.cache
+def facts_of(operator: Any) -> OverloadFacts:
+    """What the schema says, and the names above."""
+    schema = operator._schema
+    name = schema.name.partition("::")[2]
+    written, read = set(), set()
+    for argument in schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written.add(argument.name)
+        if not is_written or not (argument.is_out or name in _OVERWRITING):
+            read.add(argument.name)
+    is_view = operator.is_view and not written
+    names = tuple(argument.name for argument in schema.arguments)
+    launches = not is_view and name not in _NO_KERNEL
+    in_place = bool(written)
+    return OverloadFacts(
+        name, launches, name in HOST_WAITS, frozenset(written), frozenset(read), names, in_place
+    )
+
+
+def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
+    """Kernels that a GPU launches for an operator; `tensors`: of its lists of tensors."""
+    if not (facts.name.startswith("_foreach_") or facts.name.startswith("_fused_adam")):
+        return 1
+    lists = [t for t in tensors if len(t) > 1 or t]
+    if not lists:
+        return 1
+    count = max(len(t) for t in lists)
+    a_launch = _BY_LISTS.get(len([t for t in lists if len(t) == count]), 36)
+    # Large tensors are cut into chunks of 64 Ki elements, of which a launch takes 320.
+    chunks = sum(-(-t.numel() // 65536) for t in max(lists, key=len))
+    launches = max(-(-count // a_launch), -(-chunks // 320))
+    return launches + (1 if facts.name == "_foreach_norm" else 0)
+
+
+def _bytes(t: Tensor) -> int:
+    return t.numel() * t.itemsize
+
+
+def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
+    """Bytes of an argument that are touched, where that is not the whole of the tensor.
+
+    A lookup reads the rows that it is asked for, and an addition into rows those alone.
+    """
+    rule = _TOUCHED.get(facts.name)
+    return {} if rule is None else rule(arguments, out)
+
+
+def _lookup(table: str) -> Callable[[dict[str, Any], Any], dict[str, int]]:
+    return lambda arguments, out: {table: _bytes(out)}
+
+
+def _rows_added(source: str) -> Callable[[dict[str, Any], Any], dict[str, int]]:
+    def rule(arguments: dict[str, Any], out: Any) -> dict[str, int]:
+        table, rows = arguments["self"], arguments[source]
+        return {"self": min(_bytes(table), rows.numel() * table.itemsize)}
+
+    return rule
+
+
+_TOUCHED: dict[str, Callable[[dict[str, Any], Any], dict[str, int]]] = {
+    "embedding": _lookup("weight"),
+    "index_select": _lookup("self"),
+    "gather": _lookup("self"),
+    "index_add_": _rows_added("source"),
+    "scatter_add_": _rows_added("src"),
+}

@@ -1,0 +1,384 @@
+"""Cross-entropy over logits that are split along the vocabulary, never gathered nor copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.collectives import CompletedWork, Work
+from parallel3d.comm.process_groups import SINGLE, Group
+from parallel3d.device import accelerator
+from parallel3d.device.fused import fused, fuses
+from parallel3d.device.matmul import matmul
+from parallel3d.parameters.gradients import add_product
+from parallel3d.sizes.model import loss_chunks
+from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
+
+# Rows that are worked on at a time without fused kernels: on a CPU they stay in the cache from one
+# pass to the next; on other devices large enough to fill them, and still small beside the logits in
+# half precision, of which a piece is widened to fp32 at a time.
+PIECE_BYTES = {"cpu": 1 << 20}
+LARGE_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one token, from its logits z and label y, with p = softmax(z), l = log Σ exp z.
+
+    (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l²: cross-entropy against a target of which ε is spread
+    evenly over the vocabulary (Szegedy et al. 2016 §7), plus z-loss (Chowdhery et al. 2022 §5).
+
+    Attributes:
+        vocab_size: tokens that exist; columns beyond them reach neither softmax nor mean.
+        label_smoothing: ε.
+        z_loss: λ.
+        half: logits of half precision stay so, statistics and losses too, as Megatron-LM's
+            --fp16-lm-cross-entropy has it; else all of these are fp32 or better.
+    """
+
+    vocab_size: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    half: bool = False
+
+    @property
+    def plain(self) -> Objective:
+        """Cross-entropy alone, in fp32 or better, for held-out samples."""
+        return Objective(self.vocab_size)
+
+    @property
+    def statistics(self) -> int:
+        """Numbers that a rank contributes for each token."""
+        return 4 if self.label_smoothing else 3
+
+
+@fused
+def vocabulary_statistics(
+    logits: Tensor, target: Tensor, inside: Tensor, real: int, with_sum: bool
+) -> Tensor:
+    """`ChunkLoss.statistics` in one pass over the logits, which stay as they are.
+
+    Args:
+        target: (tokens, 1) column of the label, any where `inside` (tokens,) is false.
+        real: columns that count, the first ones.
+    """
+    # Spelled as TorchInductor knows it: maximum and sum then become one online pass over a row
+    # (Milakov and Gimelshein 2018).
+    wide = logits[:, :real].to(torch.promote_types(logits.dtype, torch.float32))
+    maximum = wide.amax(1, keepdim=True)
+    total = (wide - maximum).exp().sum(1, keepdim=True)
+    at_target = logits.gather(1, target).to(wide.dtype).masked_fill(~inside.unsqueeze(1), 0.0)
+    columns = [maximum, total, at_target]
+    if with_sum:
+        columns.append(wide.sum(1, keepdim=True))
+    return torch.cat(columns, 1).t().contiguous()
+
+
+@fused
+def logits_to_gradient(
+    logits: Tensor,
+    log_sum: Tensor,
+    of_softmax: Tensor,
+    at_target: Tensor,
+    target: Tensor,
+    spread: Tensor | None,
+    real: int,
+) -> None:
+    """Turns logits into `of_softmax`·softmax + `at_target` at the label − `spread`, in one pass.
+
+    Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
+    """
+    # 32 bits: a comparison an element in 64 would take as long as the memory does.
+    column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    gradient = (logits.to(log_sum.dtype) - log_sum).exp() * of_softmax
+    if spread is not None:
+        gradient = gradient - spread
+    gradient = gradient + torch.where(column == target.to(torch.int32), at_target, 0.0)
+    if real < logits.shape[1]:
+        gradient = torch.where(column < real, gradient, 0.0)
+    logits.copy_(gradient)
+
+
+class ChunkLoss:
+    """Losses of some tokens, and their gradients in place of the logits.
+
+    `statistics` of all ranks go into `losses`, after which `gradient` may be called. Maximum,
+    exponentials and sums are fp32 or better whatever the logits are, unless the objective is
+    `half`: then each of them is rounded to the type of the logits. With fused kernels the logits
+    are read once, and once more to become gradients. Without, they go through the cache in pieces:
+    in fp32 and fp64 they become exponentials and then gradients in one buffer; in half precision
+    they stay what they are until they become gradients, and fp32 exists a piece at a time.
+
+    Args:
+        logits: (tokens, columns), this rank's columns; overwritten.
+        labels: (tokens,) ids below `objective.vocab_size`.
+        first: vocabulary index of the first column.
+    """
+
+    def __init__(self, logits: Tensor, labels: Tensor, first: int, objective: Objective) -> None:
+        self.objective, columns = objective, logits.shape[1]
+        self.logits = logits
+        self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
+        self.whole = fuses(logits.device) and not objective.half
+        self.kept = objective.half or logits.dtype in (torch.float32, torch.float64)
+        self.dtype = logits.dtype if self.kept else torch.float32
+        self.inside = (labels >= first) & (labels < first + self.real)
+        self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of rows and their real columns, in place or, in half precision, as fp32 copies."""
+        row = max(1, self.logits.shape[1] * self.dtype.itemsize)
+        rows = max(1, PIECE_BYTES.get(self.logits.device.type, LARGE_PIECE_BYTES) // row)
+        for start in range(0, self.logits.shape[0], rows):
+            run = slice(start, start + rows)
+            piece = self.logits[run, : self.real]
+            yield run, piece if self.kept else piece.to(self.dtype)
+
+    def statistics(self) -> Tensor:
+        """(3 or 4, tokens): maximum, Σ exp(z − maximum), z of the label where it is here, and, for
+        label smoothing, Σ z, over the real columns of this rank."""
+        if self.whole and self.real:
+            smooths = self.objective.label_smoothing > 0
+            out = vocabulary_statistics(self.logits, self.target, self.inside, self.real, smooths)
+            self.maximum = out[0]
+            return out
+        out = self.logits.new_zeros(
+            self.objective.statistics, self.logits.shape[0], dtype=self.dtype
+        )
+        if not self.real:
+            out[0] = -torch.inf
+            self.maximum = out[0]
+            return out
+        for run, piece in self._pieces():
+            maximum = torch.amax(piece, 1, out=out[0, run])
+            out[2, run] = piece.gather(1, self.target[run]).squeeze(1)
+            if self.objective.label_smoothing:
+                torch.sum(piece, 1, out=out[3, run])
+            torch.sum(piece.sub_(maximum.unsqueeze(1)).exp_(), 1, out=out[1, run])
+        out[2].masked_fill_(~self.inside, 0.0)
+        self.maximum = out[0]
+        return out
+
+    def losses(self, ranks: Tensor) -> Tensor:
+        """(tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks, in order."""
+        maxima, sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
+        highest = maxima.amax(0)
+        total = (sums * torch.exp(maxima - highest)).sum(0)
+        self.log_sum = highest + torch.log(total)
+        smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
+        if not smoothing and not z_loss:
+            return self.log_sum - targets.sum(0)
+        losses = self.log_sum - (1.0 - smoothing) * targets.sum(0)
+        if smoothing:
+            losses -= smoothing / self.objective.vocab_size * ranks[:, 3].sum(0)
+        return losses + z_loss * self.log_sum.square()
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Gradient (tokens, columns) by the logits, in their place; `grad` (tokens,): by the
+        losses."""
+        smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
+        of_softmax = grad * (1.0 + 2.0 * z_loss * self.log_sum) if z_loss else grad
+        at_target = (grad * self.inside).mul_(smoothing - 1.0).unsqueeze(1)
+        spread = (grad * (smoothing / self.objective.vocab_size)).unsqueeze(1)
+        if self.whole:
+            columns = (self.log_sum.unsqueeze(1), of_softmax.unsqueeze(1), at_target, self.target)
+            logits_to_gradient(self.logits, *columns, spread if smoothing else None, self.real)
+            return self.logits
+        factor = of_softmax * torch.exp(self.maximum - self.log_sum) if self.kept else of_softmax
+        for run, piece in self._pieces() if self.real else ():
+            if not self.kept:
+                piece.sub_(self.log_sum[run].unsqueeze(1)).exp_()
+            piece.mul_(factor[run].unsqueeze(1))
+            if smoothing:
+                piece.sub_(spread[run])
+            piece.scatter_add_(1, self.target[run], at_target[run].to(piece.dtype))
+            if not self.kept:
+                self.logits[run, : self.real] = piece
+        self.logits[:, self.real :] = 0.0
+        return self.logits
+
+
+# The output head and the loss as one step: logits exist for a chunk of tokens at a time.
+#
+# Losses need the whole table, gradients too, but both need the logits of one token alone. So the
+# tokens go through in chunks: logits, statistics, losses, gradients in place of the logits, and
+# their two GEMMs, before the next chunk's logits take the memory. That is three GEMMs, as without
+# chunks; to make the logits again in the backward would be four, to keep them all the memory.
+# Gradients in the forward need to know what the losses will be multiplied with, so the caller says
+# it beforehand. Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels, on one
+# device.
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """Losses of hidden states against a table whose rows are split over `group`.
+
+    Attributes:
+        padded_size: rows of the table over all ranks.
+        sp: hidden states are (b, s/tp, h) and are gathered first.
+        gather_logits: every rank gathers all logits of a chunk (`model.parallel_output=false`).
+        chunk_tokens: see `loss_chunks`.
+    """
+
+    objective: Objective
+    padded_size: int
+    group: Group = SINGLE
+    sp: bool = False
+    gather_logits: bool = False
+    chunk_tokens: int | None = None
+
+    def train(
+        self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor
+    ) -> Tensor:
+        """The sum of the unmasked losses, to be backpropagated from `loss_scale` and nothing else.
+
+        The table's gradient is added to its bucket here, in the forward; the bucket is told in the
+        backward, as it is by the other layers.
+
+        Args:
+            x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
+            table: (padded_size / tp, h).
+            labels, loss_mask: (b, s).
+            loss_scale: scalar, what the sum's gradient will be.
+
+        Raises:
+            RuntimeError: in the backward, on a CPU, if it starts from another gradient.
+        """
+        self._check(table)
+        return _HeadLoss.apply(x, table, labels, loss_mask, loss_scale, self)
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """The sum of the unmasked cross-entropies, without gradients, smoothing or z-loss."""
+        self._check(table)
+        run = _Run(self, self.objective.plain, x, table, labels, loss_mask)
+        for chunk in run.chunks():
+            run.forward(chunk)
+        return run.losses.mul_(run.mask).sum()
+
+    def _check(self, table: Tensor) -> None:
+        if table.shape[0] * self.group.size != self.padded_size:
+            raise ValueError(
+                f"{table.shape[0]} rows on each of {self.group.size} ranks are not the "
+                f"{self.padded_size} rows of the padded vocabulary"
+            )
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        table: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        loss_scale: Tensor,
+        head: HeadLoss,
+    ) -> Tensor:
+        run = _Run(head, head.objective, x, table, labels, loss_mask)
+        grad_x, grad_table = run.train(loss_scale)
+        ctx.table, ctx.gradients, ctx.loss_scale = table, (grad_x, grad_table), loss_scale
+        return run.losses.mul_(run.mask).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        if grad.device.type == "cpu" and float(grad) != float(ctx.loss_scale.to(grad.dtype)):
+            raise RuntimeError(
+                f"the loss is backpropagated from {float(grad)}, but its gradients were made for "
+                f"{float(ctx.loss_scale)}"
+            )
+        grad_x, grad_table = ctx.gradients
+        if grad_table is None:
+            ctx.table.register_grad_ready()
+        return grad_x, grad_table, None, None, None, None
+
+
+class _Run:
+    """One micro-batch on its way through the chunks; rows are tokens, (b, s) flattened."""
+
+    def __init__(
+        self,
+        head: HeadLoss,
+        objective: Objective,
+        x: Tensor,
+        table: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+    ) -> None:
+        self.head, self.objective, self.table = head, objective, table
+        self.sp = head.sp and head.group.size > 1
+        self.full = all_gather_sequence(x, head.group) if self.sp else x
+        self.x = self.full.flatten(0, -2)
+        self.labels = labels.flatten()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.mask = loss_mask.flatten().to(wide)
+        self.losses = torch.empty_like(self.mask)
+
+    def chunks(self) -> list[slice]:
+        """Runs of tokens."""
+        columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
+        sizes = loss_chunks(
+            self.x.shape[0],
+            columns,
+            self.head.chunk_tokens,
+            item=self.x.element_size(),
+            on_accelerator=accelerator.is_on_accelerator(self.x),
+        )
+        return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
+
+    def forward(self, chunk: slice) -> ChunkLoss:
+        """Writes the losses of a chunk; one collective."""
+        group, rows = self.head.group, self.table.shape[0]
+        logits = matmul(self.x[chunk], self.table.t())
+        if self.head.gather_logits and group.size > 1:
+            parts = collectives.all_gather(logits.unsqueeze(0), group)
+            logits = torch.cat(parts.unbind(0), dim=1)
+            del parts
+            loss = ChunkLoss(logits, self.labels[chunk], 0, self.objective)
+            ranks = loss.statistics().unsqueeze(0)
+        else:
+            loss = ChunkLoss(logits, self.labels[chunk], rows * group.index, self.objective)
+            ranks = collectives.all_gather(loss.statistics().unsqueeze(0), group)
+        self.losses[chunk] = loss.losses(ranks)
+        return loss
+
+    def train(self, loss_scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Losses, and the gradients of x and, where it has no bucket, of the table."""
+        chunks = self.chunks()
+        grad_x = torch.empty_like(self.x)
+        main_grad = getattr(self.table, "main_grad", None)
+        wide = torch.promote_types(self.table.dtype, torch.float32)
+        out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
+        factor = self.mask * loss_scale.to(self.mask.dtype)
+        work, reduced = CompletedWork(), grad_x
+        for chunk in chunks:
+            grad = self._gradient(chunk, factor)
+            if accelerator.is_on_accelerator(grad):
+                torch.mm(grad, self.table, out=grad_x[chunk])
+            else:  # on a CPU not every product can be written in place
+                grad_x[chunk] = matmul(grad, self.table)
+            if chunk is chunks[-1]:  # travels while the last weight-gradient GEMM runs
+                reduced, work = self._reduce(grad_x.view_as(self.full))
+            add_product(out, grad, self.x[chunk])
+            del grad  # or the next chunk's logits would stand beside it
+        work.wait()
+        grad_x = reduced.transpose(0, 1).contiguous() if self.sp else reduced
+        return grad_x, out.to(self.table.dtype) if main_grad is None else None
+
+    def _gradient(self, chunk: slice, factor: Tensor) -> Tensor:
+        """(chunk, rows): the gradient of this rank's logits."""
+        grad = self.forward(chunk).gradient(factor[chunk])
+        rows = self.table.shape[0]
+        return grad.narrow(1, rows * self.head.group.index, rows) if grad.shape[1] > rows else grad
+
+    def _reduce(self, grad_x: Tensor) -> tuple[Tensor, Work]:
+        """Starts the sum of the partial gradients of x over the ranks."""
+        if self.sp:
+            return collectives.reduce_scatter_async(sequence_first(grad_x), self.head.group)
+        return grad_x, collectives.all_reduce_async(grad_x, self.head.group)

@@ -1,0 +1,396 @@
+"""A finished report as plain data: what topology.json holds, and what the text is made of.
+
+Units: bytes and seconds of one optimizer step, 1e9 bytes a second, microseconds of latency. None
+stands for a time that does not exist because no wire leads there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import parallel3d
+from parallel3d.config.checks.whole import check_config
+from parallel3d.config.fields import check_fields, show
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.sizes.balance import layout_with_loops
+from parallel3d.sizes.traffic import transfers
+from parallel3d.sizes.transfer import Transfer
+from parallel3d.topology.cluster.discover import discover, run_command
+from parallel3d.topology.cluster.parts import Cluster, LinkClass
+from parallel3d.topology.layout import DIMENSIONS, Layout
+from parallel3d.topology.placement.placed_ranks import Process, launch_ranks_by_file
+from parallel3d.topology.placement.search import Candidate, place, search, warnings_for
+from parallel3d.topology.price.costs import StepPrice, loads_of, price_step, routes
+from parallel3d.topology.price.links import DimLinks, classify
+from parallel3d.topology.svg import cluster_svg
+from parallel3d.topology.text import (
+    assume_batch,
+    assume_model,
+    check_free,
+    cluster_line,
+    job_line,
+    write,
+    write_report,
+)
+from parallel3d.topology.tiling import RankMapping
+
+SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm
+WIRES = (LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE)
+
+
+def facts_of(report: TopologyReport, made_by: str) -> dict[str, Any]:
+    """Everything that the command shows, and the members of the chosen rank's groups."""
+    price = report.price
+    ports = {"nic": price.nic, "uplink": price.leaf_up}
+    return {
+        "made_by": made_by,
+        "version": parallel3d.__version__,
+        "assumed": report.assumed,
+        "cluster": _cluster(report.cluster),
+        "job": _job(report),
+        "placement": report.placement.how,
+        "seconds": _finite(price.seconds),
+        "groups": [_group(report, dim) for dim in price.dims],
+        "bytes": {
+            kind.label: math.fsum(d.nbytes.get(kind, 0.0) for d in price.dims.values())
+            for kind in WIRES
+            if any(d.nbytes.get(kind) for d in price.dims.values())
+        },
+        "ports": {
+            name: {"name": port.name, "bytes": port.nbytes}
+            for name, port in ports.items()
+            if port is not None
+        },
+        "search": _search(report),
+        "routes": _routes(report),
+        "rank": _rank(report),
+        "warnings": report.warnings,
+    }
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    domains = np.unique(cluster.domain).size
+    units = np.unique(cluster.unit).size
+    leaves = np.unique(cluster.unit * cluster.rails + cluster.rail_of).size
+    wires = {"nvlink": cluster.nvlink, "rail": cluster.rail}
+    if cluster.oversubscription is not None:
+        wires["spine"] = cluster.spine
+    return {
+        "name": cluster.name,
+        "origin": cluster.origin,
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpus": cluster.size,
+        "domains": domains,
+        "domain_gpus": int(np.bincount(np.unique(cluster.domain, return_inverse=True)[1]).max()),
+        "rails": cluster.rails,
+        "units": units,
+        "leaf_switches": leaves,
+        "oversubscription": cluster.oversubscription,
+        "wires": {
+            name: {"gb_per_s": wire.gb_per_s, "latency_us": wire.latency_us}
+            for name, wire in wires.items()
+        },
+    }
+
+
+def _job(report: TopologyReport) -> dict[str, Any]:
+    config, layout = report.config, report.layout
+    return {
+        "model": config.model.name,
+        "precision": config.precision.name,
+        "micro_batch_size": config.micro_batch_size,
+        "num_microbatches": config.num_microbatches,
+        "global_batch_size": config.global_batch_size,
+        **{dim: layout.size(dim) for dim in DIMENSIONS},
+        "vpp": config.vpp,
+        "schedule": config.schedule.name,
+        "ranks": layout.world_size,
+        "idle_gpus": report.cluster.size - layout.world_size,
+    }
+
+
+def _group(report: TopologyReport, dim: str) -> dict[str, Any]:
+    """One dimension: what its groups are, which links they use, what they move and cost."""
+    priced, links = report.price.dims[dim], report.links.get(dim)
+    fact: dict[str, Any] = {
+        "dim": dim,
+        "size": priced.paths.n,
+        "groups": links.groups if links else report.layout.world_size // priced.paths.n,
+        "algorithms": list(priced.algorithms),
+        "seconds": _finite(priced.seconds),
+        "bytes": {kind.label: nbytes for kind, nbytes in priced.nbytes.items() if nbytes},
+        "transfers": [
+            {
+                "op": p.transfer.op,
+                "what": p.transfer.what,
+                "bytes": p.transfer.nbytes,
+                "count": p.transfer.count,
+                "algorithm": p.algorithm,
+                "seconds": _finite(p.seconds),
+            }
+            for p in priced.transfers
+        ],
+    }
+    if links:
+        fact["pairs"] = {kind.label: count for kind, count in links.pairs.items()}
+        fact["in_domain"], fact["on_rail"] = links.in_domain, links.on_rail
+        fact["crossing"] = links.crossing
+        fact["offending"] = [str(pair) for pair in links.offending]
+    return fact
+
+
+def _search(report: TopologyReport) -> list[dict[str, Any]]:
+    """The first `topology.search` candidates, and the default order wherever it stands."""
+    rows = report.config.topology.search
+    return [
+        {
+            "placement": str(candidate),
+            "override": "default" if candidate.is_default else "auto",
+            "tiling": str(candidate.tiling),
+            "seconds": _finite(candidate.seconds),
+            "estimated": candidate.price is None,
+            "default": candidate.is_default,
+        }
+        for place, candidate in enumerate(report.candidates)
+        if rows and (place < rows or candidate.is_default)
+    ]
+
+
+def _rank(report: TopologyReport) -> dict[str, Any]:
+    layout, rank = report.layout, report.rank
+    slot = int(report.placement.slots[rank])
+    return {
+        "rank": rank,
+        "coordinates": layout.coordinates(rank)._asdict(),
+        "gpu": report.cluster.slot_name(slot),
+        "groups": {d: layout.group_of(rank, d) for d in DIMENSIONS if layout.size(d) > 1},
+    }
+
+
+# --- between rails ---------------------------------------------------------------------------
+
+
+def _routes(report: TopologyReport) -> dict[str, Any] | None:
+    """The ways of one message between rails, cheapest first; None where nothing has two rails.
+
+    The message is the largest that this job sends between rails or, where it sends none, one from
+    the first GPU to another rail of another domain, as long as a pipeline message.
+    """
+    cluster = report.cluster
+    found = _crossing(report) or _example(report)
+    if found is None:
+        return None
+    nbytes, source, target, what = found
+    return {
+        "from": cluster.slot_name(source),
+        "to": cluster.slot_name(target),
+        "rails": [int(cluster.rail_of[source]), int(cluster.rail_of[target])],
+        "bytes": nbytes,
+        "what": what,
+        "ways": [
+            {
+                "path": route.describe(cluster),
+                "hops": [hop.label for hop in route.hops],
+                "seconds": route.seconds,
+            }
+            for route in routes(cluster, source, target, nbytes)
+        ],
+    }
+
+
+def _crossing(report: TopologyReport) -> tuple[int, int, int, str | None] | None:
+    """The largest message between two rails that this job sends: bytes, from, to, what.
+
+    None where there is none, or nothing but scalars.
+    """
+    found = []
+    rail, slots = report.cluster.rail_of, report.placement.slots
+    for dim, links in report.links.items():
+        priced = report.price.dims.get(dim)
+        pairs = ([int(slots[rank]) for rank in pair.ranks] for pair in links.offending)
+        # The first neighbours that are on different rails and in different domains.
+        ends = next(((a, b) for a, b in pairs if rail[a] != rail[b]), None)
+        if priced is None or ends is None:
+            continue
+        for p in priced.transfers:
+            # In two levels the bytes stay on their rails. A ring passes the buffer on in as many
+            # pieces as it has members.
+            if p.algorithm != "hierarchical":
+                pieces = 1 if p.transfer.op == "send_recv" else links.size
+                found.append((-(-p.transfer.nbytes // pieces), *ends, f"{dim}: {p.transfer.what}"))
+    largest = max(found, default=None)
+    return largest if largest and largest[0] >= SCALARS else None
+
+
+def _example(report: TopologyReport) -> tuple[int, int, int, None] | None:
+    cluster = report.cluster
+    others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
+    near = others & (cluster.unit == cluster.unit[0])
+    slots = np.flatnonzero(near if near.any() else others)
+    if not slots.size:
+        return None
+    sent = [t.nbytes for t in report.transfers if t.op == "send_recv"]
+    return max(sent, default=1_000_000), 0, int(slots[0]), None
+
+
+# `parallel3d topology`: what the cluster is, where the ranks go, what a step moves and costs.
+#
+# Nothing here imports torch: the answer for 16,384 GPUs takes less than a second.
+
+
+MADE_BY = "parallel3d topology"
+READER_LEFT = 128 + signal.SIGPIPE
+
+
+@dataclass(frozen=True)
+class TopologyReport:
+    """Everything that the command found out; the text, the JSON and the picture show this."""
+
+    config: Config
+    assumed: list[str]
+    placement: RankMapping
+    transfers: list[Transfer]
+    links: dict[str, DimLinks]
+    price: StepPrice
+    candidates: list[Candidate]
+    warnings: list[str]
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.placement.cluster
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement.layout
+
+    @property
+    def rank(self) -> int:
+        return self.config.topology.rank
+
+
+def topology(config: Config, typed: Sequence[str] | None = None) -> int:
+    """Print the groups, their price and what to know; write the files asked for.
+
+    `typed`: the overrides of the command line, which tell what the user chose himself; None (a
+    caller with a configuration of its own) for: everything.
+
+    Returns the exit code: 0, or 141 where the reader of a pipe left early. Raises UserError for
+    what cannot work.
+    """
+    svg, json_file = config.topology.svg, config.topology.json
+    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
+    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
+    report = make_report(config, typed, os.environ)
+    facts = facts_of(report, MADE_BY)
+    if json_file:
+        write("topology.json", json_file, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    if svg:
+        write("topology.svg", svg, picture_of(report, facts))
+    try:
+        write_report(facts, [name for name in (svg, json_file) if name], sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    return 0
+
+
+def make_report(
+    config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]
+) -> TopologyReport:
+    """Find out everything, print and write nothing.
+
+    Raises:
+        UserError: a cluster, layout, placement or model that cannot work together.
+    """
+    check_fields(config)
+    typed = ("experiment",) if typed is None else typed
+    config, assumed = assume_model(config, typed)
+    cluster = the_cluster(config, environ)
+    dp = _data_parallel(config, cluster)
+    config, more = assume_batch(config, dp, typed)
+    config = check_config(config, config.tp * config.pp * config.cp * dp, own_samples=True)
+    layout = layout_with_loops(config)
+    if config.topology.rank >= layout.world_size:
+        raise UserError(
+            f"topology.rank={config.topology.rank} must be below the {layout.world_size} ranks of "
+            f"this layout; the nearest is topology.rank={layout.world_size - 1}."
+        )
+    sent = transfers(config, layout)
+    if config.placement == "file":
+        placement = _from_file(config, cluster, layout)
+    else:
+        placement = place(config, cluster, layout, sent)
+    links = classify(placement)
+    rows = config.topology.search
+    found = search(cluster, layout, sent, priced=max(rows, 2)) if rows else []
+    price, warnings = price_step(placement, sent), warnings_for(placement, links, sent)
+    told = [*assumed, *more]
+    return TopologyReport(config, told, placement, sent, links, price, found, warnings)
+
+
+def the_cluster(config: Config, environ: Mapping[str, str]) -> Cluster:
+    """The cluster as configured or, with another `cluster.source`, as discovered here."""
+    world = None
+    if config.dp is not None:
+        world = config.tp * config.pp * config.cp * config.dp
+    return discover(config.cluster, environ, run_command, world)
+
+
+def _data_parallel(config: Config, cluster: Cluster) -> int:
+    """dp as given, or as many replicas as the cluster holds; raises UserError if none fits."""
+    replica = config.tp * config.pp * config.cp
+    factors = f"tp={config.tp} · pp={config.pp} · cp={config.cp}"
+    if replica * (config.dp or 1) <= cluster.size:
+        return config.dp or cluster.size // replica
+    if config.dp is not None:
+        raise UserError(
+            f"{factors} · dp={config.dp} needs {replica * config.dp} GPUs, and {cluster.name} has "
+            f"{cluster.size}; the nearest is dp={cluster.size // replica or 1} "
+            f"or cluster.nodes={-(-replica * config.dp // cluster.gpus_per_node)}."
+        )
+    raise UserError(
+        f"{factors} needs {replica} GPUs, and {cluster.name} has {cluster.size}; the nearest is "
+        f"cluster.nodes={-(-replica // cluster.gpus_per_node)}."
+    )
+
+
+def _from_file(config: Config, cluster: Cluster, layout: Layout) -> RankMapping:
+    """The placement of `rank_file` over the GPUs of the cluster, named by node and local index."""
+    path = Path(config.rank_file or "")  # check_config wants it named
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"rank_file={show(str(path))} cannot be read: {reason}.") from None
+    everywhere = [
+        Process(cluster.node_name(node), local)
+        for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
+    ][: layout.world_size]
+    slots = np.asarray(launch_ranks_by_file(text, path.name, everywhere))
+    return RankMapping(cluster, layout, slots, f"rank file {path.name}")
+
+
+def picture_of(report: TopologyReport, facts: dict[str, Any]) -> str:
+    """The map as an SVG document; `facts` are those of the report."""
+    loads = loads_of(report.placement, report.price)
+    sizes, _, job = job_line(facts).partition("; ")
+    title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
+    words = f"{cluster_line(facts)}. {job}"
+    return cluster_svg(report.placement, report.rank, loads, title, words)

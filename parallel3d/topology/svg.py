@@ -1,0 +1,408 @@
+"""Draws shapes and words into an SVG document whose borders follow what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from itertools import chain
+
+import numpy as np
+
+from parallel3d.topology.layout import Layout
+from parallel3d.topology.price.costs import Loads
+from parallel3d.topology.text import byte_text
+from parallel3d.topology.tiling import RankMapping
+
+BACKGROUND = "#ffffff"
+INK = "#212529"
+GREY, NVLINK, SPINE, WARNING = "#868e96", "#495057", "#343a40", "#c92a2a"
+# Of the chosen rank and of its groups.
+GROUPS = {"rank": INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
+# Of rails, and of text on them; after eight they come again.
+RAILS = (
+    *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
+    *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
+)
+FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+MARGIN = 24
+# Widths in em, on the wide side, so that another font than the one at hand still fits.
+NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
+
+
+class Canvas:
+    """Collects elements; `right` and `bottom` are the borders of all that is drawn so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.right = 0.0
+        self.bottom = 0.0
+
+    @staticmethod
+    def measure(text: str, size: float) -> float:
+        """About the width of `text` in pixels, never less than what common fonts take."""
+        widths = (0.36 if c in NARROW else 0.95 if c in WIDE else 0.64 for c in text)
+        return size * sum(widths)
+
+    @staticmethod
+    def wrap(text: str, width: float, size: float) -> list[str]:
+        """Words in lines of at most `width` pixels."""
+        lines: list[str] = []
+        for word in text.split():
+            longer = f"{lines[-1]} {word}" if lines else word
+            if lines and Canvas.measure(longer, size) <= width:
+                lines[-1] = longer
+            else:
+                lines.append(word)
+        return lines
+
+    def _grow(self, right: float, bottom: float) -> None:
+        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: float,
+        anchor: str = "start",
+        fill: str = INK,
+        weight: int = 400,
+    ) -> None:
+        """Words whose baseline begins, or has its middle, at (x, y)."""
+        wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
+        self._grow(x + (wide / 2 if anchor == "middle" else wide), y + 0.3 * size)
+        align = "" if anchor == "start" else f" text-anchor='{anchor}'"
+        bold = "" if weight == 400 else f" font-weight='{weight}'"
+        self.parts.append(
+            f"<text x='{x:g}' y='{y:g}' font-size='{size:g}' fill='{fill}'{align}{bold}>"
+            f"{escape(words, quote=False)}</text>"
+        )
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        stroke: str = "",
+        *,
+        radius: float = 0,
+        dash: str = "",
+        tip: str = "",
+        **marks: object,
+    ) -> None:
+        """A box; `tip` is what a browser shows under the pointer.
+
+        `marks`, of every shape: its class, `cls`, and what it stands for, as `data-` words.
+        """
+        self._grow(x + width, y + height)
+        edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
+        edge += f" stroke-dasharray='{dash}'" if dash else ""
+        edge += f" rx='{radius:g}'" if radius else ""
+        head = (
+            f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{fill}'{edge}"
+            f"{_attributes(marks)}"
+        )
+        self.parts.append(f"{head}><title>{escape(tip)}</title></rect>" if tip else f"{head}/>")
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
+    ) -> None:
+        """A straight line; a hairline (under 1) is dashed."""
+        self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
+        dash = " stroke-dasharray='2 2'" if width < 1 else ""
+        self.parts.append(
+            f"<line x1='{x1:g}' y1='{y1:g}' x2='{x2:g}' y2='{y2:g}' stroke='{colour}' "
+            f"stroke-width='{width:.3g}'{dash}{_attributes(marks)}/>"
+        )
+
+    def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
+        """A path that lies inside what other elements span; width 0 fills it."""
+        ink = f"fill='{colour}'"
+        if width:
+            ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
+        self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
+
+    def svg(self, title: str) -> str:
+        """The document, with a background of its own and a margin around everything."""
+        width, height = round(self.right) + MARGIN, round(self.bottom) + MARGIN
+        head = (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
+            f"width='{width}' height='{height}' font-family=\"{FONT}\" data-by='parallel3d'>"
+        )
+        tip = f"<title>{escape(title)}</title>"
+        back = f"<rect width='{width}' height='{height}' fill='{BACKGROUND}'/>"
+        return "\n".join([head, tip, back, *self.parts, "</svg>"]) + "\n"
+
+
+def _attributes(marks: Mapping[str, object]) -> str:
+    words = {"class" if name == "cls" else f"data-{name}": mark for name, mark in marks.items()}
+    return "".join(f" {name}='{escape(str(mark))}'" for name, mark in words.items())
+
+
+# Draws a placed cluster as one SVG: nodes with GPUs, NVLink domains, leaf switches, the spine.
+#
+# A row is a node, a cell a GPU with its rank, in the colour of the group that it shares with the
+# chosen rank. Down from a cell is its NVLink, to its right its NIC and the line to its rail's leaf
+# switch, above a leaf switch one of its uplinks; each is as wide as its bytes of a step. Of more
+# than `MAX_NODES` nodes those are drawn that tell most about the chosen rank; the others are
+# counted.
+
+
+CHOSEN = "rank"  # the mark of the chosen rank itself
+GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
+MAX_NODES = 40
+MAX_WIDTH = 1700  # of units beside each other
+
+CELL_H, GAP, STUB, ROW, LEAF = 22, 28, 9, 50, 18  # pixels; GAP between the cells of a row
+THICKEST = 9.0
+
+
+def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
+    """The whole picture. `title` and `subtitle` stand above it; `loads` gives the widths."""
+    canvas = Canvas()
+    canvas.text(24, 38, title, size=20, weight=600)
+    for line, words in enumerate(canvas.wrap(subtitle, 1000, size=13)):
+        canvas.text(24, 62 + 18 * line, words, size=13, fill=NVLINK)
+    picture = _Picture(canvas, placement, rank, loads)
+    picture.draw(canvas.bottom + 22)
+    picture.legend(canvas.bottom + 34)
+    return canvas.svg(title)
+
+
+def marks(layout: Layout, rank: int) -> dict[int, str]:
+    """The ranks to highlight: rank -> the dimension whose group it shares with the chosen one."""
+    shared = ((dim, layout.group_of(rank, dim)) for dim in GROUP_NAMES if layout.size(dim) > 1)
+    return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
+
+
+def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
+    """At most `limit` nodes to draw, ascending: all, or the rank's own, its groups' and the ends.
+
+    Of a large cp, pp or dp group some.
+    """
+    cluster, layout = placement.cluster, placement.layout
+    if cluster.nodes <= limit:
+        return list(range(cluster.nodes))
+
+    def of_group(dim: str, most: int) -> list[int]:
+        members = np.asarray(layout.group_of(rank, dim))
+        nodes = dict.fromkeys(cluster.node[placement.slots[members]].tolist())
+        return list(nodes)[:most]
+
+    near = chain([int(cluster.node[placement.slots[rank]])], of_group("tp", limit))
+    near = chain(near, of_group("cp", limit // 4), of_group("pp", limit // 2))
+    rest = chain([0, 1, cluster.nodes - 1], of_group("dp", limit // 4))
+    return sorted(list(dict.fromkeys(chain(near, rest)))[:limit])
+
+
+class _Picture:
+    """One drawing under way."""
+
+    def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
+        self.canvas, self.placement, self.rank, self.loads = canvas, placement, rank, loads
+        self.cluster = placement.cluster
+        self.marked = marks(placement.layout, rank)
+        self.cell = max(30, 8 * len(str(placement.layout.world_size - 1)) + 12)
+        shown = shown_nodes(placement, rank)
+        self.label = 18 + max(Canvas.measure(self.cluster.node_name(n), 12) for n in shown)
+        # The units that are drawn, each with its nodes in the order of their domains.
+        first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
+        self.unit_of, domain = self.cluster.unit[first], self.cluster.domain[first]
+        self.units: dict[int, list[int]] = {}
+        for node in sorted(shown, key=lambda n: (int(self.unit_of[n]), int(domain[n]), n)):
+            self.units.setdefault(int(self.unit_of[node]), []).append(node)
+
+    def draw(self, top: float) -> None:
+        """All units, as many beside each other as fit, each row under the spine."""
+        row: list[int] = []
+        right = 24.0
+        for unit, nodes in self.units.items():
+            wide = self.width_of(nodes)
+            if row and right + wide > MAX_WIDTH:
+                top, right, row = self.row(row, top), 24.0, []
+            row.append(unit)
+            right += wide + 40
+        top = self.row(row, top)
+        units = np.unique(self.unit_of)
+        away = ~np.isin(self.unit_of, list(self.units))
+        if away.any():
+            text = f"not drawn: {units.size - len(self.units):,} more units, {away.sum():,} nodes"
+            self.canvas.text(24, top + 4, text, size=12, fill=NVLINK)
+
+    def row(self, units: list[int], top: float) -> float:
+        """Units beside each other and the spine above them; returns where the next row begins."""
+        x = 24.0
+        for unit in units:
+            self.unit(unit, self.units[unit], x, top + 26)
+            x += self.width_of(self.units[unit]) + 40
+        self.spine(24, top, max(x - 40 - 24, 260))
+        return self.canvas.bottom + 24
+
+    def spine(self, x: float, y: float, width: float) -> None:
+        """The spine as a bar, or the hole where there is none."""
+        over = self.cluster.oversubscription
+        sent = byte_text(float(self.loads.uplink.sum()))
+        long, short = "no spine: nothing joins the rails, others are reached by NVLink", "no spine"
+        if over is not None:
+            rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
+            long = f"spine: {rate}; {sent} a step over it"
+            short = f"spine {over:g}:1; {sent} a step"
+        words = long if Canvas.measure(long, 12) < width - 16 else short
+        fill, edge, ink = (SPINE, "", "#ffffff") if over is not None else ("none", WARNING, WARNING)
+        look = {"radius": 6, "dash": "6 5" if edge else "", "tip": long}
+        look |= {"cls": "spine" if over is not None else "no-spine"}
+        self.canvas.rect(x, y, width, 26, fill, edge, **look)
+        self.canvas.text(x + width / 2, y + 17.5, words, size=12, anchor="middle", fill=ink)
+
+    # --- a unit ------------------------------------------------------------------------------
+
+    def gpus(self, node: int) -> np.ndarray:
+        """The slots of a node."""
+        return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
+
+    def column(self, local: int) -> float:
+        """Offset of a GPU's cell from its node's first; domains inside a node stand apart."""
+        inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
+        return 12 + local * (self.cell + GAP) + local // inside * 16
+
+    def levels(self, nodes: list[int]) -> int:
+        """Heights that the leaf switches need: one where every rail is a single column."""
+        most = max(len(self.gpus(node)) for node in nodes)
+        return 1 if most <= self.cluster.rails else self.cluster.rails
+
+    def width_of(self, nodes: list[int]) -> float:
+        most = max(len(self.gpus(node)) for node in nodes)
+        uplinks = 0 if self.levels(nodes) == 1 else 12 * self.cluster.rails + 20
+        return self.label + self.column(most) + 2 + uplinks
+
+    def unit(self, unit: int, nodes: list[int], x: float, spine: float) -> None:
+        """A unit's nodes below each other, its leaf switches above them, its wires to the spine.
+
+        A leaf switch is as wide as the columns of its rail. Where they overlap, each has a height
+        of its own, the lower ones longer, so that no uplink crosses another switch.
+        """
+        levels, left = self.levels(nodes), x + self.label
+        first = spine + 24 + levels * (LEAF + 6) + 40
+        self.domains(nodes, x, left, first)
+        ends: dict[int, dict[float, float]] = {}  # rail -> where each of its lines is, and ends
+        for row, node in enumerate(nodes):
+            top = first + row * ROW
+            self.canvas.text(x + 8, top + 15, self.cluster.node_name(node), size=12)
+            for slot in self.gpus(node).tolist():
+                at = left + self.column(int(self.cluster.local[slot]))
+                self.gpu(slot, at, top)
+                line = at + self.cell + GAP / 2
+                ends.setdefault(int(self.cluster.rail_of[slot]), {})[line] = top + CELL_H / 2
+        right = max(max(lines) for lines in ends.values()) + 16
+        for rail, lines in sorted(ends.items()):
+            leaf = spine + 40 + (rail if levels > 1 else 0) * (LEAF + 6)
+            half = min(17.0, (self.cell + GAP) / 2 - 3)
+            end = max(lines) + half if levels == 1 else right + rail * 12 + 14
+            for line, bottom in lines.items():
+                place = {"cls": "rail", "unit": unit, "rail": rail}
+                self.canvas.line(line, leaf + LEAF, line, bottom, RAILS[rail % 8][0], 2, **place)
+            uplink = max(lines) if levels == 1 else end - 6
+            self.leaf(unit, rail, min(lines) - half, leaf, end, uplink, spine)
+        self.canvas.text(x, first - 20, f"unit {unit}", size=13, weight=600)
+        if hidden := int((self.unit_of == unit).sum()) - len(nodes):
+            text = f"… and {hidden:,} more nodes of this unit"
+            self.canvas.text(left + 12, first + len(nodes) * ROW + 4, text, size=12, fill=NVLINK)
+
+    def domains(self, nodes: list[int], x: float, left: float, first: float) -> None:
+        """Boxes around NVLink domains, inside a node or around several, and the links in them."""
+        found: dict[int, list[tuple[int, list[int]]]] = {}  # domain -> (row, local indices)
+        for row, node in enumerate(nodes):
+            slots = self.gpus(node)
+            for domain in np.unique(self.cluster.domain[slots]).tolist():
+                local = self.cluster.local[slots[self.cluster.domain[slots] == domain]].tolist()
+                found.setdefault(domain, []).append((row, local))
+        for domain, parts in found.items():
+            starts = [left + self.column(local[0]) for _, local in parts]
+            stops = [left + self.column(local[-1]) + self.cell for _, local in parts]
+            tops = [first + row * ROW for row, _ in parts]
+            wide = len(np.unique(self.cluster.node[self.cluster.domain == domain])) > 1
+            begin = x if wide else starts[0] - 8
+            end = max(stops) + (GAP / 2 + 6 if wide else 8)
+            box = (begin, tops[0] - 8, end - begin, tops[-1] - tops[0] + ROW - 6)
+            tip = f"NVLink domain {domain}"
+            edge = {"cls": "domain", "domain": domain, "tip": tip, "radius": 7}
+            self.canvas.rect(*box, "#f1f3f5", "#adb5bd", **edge)
+            bus = left + 4 if wide else starts[0]
+            for top, stop, (_, local) in zip(tops, stops, parts, strict=True):
+                if wide or len(local) > 1:
+                    y = top + CELL_H + STUB
+                    self.canvas.line(bus, y, stop, y, NVLINK, 2.5, cls="nvlink")
+            if wide:
+                y = CELL_H + STUB
+                self.canvas.line(bus, tops[0] + y, bus, tops[-1] + y, NVLINK, 2.5, cls="nvlink")
+
+    def gpu(self, slot: int, x: float, y: float) -> None:
+        rank, rail = int(self.placement.ranks[slot]), int(self.cluster.rail_of[slot])
+        kind = self.marked.get(rank) if rank >= 0 else None
+        sent, network = float(self.loads.nvlink[slot]), float(self.loads.nic[slot])
+        middle, right, half = x + self.cell / 2, x + self.cell, y + CELL_H / 2
+        self.wire("nvlink", middle, y + CELL_H, middle, y + CELL_H + STUB, NVLINK, sent)
+        self.wire("nic", right, half, right + GAP / 2, half, RAILS[rail % 8][0], network)
+        tip = (
+            f"{f'rank {rank}' if rank >= 0 else 'no rank'} on {self.cluster.slot_name(slot)}, rail "
+            f"{rail}: NVLink {byte_text(sent)}, NIC {byte_text(network)} a step"
+        )
+        fill = GROUPS[kind] if kind else "#ffffff"
+        edge = {"cls": f"gpu {kind or ''}".strip(), "rank": rank, "tip": tip, "radius": 4}
+        self.canvas.rect(x, y, self.cell, CELL_H, fill, fill if kind else GREY, **edge)
+        look = {"fill": "#ffffff" if kind else INK, "weight": 600 if kind else 400}
+        words = str(rank) if rank >= 0 else "–"
+        self.canvas.text(middle, y + 15.5, words, size=12, anchor="middle", **look)
+
+    def leaf(
+        self, unit: int, rail: int, x: float, y: float, end: float, uplink: float, spine: float
+    ) -> None:
+        colour, ink = RAILS[rail % 8]
+        sent, port = float(self.loads.uplink[unit, rail]), float(self.loads.port[unit, rail])
+        if self.cluster.oversubscription is not None:
+            self.wire("uplink", uplink, y, uplink, spine, colour, port)
+        tip = (
+            f"leaf switch of rail {rail}, unit {unit}: {byte_text(sent)} a step to the spine, "
+            f"{byte_text(port)} an uplink"
+        )
+        place = {"cls": "leaf", "unit": unit, "rail": rail, "tip": tip, "radius": 4}
+        self.canvas.rect(x, y, end - x, LEAF, colour, **place)
+        at = x + min((end - x) / 2, 34)
+        self.canvas.text(at, y + 13, f"r{rail}", size=11, anchor="middle", fill=ink, weight=600)
+
+    def wire(
+        self, kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, nbytes: float
+    ) -> None:
+        """A line as wide as its bytes of a step say."""
+        place = {"cls": f"wire {kind}", "bytes": f"{nbytes:.0f}"}
+        self.canvas.line(x1, y1, x2, y2, colour, self.thickness(nbytes), **place)
+
+    def thickness(self, nbytes: float) -> float:
+        """Pixels: a hairline for nothing, then with the square root of the bytes."""
+        share = nbytes / self.loads.largest if nbytes > 0 else 0.0
+        return 1.2 + (THICKEST - 1.2) * share**0.5 if share else 0.6
+
+    def legend(self, y: float) -> None:
+        """What colours and widths mean, with units."""
+        layout, canvas, x = self.placement.layout, self.canvas, 24.0
+        entries = {CHOSEN: f"rank {self.rank} ({layout.coordinates(self.rank)})"}
+        for dim, word in GROUP_NAMES.items():
+            if layout.size(dim) > 1:
+                entries[dim] = f"its {word} group ({dim}={layout.size(dim)})"
+        for kind, words in entries.items():
+            canvas.rect(x, y - 12, 22, 16, GROUPS[kind], radius=3)
+            canvas.text(x + 30, y + 1, words, size=13)
+            x += 30 + Canvas.measure(words, 13) + 26
+        x, y, largest = 24.0, y + 32, self.loads.largest
+        words = "line width: bytes of one step, one way (square root)"
+        canvas.text(x, y + 1, words, size=13)
+        x += Canvas.measure(words, 13) + 20
+        for nbytes in (largest, largest / 4, largest / 16, 0.0) if largest else (0.0,):
+            canvas.line(x, y - 4, x + 34, y - 4, NVLINK, self.thickness(nbytes), cls="sample")
+            canvas.text(x + 42, y + 1, byte_text(nbytes), size=13)
+            x += 42 + Canvas.measure(byte_text(nbytes), 13) + 22
+        words = "down from a GPU: its NVLink; right of it: its NIC, in the colour of its rail; "
+        canvas.text(24, y + 31, words + "above a leaf switch: one of its uplinks", size=13)

@@ -1,0 +1,336 @@
+"""What `parallel3d topology` takes for granted where the user chose no model or no batch.
+
+The default model of a first training run has four layers: no pipeline of eight stages, no bytes
+worth a picture. A map of a cluster is about a model that needs one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import OmegaConf
+
+from parallel3d.config.fields import show
+from parallel3d.config.schema import Config, ModelConfig, conf_dir
+from parallel3d.errors import UserError
+from parallel3d.topology.layout import DIMENSIONS, Coordinates
+
+MODEL = "llama3_70b"
+MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then under a quarter of a step
+HEAD_DIM = 128
+
+
+def chosen_keys(typed: Sequence[str]) -> set[str]:
+    """The keys and groups that overrides as typed give: `+model=gpt_tiny` -> `model`."""
+    return {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in typed}
+
+
+def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str]]:
+    """A model and a micro-batch for a configuration that chose none, and what was assumed.
+
+    `typed`: the overrides of the command line. An experiment counts as having chosen everything.
+    """
+    keys = chosen_keys(typed)
+    if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
+        return config, []
+    model, changes = _fitting(config.tp, config.pp * config.vpp, config.sp)
+    told = [f"model={MODEL}", *(f"model.{name}={value}" for name, value in changes.items())]
+    config = dataclasses.replace(config, model=model)
+    if "micro_batch_size" not in keys:
+        config = dataclasses.replace(config, micro_batch_size=1)
+        told.append("micro_batch_size=1")
+    return config, told
+
+
+def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config, list[str]]:
+    """A global batch with enough micro-batches to fill the pipeline, where none was chosen."""
+    if {"experiment", "global_batch_size"} & chosen_keys(typed):
+        return config, []
+    microbatches = MICROBATCHES_PER_STAGE * config.pp
+    batch = config.micro_batch_size * dp * microbatches
+    told = [f"global_batch_size={batch} ({microbatches} micro-batches a replica)"]
+    return dataclasses.replace(config, global_batch_size=batch), told
+
+
+def _fitting(tp: int, stages: int, sp: bool) -> tuple[ModelConfig, dict[str, int]]:
+    """Llama 3 70B, and what had to be changed for `tp` to split it and for `stages` to fill."""
+    preset = OmegaConf.load(conf_dir() / "model" / f"{MODEL}.yaml")
+    model = ModelConfig(**OmegaConf.to_container(preset))  # type: ignore[arg-type]
+    groups = math.lcm(model.kv_heads, tp)
+    heads = _multiple(model.num_attention_heads, math.lcm(groups, tp))
+    wanted = {
+        "num_layers": max(model.num_layers, stages),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "hidden_size": _multiple(heads * HEAD_DIM, tp),
+        "ffn_hidden_size": _multiple(model.ffn_size, tp),
+        "vocab_multiple": model.vocab_multiple
+        if model.padded_vocab_size % tp == 0
+        else math.lcm(model.vocab_multiple, tp),
+        "seq_length": _multiple(model.seq_length, tp) if sp else model.seq_length,
+    }
+    changes = {k: v for k, v in wanted.items() if v != getattr(model, k)}
+    return dataclasses.replace(model, **changes), changes
+
+
+def _multiple(value: int, unit: int) -> int:
+    """`value` rounded up to a multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+# Files that a command was asked to write: what it did not write itself stays as it is.
+
+
+def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
+    """Refuse to overwrite what this command did not write, before any work is done.
+
+    `name` is the key whose value is `wanted`; `mark` is near the beginning of each file that the
+    command `made_by` wrote.
+    """
+    if wanted is None:
+        return
+    path, key = Path(wanted), f"{name}={show(wanted)}"
+    if path.is_dir():
+        raise UserError(f"{key} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise UserError(f"{key} is no regular file; name one, or a new one.")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            ours = mark in file.read(1000)
+    except OSError as error:
+        raise UserError(f"{key} cannot be read: {error.strerror}.") from None
+    if not ours:
+        raise UserError(
+            f"{key} exists and was not written by {made_by}; it stays as it is: name another "
+            f"file, or remove it."
+        )
+
+
+def write(name: str, wanted: str, text: str) -> None:
+    """The whole file or none of it. Raises UserError where it cannot be written."""
+    path = Path(wanted)
+    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise UserError(f"{name}={show(wanted)} cannot be written: {error.strerror}.") from None
+
+
+# Writes a report as text for a terminal, a pipe or a log: every number comes out of its facts.
+
+
+Facts = dict[str, Any]
+LABEL = 11  # columns of the words at the left
+LEAST_WIDTH = 40
+WORTH_SAYING = 0.005  # of the communication: less is lost in what the model leaves out
+
+
+def write_report(facts: Facts, written: Sequence[str], stream: TextIO) -> None:
+    """Prints everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
+    width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    tables = (heading, group_table, search_table, route_lines, warning_lines)
+    parts = [*(table(facts, width) for table in tables), [f"wrote {name}" for name in written]]
+    text = "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, errors="replace").decode(encoding))
+
+
+def cluster_line(facts: Facts) -> str:
+    """`16 nodes of 8 GPUs = 128 GPUs, 16 NVLink domains of 8, 8 rails, ...`"""
+    c = facts["cluster"]
+    spine = "no spine"
+    if c["oversubscription"] is not None:
+        spine = f"spine {c['oversubscription']:g}:1"
+    units = f"{_count(c['units'], 'unit')} with {_count(c['leaf_switches'], 'leaf switch')}"
+    nodes = f"{_count(c['nodes'], 'node')}, {_count(c['gpus'], 'GPU')}"
+    if c["nodes"] * c["gpus_per_node"] == c["gpus"]:
+        each = _count(c["gpus_per_node"], "GPU")
+        nodes = f"{_count(c['nodes'], 'node')} of {each} = {c['gpus']:,}"
+    domains = f"{_count(c['domains'], 'NVLink domain')} of {c['domain_gpus']}"
+    return f"{nodes}, {domains}, {_count(c['rails'], 'rail')}, {units}, {spine}"
+
+
+def job_line(facts: Facts) -> str:
+    """`tp=8 pp=4 dp=4 on 128 GPUs, default order; llama3_70b in fp32, 64 sequences a step ...`"""
+    job = facts["job"]
+    shown = [d for d in ("tp", "cp", "pp", "vpp", "dp") if d not in ("cp", "vpp") or job[d] > 1]
+    sizes = " ".join(f"{d}={job[d]}" for d in shown)
+    if job["vpp"] > 1:
+        sizes += f" schedule={job['schedule']}"
+    batch = (
+        f"{job['global_batch_size']:,} sequences a step = {job['micro_batch_size']} × "
+        f"{job['num_microbatches']} micro-batches × dp"
+    )
+    return (
+        f"{sizes}; {job['model']} in {job['precision']}; {batch}; placement: {facts['placement']}"
+    )
+
+
+def heading(facts: Facts, width: int) -> list[str]:
+    """What the cluster is, its wires, the job, what was assumed, and the chosen rank's groups."""
+    cluster, job, rank = facts["cluster"], facts["job"], facts["rank"]
+    origin = f" ({cluster['origin']})" if cluster["origin"] != "the configuration" else ""
+    wires = ", ".join(
+        f"{name} {wire['gb_per_s']:g} GB/s {wire['latency_us']:g} µs"
+        for name, wire in cluster["wires"].items()
+    )
+    groups = "".join(
+        f"; {dim} group {_members(rank['groups'][dim])}"
+        for dim in DIMENSIONS
+        if dim in rank["groups"]
+    )
+    rows = {
+        "cluster": f"{cluster['name']}{origin}: {cluster_line(facts)}",
+        "wires": f"{wires}; of one GPU, one way",
+        "job": job_line(facts),
+        "assumed": " ".join(facts["assumed"])
+        and f"{' '.join(facts['assumed'])}, as no others were given",
+        "idle": job["idle_gpus"]
+        and f"{job['ranks']:,} of {cluster['gpus']:,} GPUs hold ranks, {job['idle_gpus']:,} idle",
+        "rank": f"{rank['rank']} = ({Coordinates(**rank['coordinates'])}) on {rank['gpu']}{groups}",
+    }
+    return [line for label, text in rows.items() if text for line in _labelled(label, text, width)]
+
+
+def group_table(facts: Facts, width: int) -> list[str]:
+    """One row a dimension: size, groups, links of its neighbours, algorithm, bytes, time."""
+    rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
+    for group in facts["groups"]:
+        sizes = (f"{group['size']:,}", f"{group['groups']:,}")
+        ways = (_pairs(group), ", ".join(group["algorithms"]))
+        rows.append((group["dim"], *sizes, *ways, *_bytes_and_ms(group)))
+    rows.append(("all", "", "", "", "", *_bytes_and_ms(facts)))
+    head = "one step's communication: bytes of all ranks, time if nothing overlaps"
+    classes = ", ".join(f"{name} {byte_text(n)}" for name, n in facts["bytes"].items())
+    lines = [*_wrap(head, width), *_table(rows, "<>><<>>")]
+    lines += _labelled("bytes", f"{classes or 'none'} a step", width)
+    for port in facts["ports"].values():
+        lines += _labelled("busiest", f"{port['name']}: {byte_text(port['bytes'])} a step", width)
+    return lines
+
+
+def _bytes_and_ms(facts: Facts) -> tuple[str, str]:
+    return byte_text(sum(facts["bytes"].values())), _ms(facts["seconds"])
+
+
+def _pairs(group: Facts) -> str:
+    pairs = group.get("pairs")
+    if not pairs:
+        return "any"
+    total = sum(pairs.values())
+    return ", ".join(f"{name} {_percent(count / total)}" for name, count in pairs.items())
+
+
+def search_table(facts: Facts, width: int) -> list[str]:
+    """The best placements found, against the default order."""
+    rows = facts["search"]
+    if not rows:
+        return []
+    default = next(row for row in rows if row["default"])["seconds"]
+    table = [("placement", "predicted ms", "of the default")]
+    for row in rows:
+        about = "≈ " if row["estimated"] else ""
+        table.append((row["placement"], about + _ms(row["seconds"]), _share(row, default)))
+    lines = ["placement search, cheapest first", *_table(table, "<>>")]
+    best, here = rows[0]["seconds"], facts["seconds"]
+    if best is not None and (here is None or best < here * (1 - WORTH_SAYING)):
+        gain = "" if here is None else f" saves {_percent(1 - best / here)} of the communication"
+        lines += _wrap(f"placement={rows[0]['override']}{gain}: {rows[0]['placement']}", width)
+    return lines
+
+
+def _share(row: Facts, default: float | None) -> str:
+    if row["seconds"] is None or not default:
+        return "–"
+    return f"{100 * row['seconds'] / default:.1f} %"
+
+
+def route_lines(facts: Facts, width: int) -> list[str]:
+    """A message between rails, both ways priced."""
+    route = facts["routes"]
+    if route is None:
+        return []
+    (a, b), size = route["rails"], byte_text(route["bytes"])
+    ends = f"from {route['from']} (rail {a}) to {route['to']} (rail {b})"
+    lines = _wrap(f"between rails, {route['what'] or 'as an example'}, {size} {ends}:", width)
+    for way in route["ways"]:
+        text = f"{_ms(way['seconds'])} ms  {way['path']}"
+        lines += _wrap(text, width, initial_indent="  ", subsequent_indent="    ")
+    return lines if route["ways"] else [*lines, "  no way leads there"]
+
+
+def warning_lines(facts: Facts, width: int) -> list[str]:
+    warnings = (f"warning: {text}" for text in facts["warnings"])
+    return [line for text in warnings for line in _wrap(text, width, subsequent_indent="  ")]
+
+
+# --- numbers and columns ---------------------------------------------------------------------
+
+
+def byte_text(nbytes: float) -> str:
+    """`1.25 GB`: three digits, decimal units."""
+    sizes = (1e18, 1e15, 1e12, 1e9, 1e6, 1e3)
+    for unit, size in zip(("EB", "PB", "TB", "GB", "MB", "kB"), sizes, strict=True):
+        if nbytes >= 0.9995 * size:
+            value = nbytes / size
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:,.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _ms(seconds: float | None) -> str:
+    """Milliseconds in three digits or more; what has no wire has no time."""
+    if seconds is None:
+        return "no path"
+    ms = seconds * 1e3
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:.3g}"
+
+
+def _percent(share: float) -> str:
+    """Whole percents, but nothing that exists is 0 % and only the whole is 100 %."""
+    if 0 < share < 0.005 or 0.995 <= share < 1:
+        return f"{100 * share:.2f} %"
+    return f"{100 * share:.0f} %"
+
+
+def _count(number: int, word: str) -> str:
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{number:,} {word if number == 1 else plural}"
+
+
+def _members(group: Sequence[int]) -> str:
+    """`0 8 16 … 56`"""
+    shown = [*group[:4], "…", group[-1]] if len(group) > 8 else group
+    return " ".join(map(str, shown))
+
+
+def _labelled(label: str, text: str, width: int) -> list[str]:
+    first = label.ljust(LABEL - 1) + " "
+    return _wrap(text, width, initial_indent=first, subsequent_indent=" " * LABEL)
+
+
+def _wrap(text: str, width: int, **indents: str) -> list[str]:
+    """Lines of at most `width` columns; words such as tp-cp-pp-dp stay whole where they fit."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, **indents)
+
+
+def _table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """Columns two blanks apart."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{a}{n}}" for cell, a, n in zip(row, align, sizes, strict=True)).rstrip()
+        for row in rows
+    ]

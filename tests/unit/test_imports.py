@@ -1,0 +1,116 @@
+"""Tests which module may import which: the layers of pyproject.toml, and no import cycles."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
+import pytest
+
+import parallel3d
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "parallel3d"
+
+
+def lint(folder: Path) -> tuple[int, str]:
+    """Runs import-linter on the package in `folder`, beside its pyproject.toml."""
+    environ = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
+    command = (str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
+    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, to plant imports in."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "parallel3d", ignore=ignored)
+    return tmp_path
+
+
+def plant(copy: Path, file: str, code: str) -> None:
+    path = copy / "parallel3d" / file
+    path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
+
+
+def test_layers_import_downwards_and_arithmetic_imports_no_torch() -> None:
+    code, output = lint(ROOT)
+    assert code == 0, output
+
+
+def test_an_import_upwards_or_of_torch_is_found_wherever_it_stands(copy: Path) -> None:
+    plant(copy, "comm/exchange.py", "\nfrom parallel3d.metrics import jsonl\n")
+    plant(copy, "optim/lr_schedule.py", "\ndef f():\n    from parallel3d.trainer import Trainer\n")
+    plant(copy, "data/tokens.py", "\nif TYPE_CHECKING:\n    import parallel3d.run.worker\n")
+    plant(copy, "config/fields.py", "\nfrom parallel3d.comm import exchange\n")
+    plant(copy, "files.py", "\ndef f():\n    import torch.distributed\n")
+    code, output = lint(copy)
+    assert code != 0
+    for edge in (
+        "parallel3d.comm.exchange -> parallel3d.metrics.jsonl",
+        "parallel3d.optim.lr_schedule -> parallel3d.trainer",
+        "parallel3d.data.tokens -> parallel3d.run.worker",
+        "parallel3d.config.fields -> parallel3d.comm.exchange",
+        "parallel3d.files -> torch",
+    ):
+        assert edge in output, edge
+
+
+def test_a_new_package_needs_a_layer(copy: Path) -> None:
+    (copy / "parallel3d" / "attic").mkdir()
+    (copy / "parallel3d" / "attic" / "__init__.py").touch()
+    code, output = lint(copy)
+    assert code != 0
+    assert "attic" in output
+
+
+def cycle_of(package: str) -> list[str]:
+    """A cycle of imports between files of `package`, in functions and for types included; or []."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    below = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    below[package] = set()  # the public names, which are imported when asked for
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert cycle_of("parallel3d") == []
+
+
+def test_a_circle_of_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circle").mkdir()
+    for name, text in (("__init__", ""), ("a", "from circle import b"), ("b", "import circle.a")):
+        (tmp_path / "circle" / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"circle.a", "circle.b"} <= set(cycle_of("circle"))
+
+
+def test_no_module_imports_a_public_name_from_the_package_itself() -> None:
+    """The layers do not follow these names to the modules that define them."""
+    names = set(parallel3d.__all__) - {"__version__"}
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "parallel3d":
+                found += [(path, alias.name) for alias in node.names if alias.name in names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "parallel3d":
+                found += [(path, node.attr)] if node.attr in names else []
+    assert not found
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "benchmarks/peers", "docs", "examples"])
+def test_no_script_is_named_like_a_module_of_python(folder: str) -> None:
+    """`python folder/script.py` imports its neighbours first: `tokenize.py` would break others."""
+    names = {path.stem for path in (ROOT / folder).glob("*.py")}
+    assert names and not names & sys.stdlib_module_names
