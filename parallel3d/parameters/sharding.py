@@ -115,6 +115,12 @@ class ParameterSpec:
         return len(self.shape) > 1
 
 
+def spec_of(parameter: Tensor) -> ParameterSpec:
+    """Returns the sharding spec that `Initializer.parameter` attached to a parameter."""
+    spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
+    return spec
+
+
 @dataclass(frozen=True)
 class Initializer:
     """Makes parameters whose values are a function of (seed, name, index) alone.
@@ -140,7 +146,7 @@ class Initializer:
         else:
             local = self.values(spec)
         parameter = nn.Parameter(local)
-        parameter.spec = spec
+        parameter.spec = spec  # type: ignore[attr-defined]
         return parameter
 
     def values(self, spec: ParameterSpec) -> Tensor:
