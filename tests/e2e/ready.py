@@ -126,3 +126,16 @@ def run_code(
     )
     out, err = process.communicate()
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def run_module(
+    module: str, *words: str, cwd: Path = ROOT, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """`python -m module words` to its end, for modules that need torch; see `run_code`."""
+    code = "import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=1)"
+    return run_code(code, module, *words, cwd=cwd, **environ)
+
+
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m parallel3d words` to its end, from the checkout; see `run_code`."""
+    return run_module("parallel3d", *words)

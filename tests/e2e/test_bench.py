@@ -29,7 +29,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
     forked = Forked(shell)
     # Neither the batch nor the data would do for training: nobody asks.
     forked.add_world(
-        *(8, "bench", "comm", "device=cpu", "tp=2", "pp=2", "dp=2", "run=b", "bench.budget_s=4"),
+        *(8, "bench", "comm", "device=cpu", "tp=2", "pp=2", "dp=2", "run=b", "bench.budget_s=1"),
         f"bench.sizes=[{','.join(map(str, SIZES))}]",
         *("global_batch_size=7", "data=text", "data.path=nowhere"),
     )

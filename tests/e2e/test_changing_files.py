@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.changing_files import ENDED, SAID, SAME, TOLD
-from tests.e2e.command import ROOT
+from tests.e2e.ready import run_module
 
 CELLS = {
     "pair .bin, no .json/first step/appended": ENDED,
@@ -28,14 +26,8 @@ CELLS = {
 
 def test_dozen_of_changes_is_refused_or_said_or_has_no_effect(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    bench = (sys.executable, "-m", "benchmarks.changing_files", "--jobs", "1", "--out", str(out))
-    ended = subprocess.run(
-        [*bench, "--starts", "1", "--only", *CELLS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = ("--jobs", "1", "--out", str(out), "--starts", "1", "--only", *CELLS)
+    ended = run_module("benchmarks.changing_files", *words)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     rows = json.loads(out.read_text())
     assert {f"{kind}/{moment}/{how}": became for kind, moment, how, became, _ in rows} == CELLS

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.power_cuts import can_mount
-from tests.e2e.command import ROOT
+from tests.e2e.ready import run_code, run_module
 
 PAIRS, BLOCKS, CUTS = 6, 1, 1
 SCENARIOS = ("a new run", "goes on, settings changed")
@@ -30,14 +27,7 @@ with FailingFiles(Path("runs/run/metrics.jsonl").absolute(), Fault("EIO", "kind"
 
 def test_lines_that_the_disk_did_not_take_come_back_with_the_checkpoint(tmp_path: Path) -> None:
     for disk, steps, found in (("ill", 4, [1, 2]), ("well", 6, [1, 2, 3, 3, 4, 4, 5, 6, 6])):
-        ended = subprocess.run(
-            [sys.executable, "-c", TRAIN, disk, f"train.steps={steps}"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        ended = run_code(TRAIN, disk, f"train.steps={steps}", cwd=tmp_path)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
         lines = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == found  # evaluations after 3, 4, 6
@@ -49,14 +39,8 @@ def test_command_on_an_ill_disk_loses_nothing_and_ends_with_a_sentence(tmp_path:
     out = tmp_path / "found.json"
     counts = {"pairs": PAIRS, "blocks": BLOCKS, "cuts": CUTS if can_mount() else 0}
     words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-    bench = (sys.executable, "-m", "benchmarks.command_faults", "--jobs", "2", "--seed", "3")
-    ended = subprocess.run(
-        [*bench, *words, "--out", str(out), "--only", *SCENARIOS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words += ["--jobs", "2", "--seed", "3", "--out", str(out), "--only", *SCENARIOS]
+    ended = run_module("benchmarks.command_faults", *words)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     found = json.loads(out.read_text())
     assert found["pairs"]["scenarios"] == dict.fromkeys(SCENARIOS, PAIRS // 2)

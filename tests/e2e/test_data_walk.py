@@ -52,7 +52,7 @@ def test_from_jsonl_to_the_text_that_transformers_writes(shell: Shell) -> None:
         assert ended.code == 0, (line, ended)
         said[words[0]] = ended.out
     assert re.search(r"tp 2 .* pp 2 .* dp 1", said["train"]), said["train"]
-    ended = shell.run(sys.executable, "-c", theirs)
+    ended = run_forked(shell, "-c", theirs)
     assert ended.code == 0, ended
     assert ended.out == said["generate"]
     assert len(ended.out) > len("def \n")

@@ -86,6 +86,7 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
     torch.testing.assert_close(found, usual, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
     """Not that of an earlier value. Documents are one operator, which is told the kernel."""

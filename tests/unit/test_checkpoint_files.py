@@ -200,6 +200,7 @@ DAMAGES: tuple[Callable[[Path, Path, random.Random], None], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_a_thousand_random_damages_are_a_thousand_refusals(tmp_path: Path) -> None:
     """Found by the very read that fills the parameters, before a step could be taken."""
     good, other = make(tmp_path / "a", 3), make(tmp_path / "b", 4)

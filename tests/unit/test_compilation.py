@@ -15,6 +15,7 @@ from tests.kernels import no_kernels
 from tests.unit.test_recompute import NOTHING, hidden, middle_stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_ranks_take_turns_on_a_cpu_alone(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 
 import parallel3d
-from benchmarks import compiled_kernels
+from benchmarks import compiled_calls, compiled_kernels
 from benchmarks.compiled_calls import Call, fused_functions, uncalled
 from benchmarks.compiled_table import compiled_table, faults, interpreted_table, resources
+from tests.e2e.ready import run_module
 
 PACKAGE = Path(parallel3d.__file__).parent
 
@@ -56,21 +56,17 @@ def test_every_decorated_function_is_in_the_list() -> None:
     assert fused_functions() == decorated
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of both kinds of calls. Other processes: they have the simulated device."""
-    folder = tmp_path_factory.mktemp("calls")
-    for kind in ("large", "small"):
-        words = (kind, str(folder / f"{kind}.pt"))
-        subprocess.run([sys.executable, "-m", "benchmarks.compiled_calls", *words], check=True)
-    return folder
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["large", "small"])
-def test_training_steps_call_every_function(recorded: Path, kind: str) -> None:
-    out = recorded / f"{kind}.json"
-    words = ("uncalled", str(out), str(recorded / f"{kind}.pt"))
-    subprocess.run([sys.executable, "-m", "benchmarks.compiled_calls", *words], check=True)
+def test_training_steps_call_every_function(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps run in another process, which has the simulated device."""
+    calls, out = str(tmp_path / "calls.pt"), tmp_path / "uncalled.json"
+    ended = run_module("benchmarks.compiled_calls", kind, calls)
+    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(sys, "argv", ["compiled_calls", "uncalled", str(out), calls])
+    compiled_calls.main()
     assert json.loads(out.read_text()) == []
 
 

@@ -574,6 +574,7 @@ def _random_config(rng: random.Random) -> Config:
     return made
 
 
+@pytest.mark.slow
 def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invariant() -> None:
     rng = random.Random(20)
     passed = refused = 0

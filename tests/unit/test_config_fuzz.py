@@ -115,6 +115,7 @@ def kinds_of(numbers: range) -> Counter[str]:
     return kinds
 
 
+@pytest.mark.slow
 def test_no_bug_among_a_thousand() -> None:
     """Two processes take every other one, each on a core of its own."""
     shares = [range(start, COUNT, 2) for start in (0, 1)]
@@ -124,6 +125,7 @@ def test_no_bug_among_a_thousand() -> None:
     assert min(kinds[fuzz.TAKEN], kinds[fuzz.REFUSED]) > COUNT / 20, kinds
 
 
+@pytest.mark.slow
 def test_no_bug_among_configurations_that_somebody_makes_in_python() -> None:
     for number in range(COUNT // 2):
         values, world_size = by_hand(f"unit-{number}", number)

@@ -183,6 +183,7 @@ def test_who_counts_the_gpus_has_not_started_the_driver(
     assert devices.gpu_count() == 0
 
 
+@pytest.mark.slow
 def test_what_is_imported_for_local_ranks_asks_for_no_gpu() -> None:
     imports = "\n".join(f"import {module}" for module, _ in worker.APPS.values())
     planted = """

@@ -99,6 +99,7 @@ def test_gradients_are_finite_differences() -> None:
         assert gradcheck(lambda *qkv: ours(*qkv, True), leaves(2, 2, LENGTH, 4), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_the_compiler_s_operator_has_the_same_bits() -> None:
     inputs, drop = leaves(2, 3, LENGTH, 4), Dropout(7, SITE, P, first_head=1)
     where = (documents().starts, torch.tensor(NUMBERS), drop.site, 1, P)

@@ -21,6 +21,8 @@ from parallel3d.sizes.traffic import pipeline_ranks, transfers
 from parallel3d.sizes.transfer import wire_bytes
 from tests.e2e.ready import run_code
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     "num_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
     "ffn_hidden_size": 512, "seq_length": 512, "vocab_size": 1024, "norm": "rmsnorm",

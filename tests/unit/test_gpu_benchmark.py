@@ -47,6 +47,7 @@ def sections(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "gpu.json").read_text())["sections"]
 
 
+@pytest.mark.slow
 def test_every_row_of_a_cpu_is_measured_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,14 +94,6 @@ def test_groups_take_less_than_eight_minutes_and_hold_every_row() -> None:
         assert gpu_tasks.call_seconds(names, gpu.ROWS) <= gpu_tasks.CALL_S, group
     assert all(row.group and row.limit_s >= 2 * row.seconds for row in gpu.ROWS.values())
     assert all(name in gpu.BENCH.plan_text() for name in (*gpu.BENCH.groups, *gpu.ROWS))
-
-
-def test_the_page_has_every_group_with_its_seconds() -> None:
-    page = (gpu_process.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    for group in gpu.BENCH.groups:
-        seconds = sum(row.seconds for row in gpu.ROWS.values() if row.group == group)
-        line = next(line for line in page.splitlines() if line.startswith(f"| `{group}` |"))
-        assert line.endswith(f"| {seconds} |")
 
 
 def test_rows_join_what_the_file_has_and_failures_replace_nothing(
@@ -162,6 +155,7 @@ def test_both_files_stand_after_every_row(tmp_path: Path, monkeypatch: pytest.Mo
         gpu.main([*TINY, "--in-process", *files(tmp_path), "--only", "gemm", "fp8"])
 
 
+@pytest.mark.slow
 def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
     words = [*TINY, *files(tmp_path), "--only", "gemm"]
     assert gpu.main(words) == 0
@@ -250,6 +244,7 @@ def test_the_reason_of_a_failure_is_its_exception(code: int, err: str, said: str
     assert gpu_process.reason(gpu_process.Ended(code, "", err, 1.0), 9.0) == said
 
 
+@pytest.mark.slow
 def test_torch_and_numpy_are_all_that_it_imports() -> None:
     script = """
 import sys

@@ -8,7 +8,6 @@ import gzip
 import json
 import logging
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from parallel3d.config.composing import compose
 from parallel3d.device import accelerator, fused
 from parallel3d.models import document_attention, dropout, ops
 from parallel3d.trainer import StepResult
+from tests.e2e.ready import run_command, run_module
 
 TINY = ["--size", "tiny", "--device", "cpu"]
 COMMANDS = [name for name, line in gpu_first.LINES.items() if line.by_command]
@@ -51,6 +51,7 @@ def verdicts(found: dict[str, Row]) -> dict[str, str]:
     return {name: gpu_tasks.verdict_of(row) for name, row in found.items()}
 
 
+@pytest.mark.slow
 def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     words = [*TINY, "--in-process", "--json", str(tmp_path / "first.json")]
     assert gpu_first.main([*words, "--folder", str(tmp_path / "runs"), "--only", *HERE]) == 0
@@ -73,13 +74,13 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     assert "| kernels | PASS |" in (tmp_path / "first.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
     """In a process of its own, as it changes torch; there in one, with a run of a forked rank."""
     names = [*HERE, "forked rank", "train compile"]
     words = ["--size", "tiny", "--device", "pretend", "--in-process"]
     words += ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
-    command = [sys.executable, "-m", "benchmarks.gpu_first", *words, "--only", *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_module("benchmarks.gpu_first", *words, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path)
     assert found.pop("host syncs").get("verdict", "PASS") == "PASS"  # where the device counts them
@@ -93,9 +94,11 @@ def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
     assert found["losses bf16"]["off"]["loss"] > 0.0, "two devices were compared"
 
 
-def test_the_lines_that_run_parallel3d(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of them in a process of its own, as all are without `--in-process`; the dry run
     reads its figures in the file."""
+    monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
     words = [*TINY, "--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
     for only in (["train"], ["dryrun", "--in-process"]):
         assert gpu_first.main([*words, "--only", *only]) == 0
@@ -112,7 +115,11 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path) -> None:
     assert figures["losses"] == [step["loss"] for step in steps]
 
 
-def test_a_run_is_saved_goes_on_and_writes_text(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_is_saved_goes_on_and_writes_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
     found = gpu_first_runs.save_and_go_on(given(tmp_path))
     assert found["verdict"] == "PASS", found
     assert len(found["whole"]) == 4 and found["whole"] == found["parted"]

@@ -17,6 +17,7 @@ from benchmarks.gpu_tasks import Given
 from parallel3d.commands.plan import plan
 from parallel3d.config.composing import compose
 from parallel3d.device import accelerator
+from tests.e2e.ready import run_command
 
 LINES = {name: line for name, line in gpu_node.LINES.items() if line.by_command}
 
@@ -25,7 +26,10 @@ def given(folder: Path, size: str = "tiny") -> Given:
     return Given(torch.device("cpu"), size, folder, {})
 
 
-def test_each_kind_of_line_with_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_each_kind_of_line_with_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpu_commands, gpu_node):
+        monkeypatch.setattr(module, "parallel3d", run_command)
     verified = gpu_node.verify(given(tmp_path), "tp=2 sp=true")
     assert verified == {"verdict": "PASS", "found": "the layout does not change the model"}
     measured = gpu_node.comm(given(tmp_path), "dp=2")

@@ -20,6 +20,7 @@ from parallel3d.checkpoint.hf.names import logical_shapes
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from tests.huggingface import GROUPED, save_model
 
 GPT = ModelConfig(
     num_layers=3,
@@ -126,7 +127,6 @@ def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
 
 
-GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
 THEIRS = {
     "llama": {"model_type": "llama", **GROUPED},
     "llama_tied": {
@@ -162,24 +162,9 @@ THEIRS = {
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_imported_model_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 24,
-        "initializer_range": 0.2,
-        "bos_token_id": 60,
-        "eos_token_id": 60,
-    }
-    changes = dict(THEIRS[name])
-    config = transformers.AutoConfig.for_model(changes.pop("model_type"), **sizes, **changes)
-    torch.manual_seed(5)
-    theirs = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
-    theirs.save_pretrained(tmp_path)
+    ends = {"bos_token_id": 60, "eos_token_id": 60}
+    sizes = {"hidden_size": 32, "max_position_embeddings": 24} | ends | THEIRS[name]
+    theirs = save_model(tmp_path, sizes.pop("model_type"), **sizes)
 
     model, weights = imported(tmp_path)
     assert {n: tuple(t.shape) for n, t in weights.items()} == logical_shapes(model)

@@ -23,6 +23,7 @@ from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.checkpoint import huggingface as proof
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.errors import UserError
+from tests.huggingface import GROUPED, SIZES, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -32,15 +33,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500.0,
 }
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
+WIDTHS = SIZES | {"hidden_size": 48, "max_position_embeddings": 64}
 HEAD = "lm_head.weight"
 
 
@@ -53,13 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make(kind: str = "llama", **changes: Any) -> dict[str, Tensor]:
     """A folder `hf` as transformers saves it. Returns its tensors."""
     family = {} if kind == "gpt2" else GROUPED
-    config = transformers.AutoConfig.for_model(kind, **SIZES | family | changes)
-    torch.manual_seed(5)
-    theirs = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
-    theirs.save_pretrained("hf")
+    save_model(Path("hf"), kind, **WIDTHS | family | changes)
     return load_file("hf/model.safetensors")
 
 
@@ -134,7 +121,7 @@ def test_a2_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
     make("gpt2", tie_word_embeddings=True)
     names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()
     general = ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings")
-    configure(*names, **{"n_head": 12} | {name: SIZES[name] for name in general})
+    configure(*names, **{"n_head": 12} | {name: WIDTHS[name] for name in general})
     assert there_and_back()["n_head"] == 4
 
 

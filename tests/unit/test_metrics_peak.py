@@ -104,6 +104,7 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
     assert shared.flops == pytest.approx(alone.flops / 8)
 
 
+@pytest.mark.slow
 def test_measuring_leaves_the_random_numbers_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()

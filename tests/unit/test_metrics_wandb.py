@@ -66,6 +66,7 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return wandb_records(path)
 
 
+@pytest.mark.slow
 def test_what_had_no_token_to_learn_has_no_loss_in_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "bare"
     run_dir.mkdir()
@@ -115,6 +116,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert "wandb sync" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +327,7 @@ for asked in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     tmp_path: Path,
 ) -> None:

@@ -140,6 +140,7 @@ def test_attention_takes_half_precision() -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_compiled_operations_equal_eager_ones() -> None:
     """Attention without, with partly and with wholly rotated heads.
 

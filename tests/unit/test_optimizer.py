@@ -50,6 +50,7 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
         torch.testing.assert_close(param, copy, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_eager_trainer_leaves_the_compiler_out() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"

@@ -22,6 +22,7 @@ def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> RankMapping:
     return RankMapping.tiled(cluster, layout, Tiling.parse(text, layout))
 
 
+@pytest.mark.slow
 def test_classification_equals_a_slow_one_on_random_placements() -> None:
     """2,000 random clusters and layouts with ranks on random GPUs: nothing is left to symmetry."""
     rng, shuffled = random.Random(1), np.random.default_rng(1)

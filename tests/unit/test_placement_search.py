@@ -61,6 +61,7 @@ def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Trans
     ]
 
 
+@pytest.mark.slow
 def test_search_never_loses_to_the_default_order() -> None:
     """100 random clusters (uneven, without spine, with spare GPUs) and proportions of traffic."""
     rng = random.Random(11)
@@ -81,6 +82,7 @@ def test_search_never_loses_to_the_default_order() -> None:
     assert won > 12  # it does find something, too
 
 
+@pytest.mark.slow
 def test_search_never_loses_where_it_samples() -> None:
     """Over 512 ranks candidates are ranked by a sample of their ranks."""
     rng = random.Random(12)
@@ -101,6 +103,7 @@ def test_search_never_loses_where_it_samples() -> None:
         assert found[0].price is not None
 
 
+@pytest.mark.slow
 def test_small_searches_find_the_best_of_all_tilings() -> None:
     rng = random.Random(13)
     compared = 0
@@ -142,6 +145,7 @@ def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
     return [np.array(p) for p in every if all(p <= tuple(g[gpu] for gpu in p) for g in same)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "layout"), TINY)
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
     """All permutations of 6 or 8 GPUs with rank 0 on the first."""
@@ -225,6 +229,7 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
         place(SimpleNamespace(placement="auto"), a_cluster(1), layout, some_traffic(layout))
 
 
+@pytest.mark.slow
 def test_search_answers_in_time() -> None:
     """Measured on one busy core: 0.1 s for 16,384 GPUs, 2 s for 1,000,000."""
     for nodes, dp, limit in ((2048, 128, 0.3), (131_072, 8192, 5.0)):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +20,8 @@ from parallel3d.plan.own import (
 )
 from parallel3d.schedules.schedule import make
 from parallel3d.sizes.model import parameter_count
+from tests.e2e.ready import run_module
 
-ROOT = Path(__file__).resolve().parents[2]
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
@@ -47,13 +44,11 @@ PLAYED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_dry_runs_play_what_is_said_within_three_per_cent() -> None:
     """In a process of its own: the pretended device is enabled once and for all of it."""
     words = [word for case in PLAYED for word in ("--case", json.dumps(case))]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.plan_dryrun", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_module("benchmarks.plan_dryrun", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^\| \w+ \| ", done.stdout, re.M)) == len(PLAYED) + 1
     assert all(f"{name}: median" in done.stdout for name in NAMES)

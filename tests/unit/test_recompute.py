@@ -110,6 +110,7 @@ def test_how_many_layers_of_a_stage_recompute(given: tuple[int, ...], counts: li
     assert [recomputing(given, s, n) for s, n in enumerate((3, 2, 2))] == counts
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
     """A graph of two layers, made again in parts and as a whole."""
     stage, calls = middle_stage("[norm,attention,mlp]", layers=2), Counter()

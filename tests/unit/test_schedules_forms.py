@@ -208,6 +208,7 @@ def test_hops_cost_by_hand() -> None:
         assert timeline.makespan == 4 * 1 + 4 * 2 + hops * 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hop", "memory", "most"), [(0, 1, 0.026), (0.1, 1.25, 0.07), (0.2, 1.25, 0.101)]
 )

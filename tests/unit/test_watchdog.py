@@ -76,6 +76,7 @@ def end_of(run_dir: Path, what: str, seconds: float = 60.0) -> tuple[int, str]:
 VERDICT = "parallel3d: hang: rank 0 (pp 0, dp 0, tp 0) on "
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
     code, said = end_of(tmp_path, "watchdog.dump = full_disk; failure.write_record = full_disk")
     assert code == 1

@@ -88,6 +88,7 @@ def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None 
         machine.observers.remove(watch)
         gc.collect()
         machine.collect()
+        machine.forget()  # each dry run has its own streams, and every wait looks at all of them
 
 
 def _device() -> torch.device:
