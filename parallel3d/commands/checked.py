@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
+from parallel3d.commands.calibrate.start import CALIBRATE, calibrate_config
 from parallel3d.commands.plan import check_divides, fits_nowhere, held, searched
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.fields import check_fields
@@ -21,7 +21,7 @@ from parallel3d.plan.measured import check_device, configure, read
 from parallel3d.plan.search import Priced, reason
 from parallel3d.run.launch import RankAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES
-from parallel3d.topology.text import chosen_keys
+from parallel3d.topology.assumptions import chosen_keys
 
 
 def take_layout(config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:

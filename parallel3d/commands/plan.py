@@ -49,9 +49,9 @@ from parallel3d.schedules.schedule import Schedule, make
 from parallel3d.schedules.simulate import Costs, time_orders
 from parallel3d.sizes.balance import StageWeights
 from parallel3d.sizes.model import flops_per_token
+from parallel3d.topology.assumptions import assume_model, check_free, chosen_keys, write
 from parallel3d.topology.report import MADE_BY as MAP_MADE_BY
 from parallel3d.topology.report import facts_of, make_report, picture_of
-from parallel3d.topology.text import assume_model, check_free, chosen_keys, write
 
 IN_LOG_S, ON_TERMINAL_S = 10.0, 0.2  # seconds between what is told
 

@@ -34,7 +34,7 @@ from parallel3d.schedules.messages import peak_in_flight
 from parallel3d.schedules.schedule import ONE_CHUNK, Schedule
 from parallel3d.schedules.simulate import Timeline, time_orders
 from parallel3d.sizes.balance import StageWeights
-from parallel3d.topology.text import check_free, write
+from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
 READER_LEFT = 128 + signal.SIGPIPE

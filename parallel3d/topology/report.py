@@ -26,6 +26,7 @@ from parallel3d.errors import UserError
 from parallel3d.sizes.balance import layout_with_loops
 from parallel3d.sizes.traffic import transfers
 from parallel3d.sizes.transfer import Transfer
+from parallel3d.topology.assumptions import assume_batch, assume_model, check_free, write
 from parallel3d.topology.cluster.discover import discover, run_command
 from parallel3d.topology.cluster.parts import Cluster, LinkClass
 from parallel3d.topology.layout import DIMENSIONS, Layout
@@ -34,15 +35,7 @@ from parallel3d.topology.placement.search import Candidate, place, search, warni
 from parallel3d.topology.price.costs import StepPrice, loads_of, price_step, routes
 from parallel3d.topology.price.links import DimLinks, classify
 from parallel3d.topology.svg import cluster_svg
-from parallel3d.topology.text import (
-    assume_batch,
-    assume_model,
-    check_free,
-    cluster_line,
-    job_line,
-    write,
-    write_report,
-)
+from parallel3d.topology.text import cluster_line, job_line, write_report
 from parallel3d.topology.tiling import RankMapping
 
 SCALARS = 4096  # bytes up to which a message is all latency: a loss, a norm

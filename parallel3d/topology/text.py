@@ -6,128 +6,12 @@ worth a picture. A map of a cluster is about a model that needs one.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import os
 import shutil
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-from omegaconf import OmegaConf
-
-from parallel3d.config.fields import show
-from parallel3d.config.schema import Config, ModelConfig, conf_dir
-from parallel3d.errors import UserError
 from parallel3d.topology.layout import DIMENSIONS, Coordinates
-
-MODEL = "llama3_70b"
-MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then under a quarter of a step
-HEAD_DIM = 128
-
-
-def chosen_keys(typed: Sequence[str]) -> set[str]:
-    """The keys and groups that overrides as typed give: `+model=gpt_tiny` -> `model`."""
-    return {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in typed}
-
-
-def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str]]:
-    """A model and a micro-batch for a configuration that chose none, and what was assumed.
-
-    `typed`: the overrides of the command line. An experiment counts as having chosen everything.
-    """
-    keys = chosen_keys(typed)
-    if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
-        return config, []
-    model, changes = _fitting(config.tp, config.pp * config.vpp, config.sp)
-    told = [f"model={MODEL}", *(f"model.{name}={value}" for name, value in changes.items())]
-    config = dataclasses.replace(config, model=model)
-    if "micro_batch_size" not in keys:
-        config = dataclasses.replace(config, micro_batch_size=1)
-        told.append("micro_batch_size=1")
-    return config, told
-
-
-def assume_batch(config: Config, dp: int, typed: Sequence[str]) -> tuple[Config, list[str]]:
-    """A global batch with enough micro-batches to fill the pipeline, where none was chosen."""
-    if {"experiment", "global_batch_size"} & chosen_keys(typed):
-        return config, []
-    microbatches = MICROBATCHES_PER_STAGE * config.pp
-    batch = config.micro_batch_size * dp * microbatches
-    told = [f"global_batch_size={batch} ({microbatches} micro-batches a replica)"]
-    return dataclasses.replace(config, global_batch_size=batch), told
-
-
-def _fitting(tp: int, stages: int, sp: bool) -> tuple[ModelConfig, dict[str, int]]:
-    """Llama 3 70B, and what had to be changed for `tp` to split it and for `stages` to fill."""
-    preset = OmegaConf.load(conf_dir() / "model" / f"{MODEL}.yaml")
-    model = ModelConfig(**OmegaConf.to_container(preset))  # type: ignore[arg-type]
-    groups = math.lcm(model.kv_heads, tp)
-    heads = _multiple(model.num_attention_heads, math.lcm(groups, tp))
-    wanted = {
-        "num_layers": max(model.num_layers, stages),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "hidden_size": _multiple(heads * HEAD_DIM, tp),
-        "ffn_hidden_size": _multiple(model.ffn_size, tp),
-        "vocab_multiple": model.vocab_multiple
-        if model.padded_vocab_size % tp == 0
-        else math.lcm(model.vocab_multiple, tp),
-        "seq_length": _multiple(model.seq_length, tp) if sp else model.seq_length,
-    }
-    changes = {k: v for k, v in wanted.items() if v != getattr(model, k)}
-    return dataclasses.replace(model, **changes), changes
-
-
-def _multiple(value: int, unit: int) -> int:
-    """`value` rounded up to a multiple of `unit`."""
-    return -(-value // unit) * unit
-
-
-# Files that a command was asked to write: what it did not write itself stays as it is.
-
-
-def check_free(name: str, wanted: str | None, mark: str, made_by: str) -> None:
-    """Refuse to overwrite what this command did not write, before any work is done.
-
-    `name` is the key whose value is `wanted`; `mark` is near the beginning of each file that the
-    command `made_by` wrote.
-    """
-    if wanted is None:
-        return
-    path, key = Path(wanted), f"{name}={show(wanted)}"
-    if path.is_dir():
-        raise UserError(f"{key} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
-    if not path.exists():
-        return
-    if not path.is_file():
-        raise UserError(f"{key} is no regular file; name one, or a new one.")
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            ours = mark in file.read(1000)
-    except OSError as error:
-        raise UserError(f"{key} cannot be read: {error.strerror}.") from None
-    if not ours:
-        raise UserError(
-            f"{key} exists and was not written by {made_by}; it stays as it is: name another "
-            f"file, or remove it."
-        )
-
-
-def write(name: str, wanted: str, text: str) -> None:
-    """The whole file or none of it. Raises UserError where it cannot be written."""
-    path = Path(wanted)
-    half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
-    except OSError as error:
-        half.unlink(missing_ok=True)
-        raise UserError(f"{name}={show(wanted)} cannot be written: {error.strerror}.") from None
-
 
 # Writes a report as text for a terminal, a pipe or a log: every number comes out of its facts.
 

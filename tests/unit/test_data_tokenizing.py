@@ -94,9 +94,9 @@ def test_any_number_of_workers_makes_the_same_bytes(text: Path) -> None:
 
 KILLED = """
     import os, pathlib, signal, sys
-    from parallel3d.data.making import journal
+    from parallel3d.data.preprocess import journal
     from parallel3d.data.preprocess.inputs import find_inputs
-    from parallel3d.data.preprocess.tokenize import Job, tokenize
+    from parallel3d.data.preprocess.tokenize import PreprocessJob as Job, tokenize
 
     class Files:  # what journal calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):
@@ -183,7 +183,7 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys
-        from parallel3d.data.making import pool
+        from parallel3d.data.preprocess import tokenize as pool
         def make(*args):
             return lambda piece: os.getppid()
         if __name__ == "__main__":

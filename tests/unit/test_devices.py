@@ -247,7 +247,7 @@ def test_rank_on_a_gpu_makes_it_current_and_tells_nccl_which(
     module = played_cuda(8, monkeypatch)
     bound = []
     monkeypatch.setattr(worker, "bind_near", bound.append)
-    monkeypatch.setattr(worker, "take_rank", lambda *_: None)
+    monkeypatch.setattr(worker, "assign_rank", lambda *_: None)
     rank = Worker(11, 3, 16, 8, tmp_path, "torchrun", device_of_rank("cuda", 3))
     config = Config(dp=16, cluster=ClusterConfig(nccl_env=["NCCL_CROSS_NIC:0"]))
     with pytest.raises(Started):
@@ -265,7 +265,7 @@ def test_world_of_one_on_a_gpu_has_an_index_too(
 ) -> None:
     module = played_cuda(1, monkeypatch)
     monkeypatch.setattr(worker, "bind_near", lambda _: None)
-    monkeypatch.setattr(worker, "close_books", lambda cause, run_dir: 1)
+    monkeypatch.setattr(worker, "report_end", lambda cause, run_dir: 1)
     assert worker.run_alone("bench comm", Config(dp=1), tmp_path, "cuda") == 1
     module.set_device.assert_called_once_with(torch.device("cuda:0"))
     assert recorded_start["device_id"] == torch.device("cuda:0")

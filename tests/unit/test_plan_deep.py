@@ -30,8 +30,8 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned("model=llama3_8b", "model.num_layers=4096", "global_batch_size=64")
-    looked_at, held = [], own.held
-    monkeypatch.setattr(own, "held", lambda c, i: looked_at.append(i) or held(c, i))
+    looked_at, held = [], own.peak_memory
+    monkeypatch.setattr(own, "peak_memory", lambda c, i: looked_at.append(i) or held(c, i))
     words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
     # 3,296 ranks of pipelines; there are 23,208 layouts on 2, 4, … 64 nodes, of up to five each.

@@ -17,14 +17,9 @@ import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from parallel3d.config.fields import show
+from parallel3d.data.preprocess.formats import ENDS, LINES, PACKED, PARQUET, TEXT
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import plain
-
-LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
-KINDS = (LINES, PARQUET, TEXT)
-ENDS = {".jsonl": LINES, ".ndjson": LINES, ".json": LINES, ".parquet": PARQUET}
-PACKED = (".gz", ".zst")
-
 
 # Input files as streams of bytes, unpacked on the way; one that was cut short is an error.
 

@@ -1,0 +1,84 @@
+"""Checks `parallel3d calibrate` before its ranks start: ranks, output file. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parallel3d.config.checks.parallelism import check_groups
+from parallel3d.config.checks.run import check_plain, check_run_name
+from parallel3d.config.fields import check_fields, show
+from parallel3d.config.schema import Config
+from parallel3d.errors import UserError
+from parallel3d.host.devices import CPU, choose_device, cores, gpu_count
+from parallel3d.topology.assumptions import chosen_keys
+
+CALIBRATE = "calibrate"
+PER_CORE, LEAST_RANKS, MOST_RANKS = 4, 8, 64
+TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+
+
+def calibrate_config(config: Config, typed: Sequence[str], world_size: int | None) -> Config:
+    """The configuration of the ranks that measure: all in one row, as many as may be asked for.
+
+    Raises UserError for keys that calibrate decides itself, ranks that it cannot start, a type that
+    the device is not measured in and a file that may not be written.
+    """
+    check_fields(config)
+    check_plain(config)
+    check_run_name(config)
+    check_groups(config)
+    for key in ("tp", "pp", "dp", "cp"):
+        if key in chosen_keys(typed):
+            raise UserError(
+                f"{key}={getattr(config, key)}: calibrate measures groups of every size, so {key} "
+                "must be left out; the nearest is calibrate.ranks=4, the most ranks of one"
+            )
+    kind = choose_device(config.device, 1).kind
+    types = TYPES.get(kind, TYPES[CPU])
+    if config.precision.name not in types:
+        raise UserError(
+            f"precision={config.precision.name} must be one of {', '.join(types)} for calibrate on "
+            f"device={kind}; the nearest is precision={types[0]}"
+        )
+    ranks = world_size or config.calibrate.ranks or _usual(kind)
+    if ranks & (ranks - 1):
+        near = 1 << (ranks.bit_length() - 1)
+        raise UserError(f"calibrate.ranks={ranks} must be a power of two; the nearest is {near}")
+    written_to(config)
+    return replace(config, tp=1, pp=1, cp=1, dp=ranks)
+
+
+def _usual(kind: str) -> int:
+    """Four ranks a core, and eight at least; on GPUs one each."""
+    most = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * cores())) if kind == CPU else gpu_count()
+    return 1 << (max(1, most).bit_length() - 1)
+
+
+def written_to(config: Config) -> Path:
+    """The file. Raises UserError where one is there already, or its folder is not."""
+    file = config.calibrate.file
+    path = Path(file)
+    if not file.endswith((".yaml", ".yml")):
+        raise UserError(
+            f"calibrate.file={show(file)} must end in .yaml, by which cluster= knows it; the "
+            f"nearest is calibrate.file={show(file + '.yaml')}"
+        )
+    if not path.parent.is_dir():
+        raise UserError(
+            f"calibrate.file={show(file)} must lie in a folder that exists; the nearest is "
+            f"calibrate.file={show(path.name)}"
+        )
+    if os.path.lexists(path) and not config.calibrate.replace:
+        raise UserError(
+            f"calibrate.file={show(file)} is there already and must be another; the nearest is "
+            "calibrate.replace=true, which writes it anew"
+        )
+    return path
+
+
+def group_sizes(world_size: int) -> list[int]:
+    """2, 4, 8, … up to the world."""
+    return [n for n in (2**i for i in range(1, 20)) if n <= world_size]
