@@ -12,7 +12,7 @@ from pathlib import Path
 
 from parallel3d.cli import command_line
 from parallel3d.schedules.draw import render_svg
-from parallel3d.schedules.schedule import schedule
+from parallel3d.schedules.schedule import make
 from parallel3d.schedules.simulate import simulate
 from parallel3d.topology.layout import Coordinates, Layout
 
@@ -24,14 +24,12 @@ WORDS = {
     "dp": ("data", "splits the batch; gradient buckets, once a step"),
 }
 
-# docs/topology.md shows each picture beside its command, `parallel3d topology` and these words.
+# Pictures of docs/topology.md, with the words of the command that draws each.
 MAPS = {
     "six": "cluster=rails_3x2 tp=2 pp=3",
     "h100": "cluster=dgx_h100 cluster.nodes=16 tp=8 pp=4 topology.rank=37",
     "mixed": "cluster=dgx_h100 cluster.nodes=4 tp=4 pp=2 topology.rank=4",
     "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 placement=tp-cp-pp-dp",
-    "rail_only": "cluster=rail_only cluster.nodes=4 tp=8 pp=2",
-    "superpod": "cluster=superpod cluster.nodes=128 tp=8 pp=8",
 }
 
 # docs/schedules.md shows each picture beside its command, `parallel3d schedule` and these words.
@@ -100,7 +98,7 @@ def layout_svg(layout: Layout) -> str:
 
 def main() -> None:
     (HERE / "layout.svg").write_text(layout_svg(Layout(tp=2, pp=2, dp=2)))
-    timeline = simulate(schedule("1f1b", 4, 8), 1.0, 2.0)
+    timeline = simulate(make("1f1b", 4, 8).plan(), 1.0, 2.0)
     (HERE / "schedule.svg").write_text(render_svg(timeline, "1F1B, 4 stages, 8 micro-batches"))
     drawn = [("topology", f"topology_{name}.svg", words) for name, words in MAPS.items()]
     drawn += [("schedule", f"schedules_{name}.svg", words) for name, words in TIMELINES.items()]
