@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from parallel3d.topology.layout import Layout
     from parallel3d.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ColumnParallelLinear",
