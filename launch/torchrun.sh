@@ -8,10 +8,17 @@
 # NODE_RANK: 0 on that host, 1, 2, … on the others. Without it torchrun numbers the hosts by a
 # meeting that unpickles what anybody who reaches the port has put there: trusted networks alone.
 # PARALLEL3D_SECRET: the same long random word on every host (default: a new one, for NODES=1).
+# In a checkout it makes .venv first; a copy that `parallel3d init slurm` wrote takes the Python on
+# the PATH, or PYTHON, in which parallel3d is installed.
 set -euo pipefail
-source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+setup="$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+if [[ -f $setup ]]; then
+  source "$setup"
+  python="$VENV/bin/python"
+else
+  python=${PYTHON:-python}
+fi
 nodes=${NODES:-1}
-python="$VENV/bin/python"
 if [[ -n ${MASTER:-} && -n ${NODE_RANK:-} ]]; then
   rendezvous=(--master-addr="${MASTER%:*}" --master-port="${MASTER##*:}" --node-rank="$NODE_RANK")
 elif [[ -n ${MASTER:-} ]]; then
@@ -24,5 +31,5 @@ else
   echo "torchrun.sh: NODES=$nodes needs MASTER=host:port, the same on every host" >&2
   exit 2
 fi
-exec "$VENV/bin/torchrun" --nnodes="$nodes" --nproc-per-node="${RANKS:-auto}" \
+exec "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="${RANKS:-auto}" \
   "${rendezvous[@]}" -m parallel3d train "$@"

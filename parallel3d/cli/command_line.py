@@ -35,6 +35,8 @@ from parallel3d.commands.checkpoint.command import CHECKPOINT, VERBS, checkpoint
 from parallel3d.commands.data.command import DATA, data
 from parallel3d.commands.data.command import VERBS as DATA_VERBS
 from parallel3d.commands.generate import GENERATE, start_generate, take_prompt
+from parallel3d.commands.init import INIT, init
+from parallel3d.commands.init import VERBS as INIT_VERBS
 from parallel3d.config.overrides import explain_override_error
 from parallel3d.config.schema import Config, conf_dir, register_schema
 from parallel3d.data.corpus import check_data
@@ -57,7 +59,7 @@ TOPOLOGY = "topology"
 SCHEDULE = "schedule"
 PLAN = "plan"
 DRYRUN = "dryrun"
-FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS}
+FAMILIES = {CHECKPOINT: VERBS, DATA: DATA_VERBS, INIT: INIT_VERBS}
 SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
@@ -88,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return checkpoint(words[1:])
         elif words[0] == DATA:
             return data(words[1:])
+        elif words[0] == INIT:
+            return init(words[1:])
         elif " ".join(words[:2]) in SUBCOMMANDS:
             _run_hydra(" ".join(words[:2]), words[2:])
         elif words[0] in SUBCOMMANDS:

@@ -67,6 +67,7 @@ parallel3d: transformer training with tensor, pipeline and data parallelism, fro
   parallel3d checkpoint ls|verify|export|import|diff …   list, prove and compare checkpoints,
                                     and exchange them with Hugging Face
   parallel3d data tokenize|train-tokenizer|show …   make corpora of text, tokenizers, and prove them
+  parallel3d init slurm [FOLDER]    write the scripts for Slurm and torchrun into a folder
 
   parallel3d train --help           the most used keys and the presets
   parallel3d train --cfg job        the whole configuration, as it would run

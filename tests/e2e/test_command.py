@@ -16,6 +16,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 import parallel3d
+from parallel3d.commands.init import SCRIPTS
 from tests.e2e.command import PARALLEL3D, ROOT, Shell
 from tests.e2e.here import answer
 
@@ -74,10 +75,12 @@ def test_info_flag_works(shell: Shell) -> None:
             "parallel3d ",
             {
                 *("train", "verify", "bench", "topology", "schedule", "plan", "dryrun", "generate"),
-                *("checkpoint", "data", "calibrate"),
+                *("checkpoint", "data", "calibrate", "init"),
             },
         ),
         ("parallel3d data ", {"tokenize", "train-tokenizer", "show"}),
+        ("parallel3d init ", {"slurm"}),
+        ("parallel3d init slurm f", {"folder="}),
         ("parallel3d checkpoint ", {"ls", "verify", "export", "import", "diff"}),
         ("parallel3d checkpoint export ", {"run=", "runs_dir=", "to=", "step=", "dtype="}),
         ("parallel3d checkpoint ls run", {"run=", "runs_dir="}),
@@ -110,12 +113,13 @@ def test_completion_installs_for_the_command(shell: Shell) -> None:
     assert ended.out.rstrip().endswith("hydra_bash_completion parallel3d")
 
 
-def test_wheel_carries_the_configuration(shell: Shell) -> None:
+def test_wheel_carries_the_configuration_the_scripts_and_the_types(shell: Shell) -> None:
     source = shell.cwd / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "conf", source / "conf")
+    for name in ("conf", "slurm", "launch"):
+        shutil.copytree(ROOT / name, source / name)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "parallel3d", source / "parallel3d", ignore=ignored)
     build = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(source))
@@ -131,6 +135,11 @@ def test_wheel_carries_the_configuration(shell: Shell) -> None:
     ended = shell.run(*python, "train", "--cfg", "job", "tp=2", PYTHONPATH=str(target))
     assert ended.code == 0, ended
     assert yaml.safe_load(ended.out)["tp"] == 2
+    assert (target / "parallel3d" / "py.typed").is_file()
+    ended = shell.run(*python, "init", "slurm", "mine", PYTHONPATH=str(target))
+    assert ended.code == 0, ended
+    for name in SCRIPTS:
+        assert (shell.cwd / "mine" / name).read_bytes() == (ROOT / name).read_bytes()
 
 
 def test_repository_names_no_place_of_one_machine() -> None:

@@ -54,6 +54,7 @@ COMMANDS = {
     "data train-tokenizer": Command(("input=book.txt", "vocab_size=300", "to=tok.json"), "tok"),
     "data tokenize": Command(("input=book.txt", "tokenizer=tok.json", "to=corpus"), "corpus"),
     "data show": Command(("corpus",), "document"),
+    "init slurm": Command(("scripts",), "train.sbatch"),
 }
 
 
