@@ -55,6 +55,12 @@ def test_the_page_names_what_the_door_offers() -> None:
     assert set(re.findall(r"`(\w+)", table)) == set(parallel3d.__all__) - {"__version__"}
 
 
+def test_the_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: parallel3d\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(shown) == sorted(set(parallel3d.__all__) - {"__version__"})
+
+
 def test_composing_is_what_the_command_does() -> None:
     config = parallel3d.compose("tp=2", "model=llama_tiny", "train.steps=7", world_size=4)
     assert isinstance(config, Config)
