@@ -13,7 +13,7 @@ import pytest
 import parallel3d
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The readers' own, in examples.
 THEIRS = {"page.py", "small.py", "examples/pretrain_gpt_distributed_with_mp.sh"}
 
