@@ -40,3 +40,12 @@ def test_every_link_between_these_files_leads_somewhere() -> None:
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         links = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / name).read_text(encoding="utf-8"))
         assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
+def test_the_table_of_layers_has_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("\n## Layers\n")[1].split("\n## ")[0]
+    package = ROOT / "parallel3d"
+    names = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    names |= {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+    assert {name for name in names if f"`{name}`" not in table} == set()
