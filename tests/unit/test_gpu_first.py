@@ -256,7 +256,7 @@ def test_a_wrong_kernel_is_named(
 def test_what_a_kernel_writes_into_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = gpu_first_values.cross_entropy
+    module = gpu_first_values.loss
     right = module.logits_to_gradient
 
     class Written(Planted):

@@ -1,7 +1,7 @@
 """fp32 products of a CPU by oneDNN beside PyTorch's own choice, in turns.
 
-    python benchmarks/products.py                 # the table of docs/performance.md
-    python benchmarks/products.py --threads 1 --sizes 512x256x1376
+    python benchmarks/matmul.py                 # the table of docs/performance.md
+    python benchmarks/matmul.py --threads 1 --sizes 512x256x1376
 
 For each size, rows × inputs × outputs, the forward x·Wᵀ and the gradient of the input: microseconds
 at the median and their ratio. `parallel3d/device/matmul.py` says which are made how in training.
