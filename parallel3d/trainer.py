@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.operation_log import blocking
-from parallel3d.comm.process_groups import ProcessGroups, with_clock
+from parallel3d.comm.process_groups import ProcessGroups, with_timer
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks.whole import check_config
 from parallel3d.config.schema import Config
@@ -95,7 +95,7 @@ class Trainer:
         own_samples = self.train_source is not None
         config = check_config(self.config, self.groups.layout.world_size, own_samples=own_samples)
         self.clock = StepTimer(self.device)
-        self.groups = with_clock(self.groups, self.clock)
+        self.groups = with_timer(self.groups, self.clock)
         self.config, groups, model = config, self.groups, config.model
         self.dtype = compute_dtype(config.precision)
         set_numerics(config.precision, self.device, config.deterministic)

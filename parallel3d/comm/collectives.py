@@ -1,4 +1,8 @@
-"""Collectives that tell their group's clock when they begin and when they are waited for."""
+"""Collectives of the framework: one place for torch versions, backends, timing and logging.
+
+The `*_async` and `*_bucket` functions return a handle; the result may be read after its `wait()`,
+which on NCCL orders streams and on gloo blocks the host. A group of one communicates nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,73 +18,9 @@ from torch import Tensor
 
 from parallel3d.comm.operation_log import logged, operation_name
 from parallel3d.comm.process_groups import Group
-from parallel3d.comm.step_timer import OF_GROUP, StepTimer
+from parallel3d.comm.shared_memory import SharedCollectives
+from parallel3d.comm.step_timer import KIND_OF_GROUP, StepTimer
 from parallel3d.device.accelerator import is_on_accelerator
-
-
-class _Work(Protocol):
-    def wait(self) -> object: ...
-
-
-def kind_of(group: Group) -> str:
-    """The kind under which a group's communication counts."""
-    return OF_GROUP.get(group.name, "model")
-
-
-@dataclass
-class Timed:
-    """A handle whose wait counts as communication."""
-
-    work: _Work
-    clock: StepTimer
-    kind: str
-    name: str | None = None  # in a profile
-
-    def wait(self) -> None:
-        self.clock.push(self.kind, self.name)
-        self.work.wait()
-        self.clock.pop()
-
-
-def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any]:
-    """Counts a collective's wait, and on the CPU its start, as its group's communication.
-
-    `call` returns a handle, or a tensor and a handle. A group without a clock, or of one rank, is
-    handed through.
-    """
-    operation = operation_name(call)
-
-    @functools.wraps(call)
-    def run(tensor: Tensor, group: Group) -> Any:
-        clock = group.clock
-        if clock is None or group.size == 1:
-            return call(tensor, group)
-        kind = kind_of(group)
-        name = wait = None
-        if clock.ranges is not None:
-            name = f"{operation} {group.name}"
-            wait = f"wait {name}"
-        starts = clock.times.marks_starts
-        if starts:
-            clock.push(kind, name)
-        elif name is not None:
-            clock.ranges.push(name)
-        result = call(tensor, group)
-        if starts:
-            clock.pop()
-        elif name is not None:
-            clock.ranges.pop()
-        if isinstance(result, tuple):
-            return result[0], Timed(result[1], clock, kind, wait)
-        return Timed(result, clock, kind, wait)
-
-    return run
-
-
-# Every collective that the framework calls: one place for torch versions and backends.
-#
-# A group of one communicates nothing. The `*_async` functions return a handle whose `wait()` must
-# be called before the result is read; on NCCL that orders streams, on gloo it blocks the host.
 
 
 class Work(Protocol):
@@ -88,14 +28,60 @@ class Work(Protocol):
 
 
 class CompletedWork:
-    """The handle of a collective that had nothing to do."""
+    """Handle of a collective that had nothing to do."""
 
     def wait(self) -> None:
         return None
 
 
+def kind_of(group: Group) -> str:
+    """Returns the kind of time (`step_timer.KINDS`) under which a group's communication counts."""
+    return KIND_OF_GROUP.get(group.name, "model")
+
+
+@dataclass
+class Timed:
+    """Handle whose wait counts as communication."""
+
+    work: Work
+    timer: StepTimer
+    kind: str
+    name: str | None = None  # in a profile
+
+    def wait(self) -> None:
+        self.timer.push(self.kind, self.name)
+        self.work.wait()
+        self.timer.pop()
+
+
+def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any]:
+    """Counts a collective's wait, and on the CPU its start, as its group's communication.
+
+    `call` returns a handle, or a tensor and a handle.
+    """
+    operation = operation_name(call)
+
+    @functools.wraps(call)
+    def run(tensor: Tensor, group: Group) -> Any:
+        timer = group.timer
+        if timer is None or group.size == 1:
+            return call(tensor, group)
+        kind = kind_of(group)
+        name = wait = None
+        if timer.ranges is not None:
+            name = f"{operation} {group.name}"
+            wait = f"wait {name}"
+        with timer.starting(kind, name):
+            result = call(tensor, group)
+        if isinstance(result, tuple):
+            return result[0], Timed(result[1], timer, kind, wait)
+        return Timed(result, timer, kind, wait)
+
+    return run
+
+
 class PairExchange:
-    """Two CPU ranks send each other a tensor; what arrives is added to `add_to`, if given.
+    """Exchanges a tensor between two CPU ranks; the received one is added to `add_to`, if given.
 
     At the sizes of activations this takes half the time of gloo's ring (0.6 against 1.7 ms for
     512 KiB), and a sum is bit-identical on both sides because a + b == b + a.
@@ -106,22 +92,28 @@ class PairExchange:
     ) -> None:
         peer = group.ranks[1 - group.index]
         self.send, self.receive, self.add_to = send, receive, add_to  # alive until the end
-        self.receiving = dist.irecv(receive, peer, group=group.handle)
-        self.sending = dist.isend(send, peer, group=group.handle)
+        receiving = dist.irecv(receive, peer, group=group.handle)
+        sending = dist.isend(send, peer, group=group.handle)
+        assert receiving is not None and sending is not None  # this rank is in the group
+        self.receiving, self.sending = receiving, sending
 
     def wait(self) -> None:
         self.receiving.wait()
-        self.sending.wait()  # `add_to` may be `send`: it changes only after it has left
+        self.sending.wait()  # before the sum: `add_to` may be `send`
         if self.add_to is not None:
             self.add_to.add_(self.receive)
 
 
-def _is_shared(tensor: Tensor, group: Group) -> bool:
-    return group.shared is not None and group.shared.fits(tensor)
+def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | None:
+    """Returns the group's shared memory if it has any and `tensor` fits one of its slots."""
+    return group.shared if group.shared is not None and group.shared.fits(tensor) else None
 
 
 def _is_cpu_pair(tensor: Tensor, group: Group) -> bool:
     return group.size == 2 and tensor.device.type == "cpu"
+
+
+# All-reduce
 
 
 @timed
@@ -130,30 +122,54 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Work:
     """Starts the sum of a contiguous `tensor` over the group, in place."""
     if group.size == 1:
         return CompletedWork()
-    if _is_shared(tensor, group):
-        return group.shared.all_reduce(tensor)
+    if (shared := _shared_memory(tensor, group)) is not None:
+        return shared.all_reduce(tensor)
     if group.shared is not None and tensor.device.type == "cpu":
-        return group.shared.all_reduce_in_pieces(tensor)
+        return group.shared.all_reduce_in_chunks(tensor)
     if _is_cpu_pair(tensor, group):
         return PairExchange(tensor, torch.empty_like(tensor), group, add_to=tensor)
     return dist.all_reduce(tensor, group=group.handle, async_op=True)
 
 
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """Sums a contiguous `tensor` over the group in place and returns it."""
+    all_reduce_async(tensor, group).wait()
+    return tensor
+
+
+def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
+    """Sums a few numbers over the group in place and returns them; a group synchronises here.
+
+    Nothing to speak of is transferred: time above the group's baseline latency is counted as idle.
+    """
+    timer = group.timer
+    if timer is None or group.size == 1:
+        return all_reduce(tensor, group)
+    name = None if timer.ranges is None else f"wait all_reduce {group.name}"
+    timer.push(kind_of(group), name)
+    all_reduce_async(tensor, replace(group, timer=None)).wait()
+    timer.pop(timer.baseline_latency.get(group.name, math.inf))
+    return tensor
+
+
 @timed
 @logged
 def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a gradient bucket, in place; several may be under way, waited for in order.
+    """Starts the sum of a gradient bucket, in place; several may be in flight, waited for in order.
 
-    Through shared memory all of it happens in the wait: copying takes the cores that compute.
+    Through shared memory the wait does all the work: copying takes the cores that compute.
     """
     if group.shared is not None and tensor.device.type == "cpu":
-        return group.shared.all_reduce_in_pieces(tensor)
+        return group.shared.all_reduce_in_chunks(tensor)
     return all_reduce_async(tensor, group)
+
+
+# Reduce-scatter and all-gather
 
 
 @dataclass
 class Then:
-    """A collective whose result is moved to its place in the wait."""
+    """Handle of a collective whose result the wait copies to its place."""
 
     work: Work
     finish: Callable[[], object]
@@ -164,15 +180,14 @@ class Then:
 
 
 def own_shard(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's part, a view, of a flat tensor that divides evenly over the group."""
+    """Returns this rank's shard, a view, of a flat tensor that divides evenly over the group."""
     return tensor.chunk(group.size)[group.index]
 
 
 def _gather_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """The backend's gather of `tensor` (n, ...) into `out` (size · n, ...).
+    """Starts the backend's all-gather of `tensor` (n, ...) into `out` (size · n, ...).
 
-    `tensor` may be this rank's part of `out` where the backend knows gathers in place, as NCCL
-    does: nothing is copied then.
+    On NCCL `tensor` may be this rank's part of `out`: nothing is copied then.
     """
     if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
         return dist.all_gather_single(out, tensor, group=group.handle, async_op=True)
@@ -180,9 +195,9 @@ def _gather_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def _scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """The backend's sum of `tensor` (size · n, ...), of which `out` (n, ...) gets this rank's part.
+    """Starts the backend's reduce-scatter of `tensor` (size · n, ...) into `out` (n, ...).
 
-    `out` may be that part of `tensor`, under the same condition.
+    On NCCL `out` may be this rank's part of `tensor`.
     """
     if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
         return dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
@@ -192,10 +207,10 @@ def _scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 @timed
 @logged
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a flat gradient bucket of which each rank needs its shard alone.
+    """Starts the sum of a flat gradient bucket into this rank's shard of it, in place.
 
-    The shard is summed in place, the rest of `tensor` is undefined afterwards. As with
-    `all_reduce_bucket`, several may be under way, and through shared memory the wait does the work.
+    The rest of `tensor` is undefined afterwards. As with `all_reduce_bucket`, several may be in
+    flight, and through shared memory the wait does the work.
     """
     if group.size == 1:
         return CompletedWork()
@@ -203,13 +218,13 @@ def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
     if is_on_accelerator(tensor):
         return _scatter_into(own, tensor, group)
     if group.shared is not None:
-        return group.shared.reduce_scatter_in_pieces(tensor, own)
+        return group.shared.reduce_scatter_in_chunks(tensor, own)
     out, work = reduce_scatter_async(tensor, group)
     return Then(work, lambda: own.copy_(out))
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """`reduce_scatter_bucket` whose shard is written to `out` (n,); `tensor` is undefined after."""
+    """Starts `reduce_scatter_bucket` into `out` (n,); `tensor` is undefined afterwards."""
 
     @timed
     @logged
@@ -225,37 +240,16 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 @timed
 @logged
 def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts making a flat bucket whole, of which each rank holds its shard; in place."""
+    """Starts gathering a flat bucket in place, of which each rank holds its shard."""
     if group.size == 1:
         return CompletedWork()
     own = own_shard(tensor, group)
     if is_on_accelerator(tensor):
         return _gather_into(tensor, own, group)
     if group.shared is not None:
-        return group.shared.all_gather_in_pieces(own, tensor)
+        return group.shared.all_gather_in_chunks(own, tensor)
     out, work = all_gather_async(own, group)
     return Then(work, lambda: tensor.copy_(out))
-
-
-def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    """Sums a contiguous `tensor` over the group in place and returns it."""
-    all_reduce_async(tensor, group).wait()
-    return tensor
-
-
-def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
-    """Sums a few numbers in place, and returns them; here the ranks of a group meet.
-
-    There is nothing to transfer: what it takes beyond the group's floor is time in which this rank
-    is idle (see `comm.clock`).
-    """
-    clock = group.clock
-    if clock is None or group.size == 1:
-        return all_reduce(tensor, group)
-    clock.push(kind_of(group), clock.ranges and f"wait all_reduce {group.name}")
-    all_reduce_async(tensor, replace(group, clock=None)).wait()
-    clock.pop(clock.floors.get(group.name, math.inf))
-    return tensor
 
 
 @timed
@@ -266,8 +260,8 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     if group.size == 1:
         return tensor, CompletedWork()
     out = tensor.new_empty(group.size * tensor.shape[0], *tensor.shape[1:])
-    if _is_shared(tensor, group):
-        return out, group.shared.all_gather(tensor, out)
+    if (shared := _shared_memory(tensor, group)) is not None:
+        return out, shared.all_gather(tensor, out)
     if _is_cpu_pair(tensor, group):
         halves = out.chunk(2)
         halves[group.index].copy_(tensor)
@@ -276,7 +270,7 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """(n, ...) of every rank as (size · n, ...), in rank order."""
+    """Gathers (n, ...) of every rank into (size · n, ...), in rank order."""
     out, work = all_gather_async(tensor, group)
     work.wait()
     return out
@@ -289,9 +283,9 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
-    if _is_shared(tensor, group):
+    if (shared := _shared_memory(tensor, group)) is not None:
         out = tensor.new_empty(tensor.shape[0] // group.size, *tensor.shape[1:])
-        return out, group.shared.reduce_scatter(tensor, out)
+        return out, shared.reduce_scatter(tensor, out)
     if _is_cpu_pair(tensor, group):
         halves = tensor.chunk(2)
         mine, theirs = halves[group.index].clone(), halves[1 - group.index]
@@ -301,30 +295,33 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """The sum of (size · n, ...) over the group, this rank's (n, ...) of it."""
+    """Sums (size · n, ...) over the group and returns this rank's (n, ...) of it."""
     out, work = reduce_scatter_async(tensor, group)
     work.wait()
     return out
 
 
+# Others
+
+
 @timed
 @logged
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts handing part j of (size · n, ...) to rank j; the result is what came, in rank order.
+    """Starts sending part j of (size · n, ...) to rank j; the result is in order of senders.
 
-    Nothing is added up, so a narrow type travels without a second rounding.
+    Nothing is summed, so a narrow type travels without a second rounding.
     """
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
     out = torch.empty_like(tensor)
-    if _is_shared(tensor, group):
-        return out, group.shared.all_to_all(tensor, out)
+    if (shared := _shared_memory(tensor, group)) is not None:
+        return out, shared.all_to_all(tensor, out)
     if _is_cpu_pair(tensor, group):
         given, taken = tensor.chunk(2), out.chunk(2)
         taken[group.index].copy_(given[group.index])
         return out, PairExchange(given[1 - group.index], taken[1 - group.index], group)
-    # As bytes: gloo moves them whatever they mean, and knows fewer types than PyTorch.
+    # As bytes: gloo knows fewer types than PyTorch.
     work = dist.all_to_all_single(
         out.view(torch.uint8), tensor.view(torch.uint8), group=group.handle, async_op=True
     )
@@ -332,14 +329,14 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
-    """`tensor` of the group's member number `source`, in place."""
+    """Broadcasts `tensor` of the group's member number `source`, in place."""
     if group.size > 1:
         dist.broadcast(tensor, group.ranks[source], group=group.handle)
     return tensor
 
 
 def differs(numbers: Tensor, group: Group) -> bool:
-    """Whether any of these whole numbers (n,) is not the same on all ranks; alike on all."""
+    """Returns whether any of these integers (n,) differs between ranks; alike on all of them."""
     if group.size == 1:
         return False
     both = torch.stack((numbers, ~numbers))  # the largest, and the complement of the smallest

@@ -1,9 +1,7 @@
-"""Small facts that ranks tell each other as JSON: nothing that arrives from a rank is unpickled.
+"""Exchange of small values between ranks as JSON: nothing that arrives from a rank is unpickled.
 
-A value is JSON in bytes, and the bytes travel as a uint8 tensor on the group's device: the same on
-gloo and on NCCL, which knows no other memory than the device's. What comes back is what JSON makes
-of a value, also where there is nobody to send it to: tuples become lists, keys words. A handle of
-None is a group of one.
+The JSON bytes travel as a uint8 tensor on the group's device (NCCL knows no other memory). Values
+come back as JSON makes them: tuples become lists, keys strings. A handle of None is a group of one.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 
 
 def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """The `value` of every member, in the group's order; collective.
+    """Returns the `value` of every member, in the group's order; collective.
 
     Raises TypeError for a value that JSON does not have.
     """
@@ -35,7 +33,7 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
 
 
 def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """As `all_gather_json` on the group's first member, an empty list elsewhere; collective.
+    """Returns `all_gather_json` on the group's first member, an empty list elsewhere; collective.
 
     The first member's device holds one value at a time.
     """
@@ -56,9 +54,9 @@ def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.devi
 
 
 def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """The `value` of the group's first member, on every member; collective.
+    """Returns the `value` of the group's first member on every member; collective.
 
-    What the others give is not looked at. Raises TypeError as `all_gather_json`.
+    The values of other members are ignored. Raises TypeError as `all_gather_json`.
     """
     first = handle is None or dist.get_rank(handle) == 0
     mine = _as_bytes(value) if first else torch.empty(0, dtype=torch.uint8)
@@ -75,14 +73,14 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
     """Sends (dist.isend) or receives (dist.irecv) a tensor to or from world rank `peer`.
 
-    As a batch of one, as NCCL wants messages of two members of a group that has more.
+    As a batch of one: NCCL requires that for messages between two members of a larger group.
     """
     for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
         work.wait()
 
 
 def _lengths(word: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Bytes of every member's word."""
+    """Returns the length in bytes of every member's encoded value."""
     mine = torch.tensor([word.numel()], device=device)
     lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size(handle))]
     dist.all_gather(lengths, mine, group=handle)

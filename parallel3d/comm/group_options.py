@@ -1,8 +1,8 @@
-"""What a group's backend is told: gloo its network interface, NCCL its stream and its CTAs.
+"""Options of a group's backend: gloo's network interface, NCCL's stream priority and CTAs.
 
-NCCL's documentation leaves both to the user: a priority stream lets short kernels that others wait
-for (tensor groups, stage messages) overtake long ones (gradient buckets), and a bound on CTAs
-leaves multiprocessors to the computation that a reduction overlaps with.
+A high-priority stream lets short kernels that others wait for (tensor groups, stage messages)
+overtake long ones (gradient buckets); a bound on CTAs leaves multiprocessors to the computation
+that a reduction overlaps with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fnmatch
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -24,17 +24,20 @@ from parallel3d.topology.cluster.parts import natural
 from parallel3d.topology.layout import Layout
 from parallel3d.topology.tiling import RankMapping
 
-NOTHING = (False, ())  # of `nccl_settings`: the backend's defaults
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
+DEFAULTS = (False, ())  # `nccl_settings` of a group that leaves everything to the backend
 BACKWARD = "pp_backward"  # the group of a pipeline's gradients
-GLOO_ON = "gloo_on"  # gloo whose options name the interface; plain gloo ignores its options
+GLOO_ON = "gloo_on"  # gloo on a chosen interface; torch's own gloo backend ignores its options
 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """Network interfaces by kind of group: inside one NVLink domain, or beyond.
+    """Network interfaces by kind of group: within one NVLink domain, or across domains.
 
-    `nvlink` and `rail` are names or globs, None for the system's choice. Where a glob finds several
-    (a host whose NICs are all in one namespace), a GPU takes the one of its own rail.
+    `nvlink` and `rail` are names or globs, None for the system's choice. Where a glob matches
+    several, a GPU takes the one of its own rail.
     """
 
     placement: RankMapping
@@ -43,16 +46,15 @@ class Interfaces:
 
     @classmethod
     def of_run(cls, cluster: ClusterConfig, placement: RankMapping | None) -> Interfaces | None:
-        """None where the configuration leaves the choice to the system."""
+        """Returns the configured interfaces; None where the choice is left to the system."""
         if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
             return None
         return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
 
     def check(self, layout: Layout, rank: int) -> None:
-        """Looks for the interfaces that this rank's groups will take, before anything connects.
+        """Looks up the interfaces of this rank's groups before anything connects.
 
-        Raises:
-            UserError: this host has no such interface.
+        Raises UserError if this host has no such interface.
         """
         for dim in ("tp", "dp", "pp"):
             ranks = layout.group_of(rank, dim)
@@ -60,10 +62,9 @@ class Interfaces:
                 self.of_group(ranks, rank)
 
     def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
-        """The interface by which member `rank` of a group talks; None for the system's choice.
+        """Returns the interface of member `rank` of a group; None for the system's choice.
 
-        Raises:
-            UserError: this host has no such interface.
+        Raises UserError if this host has no such interface.
         """
         cluster, slots = self.placement.cluster, self.placement.slots
         inside = np.unique(cluster.domain[slots[list(ranks)]]).size == 1
@@ -81,10 +82,10 @@ class Interfaces:
 
 
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
-    """Options of the backend `GLOO_ON` for groups that talk by `interface`."""
+    """Returns options of the backend `GLOO_ON` for groups that communicate over `interface`."""
     if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch knows it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
     options._timeout = timeout
     return options
@@ -95,15 +96,12 @@ def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
 
 
 def nccl_options(
-    kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: dist.Backend
+    kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: Backend
 ) -> Any:
-    """Options for groups of a kind (tp, pp, …) that are split from the world's `backend`.
+    """Returns options for groups of a kind (tp, pp, …) that are split from the world's `backend`.
 
-    Of the class that the world's own are of: `ProcessGroupNCCL.Options`, or what another backend
-    that splits calls by the same names.
-
-    Raises:
-        UserError: this torch's NCCL lacks a setting that the configuration asks for.
+    Their class is that of the world's own options: `ProcessGroupNCCL.Options`, or its counterpart
+    in another backend that can split. Raises UserError if this torch's NCCL lacks a setting.
     """
     options = type(backend.options)()
     options._timeout = timeout
@@ -112,9 +110,9 @@ def nccl_options(
 
 
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
-    """(priority stream, fields of ncclConfig_t) that `launch` asks for; `NOTHING` for NCCL's own.
+    """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group.
 
-    The two levels of dp are dp, and both directions of pp are pp.
+    The two levels of dp count as dp, both directions of pp as pp.
     """
     kind = {"dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)
@@ -123,7 +121,7 @@ def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[st
 
 
 def set_nccl_options(options: Any, kind: str, launch: LaunchConfig) -> None:
-    """Stream priority and ncclConfig_t fields of `kind`, as `launch` asks for them."""
+    """Sets stream priority and ncclConfig_t fields of `kind`; raises UserError for unknown ones."""
     options.is_high_priority_stream, fields = nccl_settings(kind, launch)
     for field, value in fields:
         if not hasattr(getattr(options, "config", None), field):

@@ -1,7 +1,7 @@
-"""What a rank communicates, noted as it happens, so that a hang can be told afterwards.
+"""Log of the operations that a rank communicates, from which a hang is diagnosed afterwards.
 
-A note is a tuple appended to a list (under a microsecond a collective): nothing is written, sent or
-formatted before something is wrong. `watchdog.py` reads the log of a rank that no longer gets on.
+An entry is a tuple appended to a list (under a microsecond a collective); nothing is written, sent
+or formatted before something is wrong. `faults/watchdog.py` reads the log of a rank that hangs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 
 
 class _Group(Protocol):
-    """What this module needs of a `group.Group`, which knows this module."""
+    """The part of `process_groups.Group` that this module needs."""
 
-    name: str
-    ranks: tuple[int, ...]
-    index: int
-    log: OperationLog | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def log(self) -> OperationLog | None: ...
 
 
 class LoggedOperation(NamedTuple):
-    """One collective or message: `number` counts the operations of its group on this rank.
+    """One collective or message; `number` counts the operations of its group on this rank.
 
     `peer` is the other rank of a message between stages, None for a collective.
     """
@@ -39,12 +41,12 @@ class LoggedOperation(NamedTuple):
     peer: int | None = None
 
     def alike(self, other: LoggedOperation) -> bool:
-        """Whether both are the same call, wherever they stand in the group's count."""
+        """Returns whether both are the same call, whatever their numbers."""
         return self._replace(number=0) == other._replace(number=0)
 
     @property
     def tensor(self) -> str:
-        """ "float32[2,32]"."""
+        """Returns type and shape: "float32[2,32]"."""
         return f"{self.dtype.removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
     def __str__(self) -> str:
@@ -54,10 +56,10 @@ class LoggedOperation(NamedTuple):
         return f"{self.name} {self.number} of {self.group} ({self.tensor})"
 
 
-class Departure(NamedTuple):
-    """An operation that was not done as the time before, and how it was done then.
+class Divergence(NamedTuple):
+    """An operation that differs from the one at this place the time before.
 
-    `now` is None where the piece of work ended without it. `after` is what followed it then.
+    `now` is None where the phase ended without it; `after` is the operation that followed `was`.
     """
 
     now: LoggedOperation | None
@@ -66,7 +68,7 @@ class Departure(NamedTuple):
 
     @property
     def is_other_tensor(self) -> bool:
-        """The same call with another tensor (unless it is the next call, one left out)."""
+        """Returns whether it is the same call with another tensor, and not one left out."""
         now, was = self.now, self.was
         if now is None or (self.after is not None and now.alike(self.after)):
             return False
@@ -89,13 +91,13 @@ def _operation(note: Note) -> LoggedOperation:
 
 
 class OperationLog:
-    """The operations of one rank in all of its groups, since the last boundary and before it.
+    """Operations of one rank in all of its groups, since the last phase boundary and before it.
 
     Attributes:
-        progress: grows whenever an operation starts or ends, or somebody calls `beat`.
-        waiting: the note of the operation that the host waits for, None while it computes.
-        newest: of each group the note of its newest operation.
-        starting: an operation is being started; what it calls is not noted apart.
+        progress: grows whenever an operation starts or ends, and at every boundary.
+        waiting: the entry of the operation that the host waits for, None while it computes.
+        newest: group → its newest entry.
+        starting: an operation is being started; those that it calls are not logged separately.
         ranks: name of each group that communicated → its ranks.
     """
 
@@ -107,23 +109,23 @@ class OperationLog:
         self.counts: dict[str, int] = {}
         self.newest: dict[str, Note] = {}
         self._notes: list[Note] = []
-        self._kind = ""
-        self._habits: dict[str, list[Note]] = {}
-        # The pieces before this one, newest first, each with its habit: a step, and what may lie
-        # between two steps (an evaluation, a look at the run's health).
+        self._phase = ""
+        self._previous: dict[str, list[Note]] = {}  # phase → its entries the last time
+        # The latest phases, newest first, each with the entries of the time before: a step, and
+        # possibly an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[Note], list[Note]]] = deque(maxlen=3)
 
-    def boundary(self, kind: str) -> None:
-        """A piece of work begins ("train step", "evaluation") that is alike every time."""
-        self._closed.appendleft((self._notes, self._habits.get(self._kind, [])))
-        self._habits[self._kind] = self._notes
-        self._notes, self._kind = [], kind
+    def boundary(self, phase: str) -> None:
+        """Begins a phase ("train step", "evaluation") that has the same operations every time."""
+        self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
+        self._previous[self._phase] = self._notes
+        self._notes, self._phase = [], phase
         self.progress += 1
 
     def start(
         self, group: _Group, name: str, tensor: torch.Tensor, peer: int | None = None
     ) -> Note:
-        """An operation begins."""
+        """Logs the start of an operation and returns its entry."""
         key = group.name
         number = self.counts.get(key, 0) + 1
         if number == 1:
@@ -136,33 +138,33 @@ class OperationLog:
         return note
 
     def recent(self, count: int = 200) -> list[LoggedOperation]:
-        """The newest operations since the last boundary, oldest first."""
+        """Returns the newest operations since the last boundary, oldest first."""
         return [_operation(note) for note in self._notes[-count:]]
 
     def awaited(self) -> LoggedOperation | None:
-        """The operation that the rank waits for."""
+        """Returns the operation that the rank waits for."""
         note = self.waiting
         return None if note is None else _operation(note)
 
-    def departure(self) -> Departure | None:
-        """Where this piece of work left the way of the last one of its kind; None if it did not.
+    def divergence(self) -> Divergence | None:
+        """Returns where this phase, or one of the latest before it, left its usual operations.
 
-        Or where one of the pieces before did: its operations may not have been missed at once.
+        Earlier phases count because a missing operation may block a rank only later.
         """
-        habit = self._habits.get(self._kind, [])
-        found = _first_difference(list(self._notes), habit, is_over=False)
+        previous = self._previous.get(self._phase, [])
+        found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
             found = found or _first_difference(notes, before, is_over=True)
         return found
 
 
-def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Departure | None:
+def _first_difference(now: list[Note], before: list[Note], is_over: bool) -> Divergence | None:
     for i, was in enumerate(before):
         after = _operation(before[i + 1]) if i + 1 < len(before) else None
         if i >= len(now):
-            return Departure(None, _operation(was), after) if is_over else None
+            return Divergence(None, _operation(was), after) if is_over else None
         if _call(now[i]) != _call(was):
-            return Departure(_operation(now[i]), _operation(was), after)
+            return Divergence(_operation(now[i]), _operation(was), after)
     return None
 
 
@@ -171,7 +173,7 @@ def _call(note: Note) -> tuple:
 
 
 class LoggedWork:
-    """The handle of an operation whose wait is noted."""
+    """Handle of an operation whose wait is logged."""
 
     __slots__ = ("log", "note", "work")
 
@@ -179,7 +181,7 @@ class LoggedWork:
         self.log, self.note, self.work = log, note, work
 
     def wait(self) -> None:
-        """Waits; if that raises, the log still says in what."""
+        """Waits; if that raises, `log.waiting` still names the operation."""
         log = self.log
         outer, log.waiting = log.waiting, self.note
         self.work.wait()
@@ -189,10 +191,10 @@ class LoggedWork:
 
 @contextmanager
 def blocking(group: _Group) -> Iterator[None]:
-    """Around what reads a number off the device: the host waits for `group`'s newest operation.
+    """Logs that the host waits for `group`'s newest operation while it reads a device value.
 
-    The wait for a handle of NCCL only orders streams, so that this is where a host finds that a
-    rank is missing. An error leaves no note behind: on a device it may be of anything before.
+    The wait for a handle of NCCL only orders streams: this is where a host finds that a rank is
+    missing. An error clears the entry, as on a device it may come from anything before.
     """
     log = group.log
     note = None if log is None else log.newest.get(group.name)
@@ -208,14 +210,14 @@ def blocking(group: _Group) -> Iterator[None]:
 
 
 def operation_name(start: Callable) -> str:
-    """What a collective's function starts: "all_reduce"."""
+    """Returns the name of the collective that a function starts: "all_reduce"."""
     return start.__name__.removesuffix("_async").removesuffix("_bucket")
 
 
 def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
-    """Notes a collective and the wait for its handle, in the log that its group carries, if any.
+    """Logs a collective and the wait for its handle, in the log of its group, if any.
 
-    `start` returns a handle, or a tensor and a handle. One that another calls is part of that.
+    `start` returns a handle, or a tensor and a handle. Collectives that it calls are not logged.
     """
     name = operation_name(start)
 
@@ -235,19 +237,20 @@ def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
     return noted
 
 
-def noted_message(
+def logged_message(
     group: _Group, name: str, tensor: torch.Tensor, peer: int, start: Callable
 ) -> Any:
-    """Starts a message between stages by `start()`, noted like a collective.
+    """Starts a message between stages by `start()`, logged like a collective.
 
     Args:
-        name: send or receive. peer: the rank at its other end.
+        name: send or receive.
+        peer: the rank at the other end.
     """
     log = group.log
     if log is None:
         return start()
     note = log.start(group, name, tensor, peer)
-    outer, log.waiting = log.waiting, note  # a mailbox that is full blocks here
+    outer, log.waiting = log.waiting, note  # a full buffer blocks here
     work = start()
     log.waiting = outer
     return LoggedWork(log, note, work)

@@ -1,9 +1,10 @@
-"""Ranks that communicate: what every collective is told of the group that it runs over."""
+"""A rank's communication groups, created from a `Layout` and held by a `DeviceMesh`."""
 
 from __future__ import annotations
 
+import copy
 import datetime
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.comm.group_options import (
     BACKWARD,
+    DEFAULTS,
     GLOO_ON,
-    NOTHING,
     Interfaces,
     gloo_on,
     nccl_options,
@@ -28,6 +29,8 @@ from parallel3d.topology.layout import Coordinates, Layout, layout_of
 from parallel3d.topology.price.links import two_levels
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend
+
     from parallel3d.comm.step_timer import StepTimer
     from parallel3d.config.schema import Config
     from parallel3d.topology.tiling import RankMapping
@@ -35,36 +38,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate along one dimension.
-
-    `handle` is None for a group of one: nothing may be sent there, so nothing is.
-    """
+    """Ranks that communicate along one dimension. `handle` is None for a group of one."""
 
     name: str
     ranks: tuple[int, ...]
     index: int  # this rank's place in `ranks`
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
-    log: OperationLog | None = field(default=None, compare=False)  # for telling a hang
-    clock: StepTimer | None = field(default=None, compare=False)  # told how long collectives take
+    log: OperationLog | None = field(default=None, compare=False)  # for diagnosing a hang
+    timer: StepTimer | None = field(default=None, compare=False)  # times its collectives
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def __deepcopy__(self, memo: dict) -> Group:
-        """Itself: the copy of a module talks to the same ranks."""
+        """Returns the group itself: the copy of a module communicates with the same ranks."""
         return self
 
 
-SINGLE = Group("single", (0,), 0, None)  # layers built outside of any cluster are unsharded
+SINGLE = Group("single", (0,), 0, None)  # of layers built outside of any cluster: unsharded
 
-
-# This rank's communication groups, made from a `Layout` and held by a `DeviceMesh`.
-
-
-# Groups whose bytes are worth a wire of their own; the others carry a few numbers a step, and cross
-# rails by their nature, so they stay where the processes met.
+# Groups with enough bytes for an interface of their own; the others carry a few numbers a step and
+# cross rails, so they stay on the interface of the rendezvous.
 DATA_KINDS = ("tp", "dp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
 
 Ranks = list[list[int]]
@@ -76,15 +72,14 @@ class ProcessGroups:
     """The groups of one rank: six kinds, eight with two levels of dp, whatever the world size.
 
     tp, dp, pp   along one dimension
-    pp_backward  pp once more, for the gradients that go back (see `pipeline.p2p`): on NCCL a
+    pp_backward  pp once more, for the gradients that travel back (see `pipeline.p2p`): on NCCL a
                  communicator of its own, elsewhere the same group
     embedding    first and last stage of a pipeline (tied embeddings)
     world        all ranks (loss and gradient norm)
-    dp_inner     members of dp in one NVLink domain, and
-    dp_outer     one of each domain: where gradients are reduced in two levels, else of one.
-                 With ddp.shard_size: members that share one copy of the model, and its replicas
-
-    `device` is this rank's, on which it communicates.
+    dp_inner     hierarchical all-reduce: members of dp in one NVLink domain (else of one);
+                 HSDP (ddp.shard_size): members that shard one copy of the model
+    dp_outer     one member of each domain; HSDP: the replicas
+    device       this rank's, on which it communicates
     """
 
     layout: Layout
@@ -114,11 +109,11 @@ class ProcessGroups:
 
     @classmethod
     def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
-        """The groups of a run's layout on this rank, made as its configuration says; collective.
+        """Creates the groups of a run's layout on this rank, as configured; collective.
 
         Args:
             device: this rank's, "cpu" or "<type>:<index>".
-            placement: where all ranks sit; None where the run did not need to know.
+            placement: rank mapping of the whole run; None where the run did not need one.
         """
         device_type = device.split(":")[0]
         interfaces = None
@@ -142,20 +137,19 @@ class ProcessGroups:
         interfaces: Interfaces | None = None,
         levels: tuple[Ranks, Ranks] | None = None,
     ) -> ProcessGroups:
-        """Makes the groups; collective over the world, which must be initialised.
+        """Creates the groups; collective over the world, which must be initialised.
 
-        Every rank makes every kind of group in the same order (creation is a collective of the
-        world); the mesh is assembled from the finished groups with explicit ranks, so that FSDP2,
-        DTensor and distributed checkpoints see the same placement.
+        Every rank creates every kind of group in the same order; the mesh is assembled from them
+        with explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
 
         Args:
-            launch: shared memory or not, NCCL's settings; its defaults if None.
-            interfaces: where gloo's groups connect; the system's choice if None.
+            launch: shared memory and NCCL's settings; its defaults if None.
+            interfaces: network interfaces of gloo's groups; the system's choice if None.
             levels: inner and outer groups of dp (`links.two_levels`); None: one level.
 
         Raises:
             ValueError: the world size is not the layout's.
-            UserError: an interface or a setting of NCCL that is not there.
+            UserError: an interface or NCCL setting does not exist.
         """
         world = dist.get_world_size()
         if world != layout.world_size:
@@ -187,16 +181,16 @@ class ProcessGroups:
 
     @classmethod
     def single(cls) -> ProcessGroups:
-        """Groups of one: the whole model on this process, whatever world is initialised."""
-        return cls(Layout(), 0, None, *[SINGLE] * 6)
+        """Returns groups of one: the whole model on this process, whatever world exists."""
+        return cls(Layout(), 0, None, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
     def close(self) -> None:
-        """Destroys the groups that `create` made; the world stays with whoever initialised it."""
+        """Destroys the groups that `create` made; the world stays with its creator."""
         for group in (self.tp, self.dp):
             if group.shared is not None:
                 group.shared.memory.close()
-        # As they were made, alike on all ranks: NCCL's members destroy a communicator together, and
-        # ranks that take two of them in different orders wait for each other for ever.
+        # In order of creation, alike on all ranks: NCCL's members destroy a communicator together,
+        # and ranks that take two of them in different orders would deadlock.
         kinds = (self.tp, self.dp, self.pp, self.pp_backward, self.embedding)
         for handle in dict.fromkeys(g.handle for g in (*kinds, self.dp_inner, self.dp_outer)):
             if handle not in (None, dist.group.WORLD):
@@ -204,10 +198,10 @@ class ProcessGroups:
 
 
 def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
-    """Inner and outer groups of dp where a copy of the model is sharded over `shard_size` members
-    and repeated over the rest (HSDP; Zhao et al. 2023 §3.2.2); None where one copy takes all.
+    """Returns inner and outer groups of dp for HSDP (Zhao et al. 2023 §3.2.2).
 
-    Members that follow each other share a copy: in the default order they are the closest.
+    A copy of the model is sharded over `shard_size` consecutive members, which are the closest in
+    the default order, and replicated over the rest. None where one copy takes all members.
     """
     if shard_size == layout.dp:
         return None
@@ -221,7 +215,7 @@ def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] 
 
 
 def _with_shared_memory(group: Group, timeout_s: float) -> Group:
-    """The same group, with shared memory where its ranks can have it; collective."""
+    """Returns the group with shared memory where its ranks can have it; collective."""
     if group.handle is None:
         return group
     shared = SharedCollectives.open(group.handle, group.index, group.size, timeout_s)
@@ -230,80 +224,84 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
 
 @dataclass
 class _Maker:
-    """Makes the groups of each kind. Equal ranks share one, where they want nothing different:
-    with pp=2 its two ends are the pipeline.
+    """Creates the groups of each kind; kinds with equal ranks and equal settings share one.
 
     Attributes:
-        splits: the world's backend where it splits (NCCL), else None (gloo).
-        made: what sets the groups apart from others of their ranks, and the ranks → this rank's.
+        splits: the world's backend if it can split (NCCL), else None (gloo).
+        made: (settings, ranks) of groups → this rank's group.
     """
 
     device: torch.device
     timeout: datetime.timedelta
     launch: LaunchConfig
     interfaces: Interfaces | None
-    splits: dist.Backend | None = field(init=False, default=None)
+    splits: Backend | None = field(init=False, default=None)
     made: dict[tuple[Hashable, Hashable], dist.ProcessGroup | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if accelerator.is_accelerator(self.device):
+            assert dist.group.WORLD is not None  # initialised before the groups
             backend = dist.group.WORLD._get_backend(self.device)
             self.splits = backend if backend.supports_splitting else None
 
     def group(self, kind: str, all_ranks: Ranks) -> Group:
-        """This rank's group among `all_ranks`, which every rank of the world lists alike."""
+        """Returns this rank's group among `all_ranks`, a list alike on every rank of the world."""
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
-        handle = self._shared(kind, all_ranks) if len(all_ranks[0]) > 1 else None
+        handle = self._reuse_or_make(kind, all_ranks) if len(all_ranks[0]) > 1 else None
         return Group(kind, tuple(mine), mine.index(rank), handle if len(mine) > 1 else None)
 
-    def _shared(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
-        """The groups of these ranks that `kind` can have in common with others, or new ones."""
-        wants, ranks = self._wants(kind), tuple(map(tuple, all_ranks))
+    def _reuse_or_make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
+        """Returns a group of these ranks that `kind` can share with another kind, or a new one."""
+        wants, ranks = self._settings(kind), tuple(map(tuple, all_ranks))
         if (wants, ranks) in self.made:
             return self.made[wants, ranks]
         if wants is None and len(all_ranks[0]) == dist.get_world_size():
             return dist.group.WORLD  # the same ranks in the same order need no second group
         others = [key for key in self.made if key[1] == ranks]
-        if wants is None and others:  # it can do with what another kind asked for
+        if wants is None and others:
             return self.made[others[0]]
         self.made[wants, ranks] = made = self._make(kind, all_ranks)
         return made
 
-    def _wants(self, kind: str) -> Hashable:
-        """What sets groups of a kind apart from others of the same ranks; None for nothing."""
+    def _settings(self, kind: str) -> Hashable:
+        """Returns settings that need groups apart from others of the same ranks; None for none."""
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
             if kind == BACKWARD:
                 return kind, settings
-            return None if settings == NOTHING else settings
-        # The kinds that have interfaces of their own are made apart from the world's group.
+            return None if settings == DEFAULTS else settings
+        # Kinds with interfaces of their own are separate from the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
     def _make(self, kind: str, all_ranks: Ranks) -> dist.ProcessGroup | None:
-        more = {"timeout": self.timeout, "group_desc": kind}
         if self.splits is not None:
-            # One communicator split for all groups of a kind; made one by one, each group would
+            # One communicator split for all groups of a kind; created one by one, each group would
             # cost every rank of the world a collective call.
             options = nccl_options(kind, self.launch, self.timeout, self.splits)
-            return dist.split_group(split_ranks=all_ranks, pg_options=options, **more)
+            return dist.split_group(
+                split_ranks=all_ranks, timeout=self.timeout, group_desc=kind, pg_options=options
+            )
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
-        interface = None
+        backend: str | None = None
+        options = None
         if self.interfaces is not None and kind in DATA_KINDS and len(mine) > 1:
             interface = self.interfaces.of_group(mine, rank)
-        if interface is not None:
-            more |= {"backend": GLOO_ON, "pg_options": gloo_on(interface, self.timeout)}
-        made, _ = dist.new_subgroups_by_enumeration(all_ranks, **more)
+            if interface is not None:
+                backend, options = GLOO_ON, gloo_on(interface, self.timeout)
+        made, _ = dist.new_subgroups_by_enumeration(
+            all_ranks, timeout=self.timeout, backend=backend, pg_options=options, group_desc=kind
+        )
         return made
 
 
 def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceMesh | None:
-    """A (pp, dp, tp) mesh over the groups that exist; None for a single rank or with cp."""
+    """Returns a (pp, dp, tp) mesh over the existing groups; None for a single rank or with cp."""
     if layout.world_size == 1 or layout.cp > 1:
         return None
-    dims = {name: g for name, g in by_dim.items() if g.handle is not None}
-    handles = [g.handle for g in dims.values()]
+    dims = {name: g.handle for name, g in by_dim.items() if g.handle is not None}
+    handles = list(dims.values())
     if len(handles) == 1:
         return DeviceMesh.from_group(handles[0], device_type, mesh_dim_names=tuple(dims))
     sizes = tuple(layout.size(d) for d in dims)
@@ -312,17 +310,19 @@ def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceM
     return DeviceMesh.from_group(handles, device_type, grid, mesh_dim_names=tuple(dims))
 
 
-def with_clock(groups: ProcessGroups, clock: StepTimer) -> ProcessGroups:
-    """The same groups, whose collectives tell `clock` how long they take."""
-    return _each(groups, clock=clock)
+def with_timer(groups: ProcessGroups, timer: StepTimer) -> ProcessGroups:
+    """Returns the groups with `timer` for their collectives."""
+    return _replace_each(groups, lambda group: replace(group, timer=timer))
 
 
 def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
-    """The same groups, whose operations are noted in `log`."""
-    return _each(groups, log=log)
+    """Returns the groups with `log` for their operations."""
+    return _replace_each(groups, lambda group: replace(group, log=log))
 
 
-def _each(groups: ProcessGroups, **told: StepTimer | OperationLog) -> ProcessGroups:
-    of_rank = {f.name: getattr(groups, f.name) for f in fields(groups)}
-    kinds = {name: group for name, group in of_rank.items() if isinstance(group, Group)}
-    return replace(groups, **{n: replace(group, **told) for n, group in kinds.items()})
+def _replace_each(groups: ProcessGroups, change: Callable[[Group], Group]) -> ProcessGroups:
+    changed = copy.copy(groups)
+    for f in fields(groups):
+        if isinstance(group := getattr(groups, f.name), Group):
+            setattr(changed, f.name, change(group))
+    return changed

@@ -1,13 +1,12 @@
-"""Memory that CPU ranks of one host share, with semaphores to take turns by.
+"""Shared memory and collectives between CPU ranks of one host.
 
 gloo moves tensors between processes of one machine through TCP: at 512 KiB between two ranks that
-costs a millisecond or more, most of it waking threads. Ranks on one host can as well write into
-memory that the others read. `shared_collectives.py` and `pipeline/shared_memory.py` build on this.
+costs a millisecond or more, most of it waking threads. Here ranks read each other's memory.
 
-POSIX semaphores give the memory ordering on every processor, let a waiting rank sleep, and can
-time out. Each rank holds a lock on its byte of the file, which the kernel drops with the process:
-whoever waits looks at it once a second, so a dead peer is noticed and named. The file has no name
-in any folder, its peers open it in /proc: nothing is left behind, however a rank ends.
+POSIX semaphores order memory accesses on every processor, let a waiting rank sleep, and can time
+out. Each rank holds a lock on its byte of the file, which the kernel drops with the process: a
+waiting rank tests it once a second, so a dead peer is noticed and named. The file has no name in
+any folder (peers open it through /proc), so nothing is left behind, however a rank ends.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ from parallel3d.comm.exchange import all_gather_json
 
 CPU = torch.device("cpu")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
-LOOK_S = 1.0  # how often a sleeping rank looks whether its peer lives
-# Peers that compute the same arrive together: look for a while before sleeping. Where ranks wait
-# for each other's cores, looking would only keep one from its peer.
+LOOK_S = 1.0  # how often a sleeping rank tests whether its peer lives
+# Peers that compute the same arrive together: spin before sleeping. Not where ranks outnumber the
+# cores: spinning would only keep a core from the peer.
 SPIN_S = 100e-6
 
 
@@ -49,9 +49,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
-    """A clock, and the function that waits for a semaphore until a moment of that clock.
+    """Returns a clock, and the function that waits for a semaphore until a time of that clock.
 
-    The monotonic one, which no setting of the time moves; glibc before 2.30 and musl lack that.
+    Monotonic, so that setting the time does not matter; glibc before 2.30 and musl lack it.
     """
     monotonic = time.CLOCK_MONOTONIC
     if hasattr(libc, "sem_clockwait"):
@@ -61,7 +61,7 @@ def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any]
 
 @dataclass
 class SharedMemory:
-    """Semaphores and bytes that all ranks of a group see; made by `open_shared_memory`.
+    """Semaphores and bytes shared by all ranks of a group; created by `open_shared_memory`.
 
     Attributes:
         index, size: this rank's place in the group, and the group's size.
@@ -85,7 +85,7 @@ class SharedMemory:
         self.clock, self.wait_until = _wait_until(self.libc)
 
     def close(self) -> None:
-        """Lets go of the file, and with it of the lock by which peers see this rank alive."""
+        """Closes the file, and so drops the lock by which peers see this rank alive."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -101,7 +101,7 @@ class SharedMemory:
         self.libc.sem_post(self._semaphore(number))
 
     def wait(self, number: int, peer: int) -> None:
-        """Takes one from a semaphore that member `peer` posts; sleeps until it can.
+        """Takes one from a semaphore that member `peer` posts, sleeping until it can.
 
         Raises:
             ConnectionError: the peer has ended.
@@ -116,7 +116,7 @@ class SharedMemory:
         else:
             return
         while not self._sleep(semaphore, min(LOOK_S, self.timeout_s)):
-            if not self._lives(peer) and self.libc.sem_trywait(semaphore) != 0:
+            if not self._is_alive(peer) and self.libc.sem_trywait(semaphore) != 0:
                 raise ConnectionError(f"member {peer} of the group has ended")
             if time.perf_counter() - start > self.timeout_s:
                 raise TimeoutError(
@@ -124,7 +124,7 @@ class SharedMemory:
                 )
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
-        """Whether the semaphore came within `seconds`."""
+        """Returns whether the semaphore was posted within `seconds`."""
         deadline = time.clock_gettime(self.clock) + seconds
         limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
         if self.wait_until(semaphore, ctypes.byref(limit)) == 0:
@@ -134,8 +134,8 @@ class SharedMemory:
             raise OSError(reason, os.strerror(reason))
         return False
 
-    def _lives(self, peer: int) -> bool:
-        """Whether the peer still holds the lock on its byte."""
+    def _is_alive(self, peer: int) -> bool:
+        """Returns whether the peer still holds the lock on its byte."""
         try:
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, peer)
         except OSError:
@@ -145,7 +145,7 @@ class SharedMemory:
 
 
 def _semaphore_area(semaphores: int) -> int:
-    """Bytes before the data, whole pages."""
+    """Returns the bytes before the data, whole pages."""
     page = mmap.PAGESIZE
     return (semaphores * SEMAPHORE_BYTES + page - 1) // page * page
 
@@ -158,15 +158,15 @@ def open_shared_memory(
     data_bytes: int,
     timeout_s: float,
 ) -> SharedMemory | None:
-    """Memory shared by the group's ranks, or None if they cannot share any; collective.
+    """Creates memory shared by the group's ranks; None if they cannot share any; collective.
 
-    The first rank makes a file, the others try to open it where /proc has that rank's: in a
-    container with processes of its own they cannot, and the group does without, as it does where
-    host names differ. (Nodes made of namespaces on one machine may see one /proc.)
+    The first rank creates a file, which the others open through that rank's /proc entry. In a
+    container with its own PID namespace they cannot; where host names differ they do not try.
+    (Nodes made of namespaces on one machine may see one /proc.)
 
     Args:
         semaphores: their initial values.
-        data_bytes: bytes beside them, the same on every rank.
+        data_bytes: size of the data, the same on every rank.
     """
     length = _semaphore_area(len(semaphores)) + data_bytes
     descriptor = _create(length, semaphores) if index == 0 else -1
@@ -187,12 +187,12 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """A file of `length` bytes with its semaphores set; -1 where there is no room, or no Linux."""
+    """Creates a file of `length` bytes with its semaphores; -1 without memory for it or Linux."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
     try:
-        os.posix_fallocate(descriptor, 0, length)  # a full memory must show here, not as a SIGBUS
+        os.posix_fallocate(descriptor, 0, length)  # fails here instead of by a SIGBUS later
     except OSError:
         os.close(descriptor)
         return -1
@@ -205,7 +205,7 @@ def _create(length: int, semaphores: Sequence[int]) -> int:
 
 
 def _identity(descriptor: int) -> list[int]:
-    """By which a file is known again: device, inode, size."""
+    """Returns device, inode and size, which identify a file."""
     if descriptor < 0:
         return []
     found = os.fstat(descriptor)
@@ -213,7 +213,7 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _attach(path: str, identity: list[int]) -> int:
-    """The first rank's file, or -1 if this rank cannot see it, or another in its place."""
+    """Opens the first rank's file; -1 if this rank cannot see it, or sees another in its place."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -224,23 +224,23 @@ def _attach(path: str, identity: list[int]) -> int:
     return -1
 
 
-# Collectives through shared memory: CPU ranks of one host read each other's tensors.
-#
-# Every rank has two slots. A collective writes the rank's tensor into a slot, tells each peer by a
-# semaphore, waits for theirs and reads their slots. Operations use the slots in turn, and a rank
-# starts its next operation only after it has read all peers' slots of the one before. So whoever
-# sees a peer's signal for operation n + 1 knows that the peer has done with operation n, and may
-# write operation n + 2 into the slot of n: no second signal is needed.
+# Collectives
 
-
-SLOT_BYTES = 4 << 20  # larger sums go through in pieces
-PIECE_BYTES = 1 << 20  # of such a sum: stays in a core's cache between its two passes
+SLOT_BYTES = 4 << 20  # larger tensors go through in chunks
+CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
 SLOTS = 2
 
 
 @dataclass
 class SharedCollectives:
-    """The collectives of one group, on one of its ranks. One operation at a time."""
+    """Collectives of one group on one of its ranks, one operation at a time.
+
+    A collective writes the rank's tensor into one of its two slots, posts a semaphore to each peer,
+    waits for theirs and reads their slots. Operations alternate between the slots, and a rank
+    starts its next operation only after reading all peers' slots of the last. So a peer's signal
+    for operation n + 1 also says that this peer is done with operation n, whose slot may then take
+    operation n + 2: no second signal is needed.
+    """
 
     memory: SharedMemory
     operations: int = 0
@@ -250,15 +250,15 @@ class SharedCollectives:
     def open(
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
-        """None where the ranks cannot share memory; collective over the group."""
-        signals = [0] * (size * size)  # one from each rank to each other
+        """Opens the group's shared memory; None where ranks cannot share any; collective."""
+        signals = [0] * (size * size)  # signal i * size + j: from rank i to rank j
         data = size * SLOTS * (SLOT_BYTES + ctypes.sizeof(ctypes.c_int64))
         memory = open_shared_memory(handle, index, size, signals, data, timeout_s)
         return None if memory is None else cls(memory)
 
     def __post_init__(self) -> None:
-        # Behind the slots: how many bytes each holds. Ranks that bring tensors of different sizes
-        # would otherwise add up what an older operation left there.
+        # Behind the slots: bytes in each slot. Ranks with tensors of different sizes would
+        # otherwise add leftovers of an older operation.
         count = self.memory.size * SLOTS
         address = self.memory.data.data_ptr() + count * SLOT_BYTES
         self.sizes = (ctypes.c_int64 * count).from_address(address)
@@ -267,7 +267,7 @@ class SharedCollectives:
         return tensor.device.type == "cpu" and tensor.nbytes <= SLOT_BYTES
 
     def all_reduce(self, tensor: Tensor) -> SharedMemoryWork:
-        """Starts the sum over the ranks, in place, in rank order: equal bits on every rank."""
+        """Starts the sum over the ranks, in place, in rank order: bit-identical on every rank."""
         slots = self._start(tensor)
 
         def finish() -> None:
@@ -280,37 +280,32 @@ class SharedCollectives:
 
         return SharedMemoryWork(self, finish)
 
-    def all_reduce_in_pieces(self, tensor: Tensor) -> InPieces:
-        """The sum of a tensor of any size, in place; all of the work is done in `wait()`.
+    def all_reduce_in_chunks(self, tensor: Tensor) -> InChunks:
+        """Returns the sum of a tensor of any size, in place, all of it done in `wait()`.
 
-        For gradient buckets, of which several are under way: nothing is shared before the wait, so
-        they do not meet, as long as all ranks wait for them in the same order.
+        So several gradient buckets may be in flight, as long as all ranks wait for them in the
+        same order.
         """
-        return InPieces([lambda p=p: self.all_reduce(p) for p in self._pieces(tensor.view(-1))])
+        chunks = self._chunks(tensor.view(-1))
+        return InChunks([partial(self.all_reduce, chunk) for chunk in chunks])
 
-    def reduce_scatter_in_pieces(self, tensor: Tensor, own: Tensor) -> InPieces:
-        """The sum of flat (size · n) over the ranks, any n; `own` (n) is this rank's part.
+    def reduce_scatter_in_chunks(self, tensor: Tensor, own: Tensor) -> InChunks:
+        """Returns the sum of flat (size · n), any n, into this rank's `own` (n); see above."""
+        size = self.memory.size
+        rows, outs = self._chunks(tensor.view(size, -1), size), self._chunks(own, size)
+        pairs = zip(rows, outs, strict=True)
+        return InChunks([partial(self.reduce_scatter, row, out.unsqueeze(0)) for row, out in pairs])
 
-        All of the work is done in `wait()`, as with `all_reduce_in_pieces`; equal bits too.
-        """
-        rows = tensor.view(self.memory.size, -1)
-        pieces = zip(
-            self._pieces(rows, self.memory.size), self._pieces(own, self.memory.size), strict=True
-        )
-        return InPieces(
-            [lambda p=p, o=o: self.reduce_scatter(p, o.unsqueeze(0)) for p, o in pieces]
-        )
-
-    def all_gather_in_pieces(self, own: Tensor, out: Tensor) -> InPieces:
-        """Gathers flat (n) of every rank into `out` (size · n), any n; all of it in `wait()`."""
-        rows = self._pieces(out.view(self.memory.size, -1), self.memory.size)
-        pieces = zip(self._pieces(own, self.memory.size), rows, strict=True)
-        return InPieces([lambda p=p, r=r: self.all_gather(p, r) for p, r in pieces])
+    def all_gather_in_chunks(self, own: Tensor, out: Tensor) -> InChunks:
+        """Returns the gathering of flat (n) of every rank into `out` (size · n); see above."""
+        size = self.memory.size
+        pairs = zip(self._chunks(own, size), self._chunks(out.view(size, -1), size), strict=True)
+        return InChunks([partial(self.all_gather, chunk, row) for chunk, row in pairs])
 
     @staticmethod
-    def _pieces(tensor: Tensor, shards: int = 1) -> tuple[Tensor, ...]:
-        """Parts along the last dimension, such that a row of each shard fits a slot together."""
-        return tensor.split(PIECE_BYTES // (tensor.itemsize * shards), dim=-1)
+    def _chunks(tensor: Tensor, shards: int = 1) -> tuple[Tensor, ...]:
+        """Splits the last dimension such that a chunk of each shard fits into one slot."""
+        return tensor.split(CHUNK_BYTES // (tensor.itemsize * shards), dim=-1)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
         """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
@@ -323,7 +318,7 @@ class SharedCollectives:
         return SharedMemoryWork(self, finish)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
-        """Starts the sum of (size · n, ...) over the ranks; `out` (n, ...) is this rank's part."""
+        """Starts the sum of (size · n, ...) over the ranks into this rank's `out` (n, ...)."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
 
@@ -335,7 +330,7 @@ class SharedCollectives:
         return SharedMemoryWork(self, finish)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
-        """Starts handing part j of `tensor` to rank j; `out` is what came, in rank order."""
+        """Starts sending part j of `tensor` to rank j; `out` is in order of senders."""
         size, index = self.memory.size, self.memory.index
         slots = [slot.chunk(size)[index] for slot in self._start(tensor)]
 
@@ -346,7 +341,7 @@ class SharedCollectives:
         return SharedMemoryWork(self, finish)
 
     def _start(self, tensor: Tensor) -> list[Tensor]:
-        """Writes this rank's slot and signals; the slots of all ranks, flat, in rank order."""
+        """Writes this rank's slot, signals, and returns the flat slots of all ranks in order."""
         if self.pending:
             raise RuntimeError(
                 "a shared-memory collective was started before the last one's wait()"
@@ -371,9 +366,9 @@ class SharedCollectives:
         return self.memory.data[start : start + like.nbytes].view(like.dtype)
 
     def wait_for_peers(self) -> None:
-        """Returns once every peer has written its slot of the current operation.
+        """Waits until every peer has written its slot of the current operation.
 
-        Raises RuntimeError if one brought a tensor of another size.
+        Raises RuntimeError if a peer brought a tensor of another size.
         """
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.memory.index * SLOTS + turn]
@@ -388,7 +383,7 @@ class SharedCollectives:
 
 @dataclass
 class SharedMemoryWork:
-    """A shared-memory collective whose result is there after `wait()`."""
+    """Handle of a shared-memory collective."""
 
     shared: SharedCollectives
     finish: Callable[[], None]
@@ -400,11 +395,11 @@ class SharedMemoryWork:
 
 
 @dataclass
-class InPieces:
-    """Collectives that go through the slots one after the other when they are waited for."""
+class InChunks:
+    """Handle of collectives that its wait does one after the other."""
 
-    pieces: list[Callable[[], SharedMemoryWork]]
+    chunks: list[Callable[[], SharedMemoryWork]]
 
     def wait(self) -> None:
-        for start in self.pieces:
+        for start in self.chunks:
             start().wait()

@@ -1,28 +1,27 @@
-"""Where the time of a step goes on one rank: nine kinds that add up to the step.
+"""StepTimer: the time of a step on one rank, in nine kinds that add up to the step.
 
-| kind      | what it holds                                                                    |
+| kind      | contents                                                                         |
 |-----------|----------------------------------------------------------------------------------|
-| forward   | the layers and the loss, without anything below that happens inside               |
-| backward  | the same of the backward pass, with weight gradients and what is recomputed        |
+| forward   | layers and loss, without the kinds below that happen inside                        |
+| backward  | the same of the backward pass, with weight gradients and recomputation            |
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
-| pp        | messages between stages: posting, copying, and waiting for one under way          |
-| dp        | gradient buckets, and under zero ≥ 1 parameters, over the data-parallel group     |
+| pp        | messages between stages: posting, copying, and waiting for one in flight          |
+| dp        | gradient buckets, and with zero ≥ 1 parameters, over the data-parallel group      |
 | model     | the tied embedding's gradient over its stages; loss and gradient norm over all    |
-| optimizer | clearing gradients, norm, clipping, update, and what is none of the others        |
+| optimizer | clearing gradients, norm, clipping, update, and everything else                   |
 | data      | micro-batches read and moved to the device                                        |
-| idle      | waiting for a rank that is not there yet where nothing is transferred             |
+| idle      | waiting for a late rank while nothing is transferred                              |
 
-*Exposed* communication alone is counted: what is hidden behind compute costs no time. A time inside
-another counts once, where it is innermost: a tensor-parallel wait within a forward is tp.
+Only *exposed* communication is counted. Nested times count once, for the innermost kind: a
+tensor-parallel wait within a forward is tp.
 
-Idle, told from communication. A message that its sender has not sent yet cannot be under way, so
-waiting for it is idle: that is the pipeline's bubble. Through shared memory the semaphore says when
-it was sent. A network does not say, so there the transport is asked once, when the trainer is made,
-how long a message of that size takes between two stages that both wait for it (`measure_floors`);
-a receive that takes longer was waiting for a late stage, and the rest of its time is idle. (Where
-a network slows down later, the excess shows as idle.) Sums of a few numbers, at which the stages
-meet at the end of a step, are split in the same way. Collectives over tp and dp count whole: they
-include the wait for a late member, as in figure 6 of Li et al. 2020 (PyTorch Distributed).
+Idle is told from pp by whether the message is in flight: through shared memory the semaphore knows
+when it was sent. On a network the baseline latency of a message between two stages that both wait
+is measured once, when the trainer is built (`pipeline.p2p.measure_baseline_latency`); the rest of
+a longer receive is the pipeline bubble, hence idle (and so is a later slowdown of the network).
+All-reduces of a few numbers at the end of a step are split in the same way. Collectives over tp
+and dp count whole: they include the wait for a late member, as in figure 6 of Li et al. 2020
+(PyTorch Distributed).
 """
 
 from __future__ import annotations
@@ -40,63 +39,61 @@ from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 
 KINDS = ("forward", "backward", "tp", "pp", "dp", "model", "optimizer", "data", "idle")
-OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
-BASE = "optimizer"  # what a step does outside of every other kind
-WARMUP_STEPS = 3  # slow for reasons of their own: allocators, caches, lazy connections
-# On an accelerator, of so many steps one is looked at. A prime: what comes every tenth step is
+KIND_OF_GROUP = {"tp": "tp", "dp": "dp", "dp_inner": "dp", "dp_outer": "dp", "pp": "pp"}
+BASE = "optimizer"  # everything outside of the other kinds
+WARMUP_STEPS = 3  # slow because of allocators, caches, lazy connections
+# On an accelerator one step of so many is timed. A prime: an event of every tenth step is then
 # neither always among them nor never.
 EVERY = 7
 
-Interval = tuple[str, float]  # kind, and the seconds beyond which it is idle
+Interval = tuple[str, float]  # kind, and the seconds above which its time is idle
 
 
 class HostTimes:
-    """Instants of the host's clock: for CPU ranks, whose operations end when they return."""
+    """Times by the host's clock: for CPU ranks, whose operations end when they return."""
 
-    marks_starts = True  # starting a collective is work of this thread, and may copy
+    marks_starts = True  # starting a collective is work of this thread and may copy
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = 0.0
 
     def start(self) -> bool:
-        """Whether the step that begins is marked: every one is."""
+        """Returns whether the step that begins is timed: on the CPU every one."""
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
         return True
 
     def counts(self) -> bool:
-        """Whether what happens now takes the time of a step."""
+        """Returns whether the calling thread's operations take time of the step."""
         return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
-        """What passed since the last mark was `kind`."""
+        """Counts the time since the last mark as `kind`."""
         now = time.perf_counter()
         _add(self.spent, kind, idle_beyond, now - self.since)
         self.since = now
 
     def end(self) -> None:
-        """Nothing is under way."""
+        """Ends the step; nothing is in flight."""
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
-        """The step that has just ended."""
+        """Yields the times of the step that has just ended."""
         yield self.spent
 
 
 class DeviceTimes:
-    """Instants as events on an accelerator's compute stream, read once the device has passed them.
+    """Times by events on an accelerator's compute stream, read once the device has passed them.
 
     The compute stream is the one that is current where a step begins. It waits for a collective's
-    stream where the host calls `wait()`, so the time between the events around that call is what
-    the collective is exposed for; its start only queues, and has no mark. Nor has what is called
-    while another stream is current: FSDP2 (zero ≥ 2) gathers and reduces on streams of its own and
-    makes the compute stream wait for them by itself. What is exposed of that stands under forward
-    and backward there, and dp holds little more than the sum of the tokens.
+    stream in the handle's `wait()`, so the events around that call enclose the exposed time; the
+    start of a collective only queues and has no mark. Calls under another current stream have none
+    either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so that its exposed time counts
+    as forward and backward, and dp holds little more than the sum of the tokens.
 
-    The price: two marks a collective, each an event to record, to pass and to read, some
-    microseconds of the host and about one of the stream: thousands in a step with tp. So it is
-    paid in the first `WARMUP_STEPS` and from then on in one step of `EVERY`. Nothing synchronises:
-    a step is read when the next one ends, whose optimizer the device then still has to do.
+    A mark costs some microseconds of the host and about one of the stream, and a step with tp has
+    thousands. So the first `WARMUP_STEPS` are timed, then one step of `EVERY`. Nothing
+    synchronises: a step is read when the next one ends.
     """
 
     marks_starts = False
@@ -115,7 +112,7 @@ class DeviceTimes:
         return event
 
     def start(self) -> bool:
-        """Whether the step that begins is marked."""
+        """Returns whether the step that begins is timed."""
         self.number += 1
         later = self.number - WARMUP_STEPS - 1
         if later >= 0 and later % EVERY:
@@ -125,19 +122,19 @@ class DeviceTimes:
         return True
 
     def counts(self) -> bool:
-        """Whether the compute stream is current, also in the thread of a backward."""
+        """Returns whether the compute stream is current, also in the thread of a backward."""
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
-        """What the compute stream does between the last mark and this one is `kind`."""
+        """Counts the compute stream's time since the last mark as `kind`."""
         self.marks.append((self._event(), (kind, idle_beyond)))
 
     def end(self) -> None:
-        """The step's marks are all queued."""
+        """Ends the step, whose marks are all queued."""
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
-        """The steps that the device has left behind; with `wait` all of them."""
+        """Yields the times of the steps that the device has completed; with `wait` of all."""
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
             if wait:
@@ -157,24 +154,24 @@ def _add(spent: dict[str, float], kind: str, idle_beyond: float, seconds: float)
 
 
 class StepTimer:
-    """Says of every moment of a step what this rank does; one of a trainer, handed to its parts.
+    """Times the kinds of work in each step of one trainer.
 
     Args:
-        device: what computes; the CPU if None. On an accelerator not every step is looked at (see
-            `DeviceTimes`).
+        device: the compute device; the CPU if None. See `DeviceTimes` for accelerators.
 
     Attributes:
-        floors: group → seconds that its smallest collective, or (pp) a message between stages,
-            takes when all are there; see the module's docstring. Without an entry nothing is idle.
-        last: seconds by kind of the step that became known as the last one ended, None if none
-            did. On the CPU that is the step itself, on an accelerator the one before it.
-        ranges: while this rank is profiled, opened and closed with every kind; else None.
+        baseline_latency: group → seconds that its smallest all-reduce, or (pp) a message between
+            stages, takes when no rank is late. Without an entry nothing is idle.
+        last: seconds by kind of the step that became known as the last one ended (on an accelerator
+            the one before), None if none did.
+        ranges: a profiler's ranges, opened and closed with every kind; None without a profiler.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        on_device = device is not None and accelerator.is_accelerator(device)
-        self.times = DeviceTimes(device) if on_device else HostTimes()
-        self.floors: dict[str, float] = {}
+        self.times: HostTimes | DeviceTimes = HostTimes()
+        if device is not None and accelerator.is_accelerator(device):
+            self.times = DeviceTimes(device)
+        self.baseline_latency: dict[str, float] = {}
         self.last: dict[str, float] | None = None
         self.running = False
         self.ranges: Ranges | None = None
@@ -184,12 +181,12 @@ class StepTimer:
         self._steps = 0
 
     def start_step(self) -> None:
-        """From here to `end_step` every moment is counted, if this step is."""
+        """Begins a step."""
         self._stack = [BASE]
         self.running = self.times.start()
 
     def end_step(self) -> None:
-        """What the step went into is known now or when a later one ends: see `last`."""
+        """Ends a step; its times are known now or when a later step ends: see `last`."""
         if self.running:
             self.times.mark(BASE, torch.inf)
             self.times.end()
@@ -207,9 +204,9 @@ class StepTimer:
                 self._sum[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """From here to its `pop` the rank does `kind`. Outside of a step nothing is counted.
+        """Begins `kind`, until the matching `pop`; a profile shows it as `name` if given.
 
-        A profile calls it `name`, without one `kind`.
+        Outside of a step nothing is counted.
         """
         if self.ranges is not None:
             self.ranges.push(name or kind)
@@ -218,9 +215,9 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind; its time since the last change beyond `idle_beyond` is idle.
+        """Ends the innermost kind; its time since the last change above `idle_beyond` is idle.
 
-        With the same stream current as at its `push`.
+        The current stream must be that of its `push`.
         """
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
@@ -229,21 +226,21 @@ class StepTimer:
 
     @contextmanager
     def within(self, kind: str, name: str | None = None) -> Iterator[None]:
-        """`push` and `pop` around a block. (An exception ends the step, and with it its times.)"""
+        """Counts a block as `kind`. (After an exception the step's times are void.)"""
         self.push(kind, name)
         yield
         self.pop()
 
     def starting(self, kind: str, name: str | None = None) -> AbstractContextManager[None]:
-        """`within` around what only starts a communication: on an accelerator it takes no time."""
+        """Counts a block that only starts communication; on an accelerator it takes no time."""
         return self.within(kind, name) if self.times.marks_starts else self.range(name or kind)
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Around a block that a profile shows by name and that is no kind of its own."""
+        """Shows a block by name in a profile, without counting it as a kind."""
         return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
-        """Seconds a step by kind, without the first `WARMUP_STEPS` where there are more.
+        """Returns mean seconds a step by kind, without the first `WARMUP_STEPS` if there are more.
 
         Waits for the device. All zero before the first step.
         """

@@ -199,7 +199,7 @@ class Reducer:
         comm_hook: CommHook = collectives.all_reduce_bucket,
     ) -> None:
         self.group = group
-        self.clock = group.clock or StepTimer()
+        self.clock = group.timer or StepTimer()
         self.overlap = overlap
         self.running = False
         self.missing: list[dict[str, int]] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from parallel3d.comm.operation_log import Departure, LoggedOperation
+from parallel3d.comm.operation_log import Divergence, LoggedOperation
 from parallel3d.comm.store import get, get_all, put
 from parallel3d.config.schema import Config
 from parallel3d.faults.flight_record import Queued
@@ -35,7 +35,7 @@ class RankState:
         waiting: the noted operation that the host waits for. waited_s: how long nothing has moved.
         ranks, counts: of each group that it is in: its ranks, and operations begun so far.
         recent: the newest operations, oldest first.
-        departure: where this step differs from the one before; see `OperationLog.departure`.
+        divergence: where this step differs from the one before; see `OperationLog.divergence`.
         queue: what the device was given, done or not, in order; None where nobody records that.
     """
 
@@ -49,7 +49,7 @@ class RankState:
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     recent: tuple[LoggedOperation, ...] = ()
-    departure: Departure | None = None
+    divergence: Divergence | None = None
     queue: tuple[Queued, ...] | None = None
 
     @property
@@ -113,9 +113,9 @@ def from_json(content: dict[str, Any]) -> RankState:
         group, number, name, shape, dtype, peer = fields
         return LoggedOperation(group, number, name, tuple(shape), dtype, peer)
 
-    departure, queue = content["departure"], content["queue"]
-    if departure is not None:
-        departure = Departure(*(operation(o) for o in departure))
+    divergence, queue = content["divergence"], content["queue"]
+    if divergence is not None:
+        divergence = Divergence(*(operation(o) for o in divergence))
     if queue is not None:
         queue = tuple(Queued(operation(o), is_done) for o, is_done in queue)
     return RankState(
@@ -124,7 +124,7 @@ def from_json(content: dict[str, Any]) -> RankState:
             "waiting": operation(content["waiting"]),
             "ranks": {name: tuple(ranks) for name, ranks in content["ranks"].items()},
             "recent": tuple(operation(o) for o in content["recent"]),
-            "departure": departure,
+            "divergence": divergence,
             "queue": queue,
         }
     )
@@ -267,7 +267,7 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
     if any(state.queue is None for state in states.values()):
         states = {rank: replace(state, queue=None) for rank, state in states.items()}
     return (
-        _departed(states)
+        _diverged(states)
         or verdict_of_queues(states)
         or _mismatch(states)
         or _elsewhere(states)
@@ -296,18 +296,18 @@ def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
     return max(states, key=key)
 
 
-def _departed(states: Mapping[int, RankState]) -> Diagnosis | None:
+def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
     """Ranks that left the way of their own last step, if the others did not."""
-    odd = [s for s in states.values() if s.departure is not None]
+    odd = [s for s in states.values() if s.divergence is not None]
     if not odd or len(odd) == len(states):
         return None
     state = odd[0]
-    departure = state.departure
-    assert departure is not None
-    others = _witness((s for s in states.values() if s.departure is None), [state.rank])
-    kind: Kind = "shape" if departure.is_other_tensor else "missing"
+    divergence = state.divergence
+    assert divergence is not None
+    others = _witness((s for s in states.values() if s.divergence is None), [state.rank])
+    kind: Kind = "shape" if divergence.is_other_tensor else "missing"
     now = "" if kind == "shape" else f" and {state.doing()}"
-    sentence = f"{state.who} {departure}{now} in {state.phase}: {others.waits()}"
+    sentence = f"{state.who} {divergence}{now} in {state.phase}: {others.waits()}"
     return Diagnosis(kind, (state.rank,), sentence)
 
 

@@ -286,7 +286,7 @@ class Watchdog:
             ranks=ranks,
             counts=dict(self.log.counts),
             recent=tuple(self.log.recent(20)),
-            departure=self.log.departure(),
+            divergence=self.log.divergence(),
             queue=queue,
         )
 

@@ -168,7 +168,7 @@ class Executor:
         message = torch.zeros(shape, dtype=dtype, device=device)
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
         boxes = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
-        clock.floors = measure_baseline_latency(groups, message, boxes)
+        clock.baseline_latency = measure_baseline_latency(groups, message, boxes)
         slices = groups.tp if sliced else None
         route = P2PRoute(groups.pp, placement, groups.pp_backward)
         return cls(stages, route, shape, dtype, device, boxes, clock, slices)
@@ -250,7 +250,7 @@ class Executor:
         """Beyond the time that the message takes at most, its other end was late: idle."""
         self.clock.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
-        self.clock.pop(self.clock.floors.get("pp", math.inf))
+        self.clock.pop(self.clock.baseline_latency.get("pp", math.inf))
 
     def _input(self, kind: Kind, step: Action) -> Tensor:
         """What the stage before (RECV_F) or after (RECV_B) made for `step`."""

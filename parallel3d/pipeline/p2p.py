@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.comm.collectives import Work
 from parallel3d.comm.exchange import transfer
-from parallel3d.comm.operation_log import noted_message
+from parallel3d.comm.operation_log import logged_message
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
@@ -27,7 +27,7 @@ FLOOR_TRIES = 5  # the fastest of so many transfers is the floor
 def measure_baseline_latency(
     groups: ProcessGroups, message: Tensor, boxes: SharedMemoryP2P | None
 ) -> dict[str, float]:
-    """Seconds that a transfer takes when nobody is late, by group (`Clock.floors`); collective.
+    """Measures seconds of a transfer when no rank is late, by group; collective.
 
     A sum of one number for dp, embedding and world. For pp, without shared memory, half the round
     trip of a tensor like `message` with the slower neighbour.
@@ -182,4 +182,4 @@ def _through(
 
 def _noted(action: Action, tensor: Tensor, route: P2PRoute, start: Callable[[], Work]) -> Work:
     name = "send" if action.kind.is_send else "receive"
-    return noted_message(route.group, name, tensor, route.rank(action), start)
+    return logged_message(route.group, name, tensor, route.rank(action), start)

@@ -49,8 +49,8 @@ class RankFailure:
 
     `kind` "user" is a UserError and `error` its sentence; "decided" is a TrainingFailure, to which
     all ranks came together; "hang" is a watchdog's verdict, all of it in `error`; "killed" is a
-    death by signal or a bare exit, of which nobody but the launcher can tell. `departed`: the rank
-    had left the way of its last step (`operation_log.Departure`). `time`: seconds, epoch.
+    death by signal or a bare exit, of which nobody but the launcher can tell. `diverged`: the rank
+    had left the way of its last step (`operation_log.Divergence`). `time`: seconds, epoch.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class RankFailure:
     time: float
     kind: Kind = "error"
     traceback_file: str | None = None
-    departed: bool = False
+    diverged: bool = False
 
     def sentence(self) -> str:
         """The failure as one line; for a user error only what the user needs."""
@@ -81,14 +81,14 @@ class RankFailure:
     def is_echo(self) -> bool:
         """Whether this rank only noticed that another had gone."""
         gone = PEER_GONE.search(self.error) is not None
-        return self.kind == "error" and gone and not self.departed
+        return self.kind == "error" and gone and not self.diverged
 
     @property
     def did_as_always(self) -> bool:
         """Whether it failed for another rank's call: gloo aborts on a tensor of the wrong size."""
         if self.kind == "killed":
             return "SIGABRT" in self.error
-        return self.kind == "error" and not self.departed
+        return self.kind == "error" and not self.diverged
 
 
 def full_stop(sentence: str) -> str:
@@ -111,17 +111,17 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     """Describe an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
-    awaited, departure = worker.log.awaited(), worker.log.departure()
+    awaited, divergence = worker.log.awaited(), worker.log.divergence()
     kind: Kind = "error"
     if isinstance(error, UserError):
-        text, kind, awaited, departure = str(error), "user", None, None
+        text, kind, awaited, divergence = str(error), "user", None, None
     elif isinstance(error, TrainingFailure):
-        # How they came to it may be collectives that no earlier step had: that is no departure.
-        kind, awaited, departure = "decided", None, None
+        # How they came to it may be collectives that no earlier step had: that is no divergence.
+        kind, awaited, divergence = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"
-    if departure is not None:
-        text = f"{departure}; {text}"
+    if divergence is not None:
+        text = f"{divergence}; {text}"
     text = text.encode("utf-8", "backslashreplace").decode()  # names of files may be no UTF-8
     return RankFailure(
         rank=worker.rank,
@@ -132,7 +132,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
         error=text,
         time=time.time(),
         kind=kind,
-        departed=departure is not None,
+        diverged=divergence is not None,
     )
 
 
@@ -239,10 +239,10 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     Ties in kind keep the given order. `failures` must not be empty.
     """
     found = list(failures)
-    # A rank that departed met calls that were not its own; unless all did, as at a skipped step.
-    departed = [f for f in found if f.departed]
-    if any(f.did_as_always for f in found) and departed:
-        found = [*departed, *(f for f in found if f.kind in ("hang", "decided"))]
+    # A rank that diverged met calls that were not its own; unless all did, as at a skipped step.
+    diverged = [f for f in found if f.diverged]
+    if any(f.did_as_always for f in found) and diverged:
+        found = [*diverged, *(f for f in found if f.kind in ("hang", "decided"))]
     return min(found, key=_rank_of_cause)
 
 

@@ -181,7 +181,7 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
         return Work()
 
     clock = StepTimer(device)
-    group = Group("tp", (0, 1), 0, None, clock=clock)
+    group = Group("tp", (0, 1), 0, None, timer=clock)
     clock.start_step()
     with clock.within("forward"):
         work = start(torch.zeros(1), group)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.comm.operation_log import Departure, LoggedOperation, OperationLog
+from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import TrainingFailure, UserError, closest
 from parallel3d.run import exit_codes, failure, local_workers
@@ -94,18 +94,18 @@ def test_what_the_ranks_decided_is_the_cause_though_they_came_to_it_in_a_new_way
     class Departed(OperationLog):
         """A log whose last step was unlike the one before it."""
 
-        def departure(self) -> Departure:
+        def divergence(self) -> Divergence:
             reduced = LoggedOperation("world", 3, "all_reduce", (2,), "torch.float32")
-            return Departure(reduced, reduced._replace(name="all_gather"), None)
+            return Divergence(reduced, reduced._replace(name="all_gather"), None)
 
     def failed(rank: int, error: Exception) -> RankFailure:
         log = Departed()
         return from_exception(CONFIG, dataclasses.replace(worker(rank), log=log), error)
 
     peer = failed(1, RuntimeError("Connection closed by peer [::1]:7"))
-    assert peer.departed
+    assert peer.diverged
     cause = root_cause([peer, failed(0, TrainingFailure("loss is nan"))])
-    assert (cause.kind, cause.error, cause.departed) == (
+    assert (cause.kind, cause.error, cause.diverged) == (
         "decided",
         "TrainingFailure: loss is nan",
         False,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallel3d.comm import process_groups
 from parallel3d.comm.group_options import (
-    NOTHING,
+    DEFAULTS,
     Interfaces,
     nccl_options,
     nccl_settings,
@@ -133,7 +133,7 @@ def test_torchs_own_options_take_the_settings() -> None:
 def test_settings_of_dp_are_those_of_its_two_levels() -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
     assert nccl_settings("dp_inner", launch) == nccl_settings("dp", launch) == DP_CTAS
-    assert nccl_settings("embedding", launch) == NOTHING
+    assert nccl_settings("embedding", launch) == DEFAULTS
 
 
 @pytest.mark.parametrize(

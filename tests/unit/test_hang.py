@@ -115,35 +115,35 @@ def log_of(*steps: str) -> OperationLog:
     return log
 
 
-def test_departure_is_told_from_the_step_before() -> None:
-    assert log_of("abb", "ab").departure() is None  # on its way
-    assert str(log_of("ab", "b").departure()) == "left out all_reduce of dp (float32[4])"
-    longer = log_of("ab", "Ab").departure()
+def test_divergence_is_told_from_the_step_before() -> None:
+    assert log_of("abb", "ab").divergence() is None  # on its way
+    assert str(log_of("ab", "b").divergence()) == "left out all_reduce of dp (float32[4])"
+    longer = log_of("ab", "Ab").divergence()
     assert longer.is_other_tensor
     assert (
         str(longer) == "called all_reduce 3 of dp (float32[12]), where a step before it was "
         "float32[4]"
     )
     went = "went to all_reduce 5 of dp (float32[4]), where a step before it was broadcast 2 of dp"
-    assert str(log_of("aba", "aab").departure()).startswith("left out broadcast of dp")
-    assert str(log_of("abb", "aa").departure()).startswith(went)
+    assert str(log_of("aba", "aab").divergence()).startswith("left out broadcast of dp")
+    assert str(log_of("abb", "aa").divergence()).startswith(went)
 
 
-def test_departure_at_the_end_of_a_step_is_seen_in_the_next() -> None:
-    departure = log_of("ab", "a", "a").departure()
-    assert str(departure) == "left out broadcast of dp (float32[4])"
-    assert log_of("ab", "a", "a", "a", "a", "a").departure() is None  # a habit by now
+def test_divergence_at_the_end_of_a_step_is_seen_in_the_next() -> None:
+    divergence = log_of("ab", "a", "a").divergence()
+    assert str(divergence) == "left out broadcast of dp (float32[4])"
+    assert log_of("ab", "a", "a", "a", "a", "a").divergence() is None  # a habit by now
 
 
-def test_departure_is_seen_over_what_lies_between_two_steps() -> None:
+def test_divergence_is_seen_over_what_lies_between_two_steps() -> None:
     log = log_of("ab", "a")
     log.boundary("evaluation")
     log.boundary("train step")
-    assert str(log.departure()) == "left out broadcast of dp (float32[4])"
+    assert str(log.divergence()) == "left out broadcast of dp (float32[4])"
 
 
 def test_rank_that_departed_is_at_fault_and_state_survives_the_store() -> None:
-    odd = state(2, operation(4, "tp"), {"dp": 8}, departure=log_of("ab", "b").departure())
+    odd = state(2, operation(4, "tp"), {"dp": 8}, divergence=log_of("ab", "b").divergence())
     odd = from_json(json.loads(json.dumps(to_json(odd))))
     verdict = diagnose(everyone_but(odd), {})
     assert (verdict.kind, verdict.ranks) == ("missing", (2,))

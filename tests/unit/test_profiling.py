@@ -214,7 +214,7 @@ def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device:
     clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
     clock.ranges = opened
-    group = SimpleNamespace(name="tp", size=2, clock=clock)
+    group = SimpleNamespace(name="tp", size=2, timer=clock)
 
     @timed
     def all_reduce_async(tensor: torch.Tensor, group: Any) -> SimpleNamespace:
