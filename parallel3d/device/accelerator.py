@@ -1,4 +1,8 @@
-"""Named ranges of what a rank does, as profilers show them."""
+"""The only module that knows which kind of device a tensor is on, and a profiler's ranges.
+
+CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
+(`parallel3d.simulated_device`) take the same lines: their modules (`torch.cuda`, …) share names.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,97 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+HOST = ("cpu", "meta")  # types whose operations end when they return
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Returns whether work on `device` is queued on streams, asynchronously to the host."""
+    return device.type not in HOST
+
+
+def module(device: torch.device) -> Any:
+    """Returns `torch.cuda`, or the corresponding module of another accelerator."""
+    return torch.get_device_module(device)
+
+
+def has_values(device: torch.device) -> bool:
+    """Returns whether tensors on `device` hold numbers: not on meta, nor in a dry run."""
+    if not is_accelerator(device):
+        return device.type != "meta"
+    machine = getattr(module(device), "machine", None)  # the simulated device's
+    return machine is None or machine.data != "meta"
+
+
+def backend_of(device: torch.device) -> str:
+    """Returns the process-group backend for tensors on `device`: gloo, nccl, …"""
+    return dist.get_default_backend_for_device(device)
+
+
+def make_current(device: torch.device) -> None:
+    """Makes `device` the calling thread's current one; a new thread begins with device 0.
+
+    No-op on a CPU. Raises ValueError for a device without an index.
+    """
+    if is_accelerator(device):
+        module(device).set_device(device)
+
+
+def current(device: torch.device) -> torch.device:
+    """Returns the calling thread's current device of this type, with its index."""
+    if not is_accelerator(device):
+        return torch.device(device.type)
+    return torch.device(device.type, module(device).current_device())
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work queued on `device`."""
+    if is_accelerator(device):
+        module(device).synchronize(device)
+
+
+def name(device: torch.device) -> str:
+    """Returns the vendor's name of the device."""
+    return module(device).get_device_name(device) if is_accelerator(device) else "CPU"
+
+
+def bus_id(device: torch.device) -> str | None:
+    """Returns the PCI address as Linux writes it ("0000:1b:00.0"); None if not known."""
+    if not is_accelerator(device):
+        return None
+    facts = module(device).get_device_properties(device)
+    try:
+        domain, bus, slot = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to `device` through pinned memory, without waiting for the copy.
+
+    torch keeps the pinned pages until the copy is done.
+    """
+    if not is_accelerator(device):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Queues the work of a block on `stream`."""
+    with module(stream.device).stream(stream):
+        yield
+
+
+def is_on_accelerator(tensor: Tensor) -> bool:
+    return is_accelerator(tensor.device)
+
 
 class Ranges:
-    """Opens and closes ranges of `torch.profiler` and, on CUDA, the same ones of NVTX for nsys.
+    """Opens and closes named ranges of `torch.profiler` and, on CUDA, of NVTX for nsys.
 
-    They nest: `pop` closes the newest. The thread that opens one must close it; while autograd's
-    own thread has ranges open, the thread that called the backward waits.
+    Ranges nest: `pop` closes the newest. The thread that opens one must close it; the thread that
+    called a backward waits while autograd's own thread has ranges open.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,102 +129,9 @@ class Ranges:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """`push` and `pop` around a block."""
+        """Opens a range around a block."""
         self.push(name)
         try:
             yield
         finally:
             self.pop()
-
-
-# The one room that knows what kind of device a tensor is on.
-#
-# Everything else asks here, so that a CUDA GPU, a ROCm one, another accelerator that torch knows
-# and the pretended one of the tests (`parallel3d.simulated_device`) take the same lines.
-# `torch.cuda` and its siblings share their names; `module` hands out the one of a device.
-
-
-HOST = ("cpu", "meta")  # types whose operations have ended when they return
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is queued on streams, beside the host."""
-    return device.type not in HOST
-
-
-def module(device: torch.device) -> Any:
-    """`torch.cuda`, or the module of the same names of another accelerator."""
-    return torch.get_device_module(device)
-
-
-def has_values(device: torch.device) -> bool:
-    """Whether tensors on `device` hold numbers: not on meta, nor anywhere in a dry run."""
-    if not is_accelerator(device):
-        return device.type != "meta"
-    machine = getattr(module(device), "machine", None)  # the pretended device's
-    return machine is None or machine.data != "meta"
-
-
-def backend_of(device: torch.device) -> str:
-    """The process-group backend that takes tensors on `device`: gloo, nccl, …"""
-    return dist.get_default_backend_for_device(device)
-
-
-def make_current(device: torch.device) -> None:
-    """Makes `device` the calling thread's own; a new thread begins with device 0.
-
-    Nothing on a CPU. Raises ValueError for a device without an index.
-    """
-    if is_accelerator(device):
-        module(device).set_device(device)
-
-
-def current(device: torch.device) -> torch.device:
-    """The calling thread's device of this type, with its index; a CPU has none."""
-    if not is_accelerator(device):
-        return torch.device(device.type)
-    return torch.device(device.type, module(device).current_device())
-
-
-def synchronize(device: torch.device) -> None:
-    """Returns when all work queued on `device` is done."""
-    if is_accelerator(device):
-        module(device).synchronize(device)
-
-
-def name(device: torch.device) -> str:
-    """What the vendor calls it."""
-    return module(device).get_device_name(device) if is_accelerator(device) else "CPU"
-
-
-def bus_id(device: torch.device) -> str | None:
-    """Its PCI address as Linux writes it ("0000:1b:00.0"); None if it has none or does not say."""
-    if not is_accelerator(device):
-        return None
-    facts = module(device).get_device_properties(device)
-    try:
-        domain, bus, slot = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
-    except AttributeError:
-        return None
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`, without waiting for the copy.
-
-    From pinned memory the host need not wait; torch keeps the pages until the copy is done.
-    """
-    if not is_accelerator(device):
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    """Work queued inside goes to `stream`. The thread's device is that of the stream before."""
-    with module(stream.device).stream(stream):
-        yield
-
-
-def is_on_accelerator(tensor: Tensor) -> bool:
-    return is_accelerator(tensor.device)

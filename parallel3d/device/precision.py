@@ -1,4 +1,4 @@
-"""Number formats: what the model computes in, how exactly, and the loss scale that fp16 needs."""
+"""Number formats: compute type, matmul precision, determinism, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPUTE = {
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Type of parameters and activations in the model. Masters and gradients are fp32 or better."""
+    """Returns the type of parameters and activations. Masters and gradients are fp32 or better."""
     return COMPUTE[precision.name]
 
 
@@ -31,24 +31,25 @@ def set_matmul_precision(precision: PrecisionConfig) -> None:
 
 
 def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic: bool) -> None:
-    """What this process computes with from here on, as far as it is one state of the process."""
+    """Sets this process's matmul precision and, if asked for, its determinism."""
     set_matmul_precision(precision)
     if deterministic:
         set_determinism(device)
 
 
 def set_determinism(device: torch.device) -> None:
-    """Has this process compute the same bits from the same inputs, whatever runs beside it.
+    """Makes this process compute the same bits from the same inputs.
 
-    A CPU's kernels do anyway. PyTorch has slower forms of those of a GPU that add in the order of
-    arrival, and raises RuntimeError for one that has none; cuBLAS asks for workspaces of its own,
-    by a variable that it reads at its first product.
+    A CPU's kernels do anyway. On a GPU PyTorch has slower forms of kernels that add in order of
+    arrival, and raises RuntimeError for one that has none; cuBLAS needs its own workspaces, by a
+    variable that it reads at its first matmul.
     """
     if not accelerator.is_accelerator(device):
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+    # No code here reads uninitialised memory. (torch's stub of the module lacks the attribute.)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -73,7 +74,7 @@ class LossScale:
         return self.config.name == "fp16" and self.config.loss_scale is None
 
     def update(self, overflow: bool) -> None:
-        """After each step; `overflow`: its gradients were not finite."""
+        """Adapts the scale after a step; `overflow`: its gradients were not finite."""
         if not self.is_dynamic:
             return
         config = self.config
@@ -90,7 +91,7 @@ class LossScale:
             self.good_steps = self.overflows = 0
 
     def progress(self) -> dict[str, float]:
-        """What `restore` needs."""
+        """Returns the state for `restore`."""
         return {
             "loss_scale": self.scale,
             "good_steps": self.good_steps,
@@ -98,7 +99,7 @@ class LossScale:
         }
 
     def restore(self, progress: dict[str, int | float]) -> None:
-        """Go on from `progress`; a scale that is given stays as it is given now."""
+        """Continues from `progress`; a configured scale stays as configured."""
         if self.is_dynamic:
             self.scale = float(progress["loss_scale"])
             self.good_steps, self.overflows = (
@@ -106,5 +107,5 @@ class LossScale:
             )
 
     def unscaled(self, norm: float) -> float:
-        """The norm of the gradients without the scale, which they still carry."""
+        """Returns the norm of the gradients without the scale that they still carry."""
         return norm / self.scale if math.isfinite(norm) else norm

@@ -1,7 +1,6 @@
-"""Environment variables of a rank on NVIDIA GPUs that have better values than their defaults.
+"""Devices of this host, and environment variables of its GPU ranks, without importing torch.
 
-Whatever the user has set stays as it is. No torch here: its allocator and CUDA read them once, when
-they start.
+A wrong `device` must be refused within two seconds, and torch alone takes one to import.
 """
 
 from __future__ import annotations
@@ -20,26 +19,28 @@ from parallel3d.config.checks.parallelism import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
-# The first name is the one that torch ≥ 2.9 reads; the others are older and still obeyed.
+# The first name is the one that torch ≥ 2.9 reads; the others are older and still work.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Collectives and messages that NCCL's flight recorder keeps. A step of 32 layers with tp and 16
-# micro-batches has some 5,000 (ten a layer and micro-batch), so that this is a few steps; torch's
-# own 2,000 are less than one. At about a kilobyte each they take 20 MB of host memory.
+# Collectives and messages that NCCL's flight recorder keeps, at about a kilobyte of host memory
+# each. A step of 32 layers with tp and 16 micro-batches has some 5,000, torch's default is 2,000.
 RECORDED = 20_000
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10  # compute capability
 
 
 def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for ranks on `device` ("auto", "cuda", …); none for what is no GPU."""
-    if device in (CPU, PRETEND) or not is_nvidia_build():
+    """Returns variables to set for ranks on `device` ("auto", "cuda", …), unless the user has.
+
+    torch's allocator and CUDA read them once, when they start. Empty without NVIDIA GPUs.
+    """
+    if device in (CPU, SIMULATED) or not is_nvidia_build():
         return {}
     given = {*environ, *parse_nccl_env(config.cluster.nccl_env)}
     wanted = {}
     if not given.intersection(ALLOCATOR):
-        # Segments that grow instead of blocks of fixed sizes: what a run frees in one shape it can
-        # use in another, where micro-batches, buckets and gathered layers take turns.
+        # Growing segments instead of blocks of fixed sizes: freed memory can be used in another
+        # shape, where micro-batches, buckets and gathered layers alternate.
         wanted[ALLOCATOR[0]] = "expandable_segments:True"
     if not given.intersection(RECORDER):
         wanted[RECORDER[0]] = str(RECORDED)
@@ -49,13 +50,13 @@ def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> 
 
 
 def _needs_order(config: Config) -> bool:
-    """Whether kernels must start in the order in which they were queued.
+    """Returns whether kernels must start in the order in which they were queued.
 
-    The backward of a split linear layer queues the exchange of one product and then computes the
-    other, which hides it, if the exchange gets its multiprocessors first. Over several hardware
-    queues a GPU before Blackwell may start the larger kernel first and leave none. With zero ≥ 2
-    whole layers are gathered and scattered beside the computation, on streams that one queue would
-    string together.
+    The backward of a tensor-parallel linear layer queues the all-reduce of the input's gradient
+    and then computes the weight gradient, which hides it if the all-reduce gets its multiprocessors
+    first. With several hardware queues a GPU before Blackwell may start the larger kernel first and
+    leave none. With zero ≥ 2 whole layers are gathered and scattered on concurrent streams, which
+    a single queue would serialise.
     """
     if config.tp == 1 or config.zero >= 2:
         return False
@@ -63,43 +64,35 @@ def _needs_order(config: Config) -> bool:
     return capability is None or capability < BLACKWELL
 
 
-# Which devices this host offers, asked without importing torch.
-#
-# A wrong `device` must be answered within two seconds, and torch alone takes one to import.
-
-
 CPU = "cpu"
-PRETEND = "pretend"  # parallel3d.simulated_device, an accelerator played on the CPU
-PRETENDED = 8  # devices that it shows
+SIMULATED = "pretend"  # parallel3d.simulated_device, an accelerator simulated on the CPU
+SIMULATED_DEVICES = 8
 
 
 class HostError(UserError):
-    """A user error that may be true on this host alone: every host says its own."""
+    """A user error that may be true on this host alone: every host prints its own."""
 
 
 class DeviceChoice(NamedTuple):
-    """The type of device that the ranks of a host take.
-
-    `note` is a sentence to say once for the host: why device=auto passes its GPUs over.
-    """
+    """The device type of a host's ranks; `note`: why device=auto ignores its GPUs, logged once."""
 
     kind: str
     note: str = ""
 
 
 def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False) -> DeviceChoice:
-    """The device type for the `ranks_here` ranks of this host, as `device=requested` asks.
+    """Returns the device type for the `ranks_here` ranks of this host, from `device=requested`.
 
-    `one_gpu_each` says that the launcher shows every rank its own GPU only (Slurm's GPU binding),
-    so that seeing one is enough. Raises HostError if CUDA is asked for and absent, too old, or if
-    there are fewer GPUs than ranks; device=auto takes the CPU then.
+    `one_gpu_each`: the launcher shows every rank its own GPU only (Slurm's GPU binding), so seeing
+    one is enough. Raises HostError if CUDA is requested but absent, too old, or has fewer GPUs than
+    ranks; device=auto takes the CPU then.
     """
-    if requested in (CPU, PRETEND):
+    if requested in (CPU, SIMULATED):
         return DeviceChoice(requested)
     try:
         gpus = gpu_count()
         if gpus == 0 and requested == "cuda":
-            raise HostError(f"device=cuda, but {_why_no_gpu()}; use device=cpu or device=auto")
+            raise HostError(f"device=cuda, but {_why_no_gpu()}; give device=cpu or device=auto")
         if 0 < gpus < ranks_here and not (one_gpu_each and gpus == 1):
             raise HostError(
                 f"{ranks_here} ranks need {ranks_here} GPUs, but host {socket.gethostname()} shows "
@@ -113,16 +106,16 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
 
 
 def device_of_rank(kind: str, local_rank: int) -> str:
-    """ "cpu" or "<type>:<index>": the device of one rank of this host. Imports torch for a GPU.
+    """Returns the device of one rank of this host, "cpu" or "<type>:<index>".
 
-    Raises HostError if torch finds no device of that type.
+    Imports torch for a GPU. Raises HostError if torch finds no device of that type.
     """
     if kind == CPU:
         return kind
-    count = PRETENDED if kind == PRETEND else _torch_count(kind)
+    count = SIMULATED_DEVICES if kind == SIMULATED else _torch_count(kind)
     if count == 0:
         raise HostError(
-            f"torch finds no device of type {kind} on host {socket.gethostname()}; use device=cpu"
+            f"torch finds no device of type {kind} on host {socket.gethostname()}; give device=cpu"
         )
     return f"{kind}:{local_rank % count}"  # Slurm may show each rank its own GPU alone
 
@@ -143,13 +136,13 @@ def check_precision_of(device: str, precision: str) -> None:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use here: CUDA_VISIBLE_DEVICES and the kind of torch build count.
+    """Returns the number of GPUs that this torch build can use, given CUDA_VISIBLE_DEVICES.
 
     Raises HostError where the driver is too old for the installed torch.
     """
     build = _torch_build()
     if build.get("hip"):
-        return _asked_apart(_rocm_count)
+        return _in_subprocess(_rocm_count)
     if not build.get("cuda"):
         return 0
     try:
@@ -157,14 +150,14 @@ def gpu_count() -> int:
     except OSError:
         return 0
     _check_driver(driver, build)
-    return _asked_apart(lambda: _cuda_count(driver))
+    return _in_subprocess(lambda: _cuda_count(driver))
 
 
-def _asked_apart(count: Callable[[], int]) -> int:
-    """What `count` says in a process of its own, 0 if that fails.
+def _in_subprocess(count: Callable[[], int]) -> int:
+    """Returns the result of `count` in a process of its own, 0 if that fails.
 
-    Who has asked a driver for its devices has started it, and no process that is forked of it, as
-    local ranks are, can start it again.
+    Counting initialises the driver, and a process forked afterwards, as local ranks are, could not
+    initialise it again.
     """
     pid = os.fork()
     if pid == 0:
@@ -178,7 +171,7 @@ def _asked_apart(count: Callable[[], int]) -> int:
 
 
 def _rocm_count() -> int:
-    import torch  # a ROCm build has no driver library that we could ask more cheaply
+    import torch  # a ROCm build has no driver library to ask at less cost
 
     return torch.cuda.device_count()
 
@@ -191,9 +184,9 @@ def _cuda_count(driver: ctypes.CDLL) -> int:
 
 
 def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
-    """Raises HostError if the driver is made for an older CUDA than torch's major version.
+    """Raises HostError if the driver is for an older CUDA than torch's major version.
 
-    Within a major version CUDA promises that older drivers do.
+    Within a major version CUDA guarantees that older drivers work.
     """
     found = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
@@ -204,33 +197,30 @@ def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
         raise HostError(
             f"host {socket.gethostname()} has a driver for CUDA {major}.{minor}, but the installed "
             f"torch {build.get('__version__')} is built for CUDA {wanted}: update the driver, "
-            f"install a torch for CUDA {major}, or use device=cpu"
+            f"install a torch for CUDA {major}, or give device=cpu"
         )
 
 
 def is_nvidia_build() -> bool:
-    """Whether the installed torch is built for CUDA, not ROCm or a CPU alone."""
+    """Returns whether the installed torch is built for CUDA, not ROCm or CPU."""
     return bool(_torch_build().get("cuda"))
 
 
 def compute_capability() -> int | None:
-    """Major compute capability of the host's first GPU: 9 is Hopper. None if it cannot be asked.
-
-    Asked of NVML, which leaves CUDA uninitialised: what CUDA reads when it starts can still be set.
-    """
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+    """Returns the major compute capability of the host's first GPU (9: Hopper), or None."""
+    gpu = _first_gpu()
+    if gpu is None:
         return None
-    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)) != 0:
-        return None
-    answer = nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor))
-    return major.value if answer == 0 else None
+    nvml, handle = gpu
+    major, minor = ctypes.c_int(0), ctypes.c_int(0)
+    failed = nvml.nvmlDeviceGetCudaComputeCapability(
+        handle, ctypes.byref(major), ctypes.byref(minor)
+    )
+    return None if failed else major.value
 
 
 def device_name(kind: str) -> str | None:
-    """The processor's or the first GPU's name, the same from day to day; None: not known here."""
+    """Returns the name of the processor or of the first GPU, constant over time; None: unknown."""
     if kind == "cuda":
         return _gpu_name()
     try:
@@ -242,27 +232,40 @@ def device_name(kind: str) -> str | None:
 
 
 def _gpu_name() -> str | None:
-    """As NVML has it, which is what torch shows; None where it cannot be asked."""
+    """Returns the name of the first GPU by NVML, which torch shows too; None if not known."""
+    gpu = _first_gpu()
+    if gpu is None:
+        return None
+    nvml, handle = gpu
+    name = ctypes.create_string_buffer(96)
+    failed = nvml.nvmlDeviceGetName(handle, name, len(name))
+    return None if failed else name.value.decode(errors="replace")
+
+
+def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """Returns NVML and its handle of the host's first GPU; None without either.
+
+    NVML leaves CUDA uninitialised: variables that CUDA reads when it starts can still be set.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
-    gpu, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    gpu = ctypes.c_void_p()
     if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)) != 0:
         return None
-    failed = nvml.nvmlDeviceGetName(gpu, name, len(name))
-    return None if failed else name.value.decode(errors="replace")
+    return nvml, gpu
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_cores() -> int:
-    """Counts the cores that this process may use, within its container's CPU quota."""
+    """Returns the number of cores that this process may use within its container's CPU quota."""
     quota_file = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "<µs of CPU> <µs of time>" or "max …"
     if quota_file.is_file():
         quota, period = quota_file.read_text().split()
@@ -279,7 +282,7 @@ def _why_no_gpu() -> str:
 
 
 def _torch_build() -> dict[str, Any]:
-    """The constants of torch/version.py (`cuda`, `hip`, `__version__`), read without torch."""
+    """Returns the constants of torch/version.py (`cuda`, `hip`, `__version__`), without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("torch is not installed: run launch/setup.sh or pip install torch")

@@ -1,8 +1,8 @@
-"""Memory of a CPU rank: what is freed is kept in huge pages, or given back; imports are no garbage.
+"""Memory and CPUs of a rank: malloc's thresholds, huge pages, garbage collection, NUMA binding.
 
-Activations of a few megabytes are freed and allocated again all the time. By default the C library
-gives such blocks back to the system, which hands out and clears new pages for the next, and with
-pages of 4 KiB every one of them costs the processor a walk through its page tables.
+Activations of a few megabytes are freed and allocated all the time. By default the C library
+returns such blocks to the system, which clears new pages for the next; and pages of 4 KiB cost
+page-table walks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
-# Above what is allocated most often, such as a block of attention's scores; below activations.
+# Above the most frequent allocations, such as a block of attention's scores; below activations.
 GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20
 RESERVED = 3 << 29  # address space, below LARGEST; memory is taken as it is touched
 
 
 def keep_freed_memory(reserved: int = RESERVED) -> bool:
-    """Lets malloc serve blocks of any size from one heap that never shrinks, in huge pages.
+    """Makes malloc serve blocks of any size from one heap that never shrinks, in huge pages.
 
-    To be called before the first large allocation. Huge pages come only where the system offers
-    them to programs that ask ("always" or "madvise" in
-    /sys/kernel/mm/transparent_hugepage/enabled).
-
-    Returns: whether it was done; False on systems whose C library is not glibc, or where the
-    address space is limited.
+    For before the first large allocation. Huge pages need "always" or "madvise" in
+    /sys/kernel/mm/transparent_hugepage/enabled. Returns False where the C library is not glibc or
+    the address space is limited.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -56,12 +53,10 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Has malloc return blocks of `GIVEN_BACK` bytes and more to the system when they are freed.
+    """Makes malloc return blocks of `GIVEN_BACK` bytes and more to the system when freed.
 
-    By itself glibc comes to keep blocks of up to 32 MiB in its heaps, between others that live
-    longer: a process then holds what its activations took at their worst, several times over.
-
-    Returns: whether it was done; False on systems whose C library is not glibc.
+    By itself glibc starts to keep blocks of up to 32 MiB in its heaps, between longer-lived ones:
+    a process then holds its largest activations several times. Returns False without glibc.
     """
     libc = ctypes.CDLL(None)
     is_glibc = hasattr(libc, "gnu_get_libc_version")
@@ -70,11 +65,10 @@ def give_back_freed_memory() -> bool:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Around a process's first import of torch, a tenth of whose time collections would take.
+    """Disables garbage collection around a process's first import of torch: a tenth of its time.
 
-    Of what is imported nothing is ever let go: they would find nothing, and later ones pass over
-    what was made meanwhile. Where torch is imported already nothing is changed, as what a
-    former job left may be garbage.
+    Afterwards the imported objects are frozen. No-op if torch is imported already, when earlier
+    work may have left garbage.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -87,22 +81,19 @@ def nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
-# Keeps a rank on the CPUs that are close to its GPU.
-
+# CPUs close to a GPU
 
 SYS = Path("/sys")
 
 
 def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
-    """Keeps the calling thread, and threads that it starts, on the NUMA node of a PCI device.
+    """Binds the calling thread, and threads that it starts, to the NUMA node of a PCI device.
 
-    Nothing is done where the machine has one node or does not say where the device hangs, and where
-    this process may not use all CPUs as it is: srun, numactl or a container has chosen then.
+    Only if the machine has several nodes and this process may use all CPUs: otherwise srun, numactl
+    or a container has chosen. Returns the chosen CPUs; empty if none were.
 
     Args:
         bus_id: as in /sys/bus/pci/devices, "0000:1b:00.0".
-
-    Returns: the CPUs that were chosen; empty if none were.
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()
@@ -114,19 +105,19 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
 
 def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
-    """CPUs of the device's NUMA node; empty if there is one node alone, or it is not known."""
+    """Returns the CPUs of the device's NUMA node; empty with one node, or if not known."""
     nodes = {path.parent: _cpus_of(path) for path in sys.glob("devices/system/node/node*/cpulist")}
-    if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes are a GPU's memory alone
+    if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes have a GPU's memory only
         return set()
     try:
         node = int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text())
     except (OSError, ValueError):
         return set()
-    return nodes.get(sys / f"devices/system/node/node{node}", set())  # -1: the firmware is silent
+    return nodes.get(sys / f"devices/system/node/node{node}", set())  # -1: unknown to firmware
 
 
 def _cpus_of(path: Path) -> set[int]:
-    """Numbers of a list such as "0-3,8,10-11"; empty if it cannot be read."""
+    """Parses a list such as "0-3,8,10-11"; empty if it cannot be read."""
     cpus: set[int] = set()
     try:
         for part in filter(None, path.read_text().strip().split(",")):

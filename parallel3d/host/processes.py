@@ -1,4 +1,4 @@
-"""Processes of this host, known by pid and start: a pid alone may have a new owner."""
+"""Processes of this host, identified by pid and start time, and failing standard streams."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
 LINUX_SET_NAME = 15
-# Of the environment of a rank: what names the job among all of this host.
+# Variables of a rank's environment that identify its job on this host.
 JOB = (
     *(b"MASTER_ADDR", b"MASTER_PORT", b"WORLD_SIZE", b"TORCHELASTIC_RUN_ID"),
     *(b"SLURM_JOB_ID", b"SLURM_STEP_ID", b"PARALLEL3D_SECRET"),
@@ -23,7 +26,7 @@ JOB = (
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the state on; empty if there is none."""
+    """Returns the fields of /proc/<pid>/stat from the state on; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -31,19 +34,19 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> int:
-    """When a process started, in ticks since boot: pid and this name it for good. 0: unknown."""
+    """Returns the start time in ticks since boot, unique with the pid (pids recur). 0: unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def state_letter(pid: int, born: int) -> str:
-    """R, S, D, T, Z … as in ps; "" if that process is gone."""
+    """Returns R, S, D, T, Z … as in ps; "" if that process is gone."""
     fields = _stat(pid)
     return fields[0] if fields and int(fields[19]) == born else ""
 
 
 def why_silent(process: dict[str, Any]) -> str:
-    """What can be seen of the process {pid, born, host} of a rank that gives no answer."""
+    """Returns the visible state of an unresponsive rank's process {pid, born, host}."""
     if process["host"] != socket.gethostname():
         return "gives no answer: its process or its host is stopped or gone"
     letter = state_letter(process["pid"], process["born"])
@@ -53,33 +56,33 @@ def why_silent(process: dict[str, Any]) -> str:
 
 
 def die_with_parent() -> None:
-    """The kernel ends this process together with the one that started it."""
+    """Makes the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def show_as(name: str) -> None:
-    """What top and ps -e call this process; 15 bytes of it count."""
+def set_process_name(name: str) -> None:
+    """Sets the name (15 bytes) of this process in top and ps -e."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(LINUX_SET_NAME, name.encode())
 
 
 def kill(pid: int, born: int) -> None:
-    """SIGKILL, if that very process is there and may be killed."""
+    """Sends SIGKILL, if that very process exists and may be killed."""
     if state_letter(pid, born):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, int]]:
-    """(pid, born) of those records {pid, born, host} that name a process of this host and job.
+    """Returns (pid, born) of those records {pid, born, host} that are of this host and job.
 
-    The records come from a store that others may write to: what a process is, the kernel says. It
-    must belong to the same user and have got the same job from its launcher.
+    Others may write to the store of the records, so the kernel is asked: the process must belong to
+    the same user and have got the same job from its launcher.
     """
     here, me = socket.gethostname(), os.getpid()
     mine = _job(me)
-    # Our launcher's ranks are forked: the kernel shows its environment as theirs.
+    # Our launcher forks its ranks: the kernel shows the launcher's environment as theirs.
     forked = "MASTER_PORT" in os.environ and b"MASTER_PORT" not in mine
     found = []
     for record in processes:
@@ -94,7 +97,7 @@ def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, i
 
 
 def _owner(pid: int) -> int:
-    """The user whose process it is; -1 if there is none."""
+    """Returns the user id of a process; -1 if there is none."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -102,39 +105,37 @@ def _owner(pid: int) -> int:
 
 
 def _job(pid: int) -> dict[bytes, bytes]:
-    """What a launcher told a process of its job when it started it; empty if nothing can be read.
+    """Returns a process's job variables as its launcher set them; empty if they cannot be read.
 
-    The same for all ranks of a job, and for nobody else.
+    They are the same for all ranks of a job, and differ from those of any other.
     """
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return {}
-    said = dict(v.split(b"=", 1) for v in variables if b"=" in v)
-    return {name: said[name] for name in JOB if name in said}
+    found = dict(v.split(b"=", 1) for v in variables if b"=" in v)
+    return {name: found[name] for name in JOB if name in found}
 
 
 def _parent(pid: int) -> tuple[int, int]:
-    """(pid, born) of the process that started it; (0, 0) if there is none."""
+    """Returns (pid, born) of the parent process; (0, 0) if there is none."""
     fields = _stat(pid)
     parent = int(fields[1]) if fields else 0
     return parent, born(parent)
 
 
-# Standard output and error of a run: what they refuse is dropped, and the run goes on.
-#
-# A reader that has gone (`| head`), a full disk under a log, a lost terminal and a closed
-# descriptor cost the output, never the training. `train` tells at its end how much was lost
-# (`Recorder.finish`).
+# Standard output and error. A reader that has gone (`| head`), a full disk under a log, a lost
+# terminal and a closed descriptor cost the output, not the training; `Recorder.finish` logs the
+# loss.
 
 
 class _Dropping(io.FileIO):
-    """A file whose failed writes are counted as lost instead of raised."""
+    """A file that counts failed writes as lost instead of raising."""
 
     lost_bytes = 0
     reason: str | None = None
 
-    def write(self, data: bytes | memoryview) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -145,10 +146,10 @@ class _Dropping(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of a standard descriptor that was closed (`>&-`, some daemons).
+    """Opens /dev/null in place of closed standard descriptors (`>&-`, some daemons).
 
-    Otherwise the next file that this process opens, a checkpoint perhaps, would get the number of
-    standard output, and everything that prints would write into it.
+    Otherwise the next opened file, a checkpoint perhaps, would get the number of standard output,
+    and prints would go into it.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -163,7 +164,7 @@ def open_closed_streams() -> None:
 
 
 def drop_failed_output() -> None:
-    """From here on a write to `sys.stdout` or `sys.stderr` that fails is dropped, not raised."""
+    """Makes failed writes to `sys.stdout` and `sys.stderr` lose their data instead of raising."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if _file_of(stream) is not None:
@@ -171,7 +172,7 @@ def drop_failed_output() -> None:
         try:
             descriptor = stream.fileno()
         except io.UnsupportedOperation:
-            continue  # replaced by a test or a notebook: memory, which takes everything
+            continue  # replaced by a test or a notebook, in memory
         _flush(stream)
         kept = io.BufferedWriter(_Dropping(descriptor, "w", closefd=False))
         how = {"encoding": stream.encoding, "errors": stream.errors}
@@ -180,7 +181,7 @@ def drop_failed_output() -> None:
 
 
 def lost_output() -> dict[str, str | int] | None:
-    """What standard output has refused so far: bytes and the first reason; None: nothing."""
+    """Returns standard output's lost bytes and the first reason; None if nothing was lost."""
     file = _file_of(sys.stdout)
     if file is None or not file.lost_bytes:
         return None
@@ -193,8 +194,7 @@ def _file_of(stream: TextIO) -> _Dropping | None:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flush what was written before; what cannot be is given up, or the interpreter's own end would
-    fail of it."""
+    """Flushes earlier output; drops it on failure, which would fail the interpreter's exit too."""
     try:
         stream.flush()
     except OSError:

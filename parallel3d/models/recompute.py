@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.device.fused import equal_on_all_ranks
+from parallel3d.device.fused import deterministic_inductor
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -97,7 +97,7 @@ def shared_inductor(
     kept = {"allow_buffer_reuse": False, "inplace_buffers": False} if saves_operands else {}
     if not any(isinstance(x, torch.Tensor) and is_on_accelerator(x) for x in inputs):
         return compile_fx(graph, inputs, inner_compile=one_at_a_time, config_patches=kept)
-    return compile_fx(graph, inputs, config_patches={**equal_on_all_ranks(), **kept})
+    return compile_fx(graph, inputs, config_patches={**deterministic_inductor(), **kept})
 
 
 def without_inplace_reuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

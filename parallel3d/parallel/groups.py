@@ -18,7 +18,7 @@ from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
-from parallel3d.host.devices import PRETEND, choose_device, device_of_rank
+from parallel3d.host.devices import SIMULATED, choose_device, device_of_rank
 from parallel3d.run.exit_codes import leave
 from parallel3d.run.launch import detect
 from parallel3d.run.rendezvous import rendezvous
@@ -90,7 +90,7 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
     """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
-    if requested not in ("auto", "cpu", "cuda", PRETEND):
+    if requested not in ("auto", "cpu", "cuda", SIMULATED):
         raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
     place = detect(os.environ)
     ranks_here = 1 if place is None else place.local_world_size

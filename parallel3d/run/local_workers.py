@@ -25,7 +25,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, print_line
 from parallel3d.host.devices import cores, gpu_environment
 from parallel3d.host.memory import nothing_collected
-from parallel3d.host.processes import show_as
+from parallel3d.host.processes import set_process_name
 from parallel3d.run import failure
 from parallel3d.run.directory import PLACEMENT_FILE, keep_failures
 from parallel3d.run.exit_codes import (
@@ -165,7 +165,7 @@ class LocalRanks:
 
     def _become(self, rank: int, starts: int, blocked: set[int]) -> None:
         os.setsid()  # Ctrl-C comes by way of the launcher
-        show_as(f"p3d rank {rank}")
+        set_process_name(f"p3d rank {rank}")
         for number in SIGNALS:
             if not is_nohup(number):
                 signal.signal(number, signal.SIG_DFL)

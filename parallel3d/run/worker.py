@@ -16,7 +16,7 @@ from parallel3d.comm.store import one_host_environment
 from parallel3d.config.checks.parallelism import parse_nccl_env
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, print_line
-from parallel3d.host.devices import PRETEND, DeviceChoice, device_of_rank, gpu_environment
+from parallel3d.host.devices import SIMULATED, DeviceChoice, device_of_rank, gpu_environment
 from parallel3d.host.memory import (
     bind_near,
     give_back_freed_memory,
@@ -110,7 +110,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
 
 def begin_on(kind: str) -> None:
     """What must be so before anything of torch is used by a rank on a device of type `kind`."""
-    if kind == PRETEND:
+    if kind == SIMULATED:
         from parallel3d.simulated_device import enable
 
         enable()

@@ -1,6 +1,6 @@
 """Training gives the same bits whichever process is which rank.
 
-Processes take their ranks as in a real launch (`take_rank` through a store, gloo started with the
+Processes take their ranks as in a real launch (`assign_rank` through a store, gloo started with the
 permuted ranks, the whole training loop); only the launcher is the pool of tests.
 """
 

@@ -150,7 +150,7 @@ def test_driver_older_than_the_wheel_is_named_at_once(
     monkeypatch.setattr(ctypes, "CDLL", lambda name: played_driver(12080, 8))
     sentence = (
         rf"host {HOST} has a driver for CUDA 12\.8, but the installed torch 2\.13\.0\+cu130 is "
-        r"built for CUDA 13\.0: update the driver, install a torch for CUDA 12, or use device=cpu"
+        r"built for CUDA 13\.0: update the driver, install a torch for CUDA 12, or give device=cpu"
     )
     with pytest.raises(HostError, match=sentence):
         choose_device("cuda", 8)
