@@ -1,7 +1,7 @@
 """parallel3d: transformer training with tensor, pipeline and data parallelism.
 
-What a library user needs, found when it is first asked for: `import parallel3d` alone imports no
-torch. docs/library.md trains a model with it. All else is private by its place.
+The names below are imported when first used: `import parallel3d` alone imports no torch.
+docs/library.md trains a model with them. Everything else is private.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # Python asks here for what the module lacks: once
+    globals()[name] = value  # found there from now on
     return value
 
 

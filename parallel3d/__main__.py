@@ -1,4 +1,4 @@
-"""`python -m parallel3d …` is the `parallel3d` command."""
+"""Runs the `parallel3d` command as `python -m parallel3d …`."""
 
 import gc
 import os
@@ -6,18 +6,18 @@ import sys
 
 
 def main() -> int:
-    """Run a command line."""
+    """Runs a command line and returns its exit code."""
     try:
-        gc.disable()  # nothing that is imported is ever garbage: looking for it takes a tenth
+        gc.disable()  # imports leave no garbage: looking for it takes a tenth of their time
         from parallel3d.cli.command_line import main as command
 
         gc.freeze()
         gc.enable()
         return command()
-    except KeyboardInterrupt:  # during the imports; later the command itself says so
+    except KeyboardInterrupt:  # during the imports; later the command itself prints it
         print("parallel3d: interrupted", file=sys.stderr, flush=True)
-        # Not by `return`: where C code that a module imports ran Python when the interrupt came,
-        # the interpreter has noted it, and would end by the signal after all.
+        # Not `return`: if the interrupt came while C code of an import ran Python, the interpreter
+        # would still end by the signal.
         os._exit(130)
 
 

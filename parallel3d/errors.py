@@ -1,5 +1,4 @@
-"""The two ways in which a run ends badly that are foreseen, by the user's input or by itself; and
-how the user hears of it."""
+"""Errors that end a run with a sentence instead of a traceback, and how sentences are shown."""
 
 from __future__ import annotations
 
@@ -8,27 +7,24 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
-USER_ERROR = 2  # the exit code of one
+USER_ERROR = 2  # exit code
 
 
 class UserError(Exception):
-    """Something that the user typed cannot work: one sentence, exit code 2, no traceback."""
+    """User input that cannot work: one sentence, exit code 2, no traceback."""
 
 
 class TrainingFailure(RuntimeError):
-    """All ranks decided that the run cannot go on: started again, it would end so again."""
+    """A decision of all ranks to end the run, which would end the same way if restarted."""
 
 
 def print_line(sentence: str) -> None:
-    """One line on stderr, flushed: it may be the last thing that this process does."""
+    """Prints one line on stderr, flushed: it may be the last action of this process."""
     print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 
 
 def readable(sentence: str) -> str:
-    """One line that a terminal prints and does not obey, the middle left out of what is too long.
-
-    What was typed may hold anything: escape sequences, line ends, halves of characters.
-    """
+    """Sanitises control characters and truncates long text in the middle, for one terminal line."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in sentence)
     return _brief(re.sub(r"\S{300,}", lambda word: _brief(word[0], 300), line), 2000)
 
@@ -39,16 +35,15 @@ def _brief(text: str, longest: int) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was most likely meant to be, or None if nothing is close."""
+    """Returns the known word that `word` is most likely meant to be, or None if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
-    """The number of 1…limit closest to `value` that fits (ties: the smaller).
+    """Returns the number of 1…limit closest to `value` that fits (ties: the smaller), or None.
 
-    None if there is none among those that can be looked through at once: sizes may be typed that
-    are far beyond any machine.
+    Looks at 50,000 distances at most: sizes far beyond any machine may be typed.
     """
     start = max(1, min(value, limit))
     for distance in range(min(limit, 50_000)):

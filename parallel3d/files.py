@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a power cut; and whose a file or folder is."""
+"""Durable files, file ownership, and bounded reading of files that are not trusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHERS_WRITE = 0o022
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new private file and flush it to the disk."""
+    """Writes a new private file and flushes it to the disk."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
         os.fsync(descriptor)
@@ -25,7 +25,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """The descriptor of a new file, private to the user, that is no link. Raises OSError."""
+    """Opens a new file, private to the user, that is no link. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         yield descriptor
@@ -34,18 +34,18 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, view: memoryview, at: int | None = None) -> None:
-    """All of `view`, at the file's position or at byte `at`; the system may take it in parts."""
+    """Writes all of `view`, at the file's position or at byte `at`."""
     done = 0
     while done < len(view):
         part = view[done:]
         wrote = os.write(descriptor, part) if at is None else os.pwrite(descriptor, part, at + done)
-        if wrote == 0:  # which no file should do, and which would go on for ever
+        if wrote == 0:  # no file should, and this loop would never end
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         done += wrote
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Put `content` in the place of `path` in one step, and flush it: old, new, never half of it.
+    """Replaces `path` by `content` atomically and flushes it.
 
     A link of that name is replaced, not followed. Raises OSError; then nothing is left behind.
     """
@@ -60,12 +60,12 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush a folder's entries (new names, renames) to the disk."""
+    """Flushes a folder's entries (new names, renames) to the disk."""
     flush(folder)
 
 
 def flush(path: Path) -> None:
-    """Flush to the disk what a file or folder holds, whoever wrote it."""
+    """Flushes the contents of a file or folder to the disk, whoever wrote them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -74,15 +74,15 @@ def flush(path: Path) -> None:
 
 
 def no_link(path: str | Path, flags: int) -> int:
-    """Opens the file at `path`, private if it is new; a link there is refused (ELOOP)."""
+    """Opens the file at `path`, private if it is new; refuses a link (ELOOP)."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def is_ours(status: os.stat_result, folder: Path) -> bool:
-    """Whether what has this status, in `folder`, is this user's.
+    """Returns whether the file of this status, in `folder`, belongs to this user.
 
-    Some file systems (NFS for root, CIFS) give our own files another owner: then one that is made
-    in `folder` tells which.
+    Some file systems (NFS for root, CIFS) give our own files another owner, found by creating one
+    in `folder`.
     """
     if status.st_uid == os.geteuid():
         return True
@@ -91,7 +91,7 @@ def is_ours(status: os.stat_result, folder: Path) -> bool:
 
 
 def others_may_write(status: os.stat_result, folder: Path) -> bool:
-    """Whether its mode lets others write; a file system without modes (CIFS) says so of all."""
+    """Returns whether its mode lets others write; file systems without modes (CIFS) count as no."""
     if not status.st_mode & OTHERS_WRITE:
         return False
     made = _status_of_new_file(folder)
@@ -99,7 +99,7 @@ def others_may_write(status: os.stat_result, folder: Path) -> bool:
 
 
 def _status_of_new_file(folder: Path) -> os.stat_result | None:
-    """The status of a new private file in `folder`, which is gone at once; None if none can be."""
+    """Returns the status of a new private file in `folder`; None if none can be created."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno())
@@ -107,20 +107,17 @@ def _status_of_new_file(folder: Path) -> os.stat_result | None:
         return None
 
 
-# Files whose contents are not ours to trust: opened without waiting, read and parsed in bounds.
-#
-# Nothing here knows what a checkpoint is, and nothing needs torch.
+# Files that are not trusted
 
-
-DEEPEST = 50  # nested lists and objects; what we write has four
-LONGEST_SENTENCE = 400
+MAX_DEPTH = 50  # nested lists and objects; our own files have four
+MAX_SENTENCE = 400
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor to read `path` from, which may be any file but a pipe, a device or a folder.
+    """Opens `path` for reading. Raises OSError, and ValueError for a pipe, device or folder.
 
-    Raises OSError, and ValueError for what is no regular file: opening a pipe does not wait.
+    Opening a pipe does not block.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -132,7 +129,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_into(descriptor: int, view: memoryview, at: int) -> int:
-    """Fill `view` from byte `at` of the file. Returns the bytes read: fewer only at its end."""
+    """Fills `view` from byte `at` of the file. Returns the bytes read: fewer only at its end."""
     done = 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], at + done)):
         done += got
@@ -140,7 +137,7 @@ def read_into(descriptor: int, view: memoryview, at: int) -> int:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The whole of a regular file. Raises OSError, and ValueError if it has more than `most`."""
+    """Reads a regular file. Raises OSError, and ValueError if it has more than `most` bytes."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > most:
@@ -151,16 +148,16 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Raises ValueError for what is no JSON, and for what is nested too deep to be ours."""
+    """Parses JSON. Raises ValueError for invalid or too deeply nested text."""
     try:
         content = json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
     level = [content]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [value for item in level for value in _items(item)]
     if level:
-        raise ValueError(f"nested deeper than {DEEPEST}")
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
     return content
 
 
@@ -171,6 +168,6 @@ def _items(value: Any) -> list[Any]:
 
 
 def plain(text: str) -> str:
-    """`text` as it can be shown on any terminal: what would move its cursor is spelled out."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: LONGEST_SENTENCE + 1])
-    return shown if len(text) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}…"
+    """Escapes characters that would move a terminal's cursor, and truncates long text."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: MAX_SENTENCE + 1])
+    return shown if len(text) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}…"
