@@ -1,6 +1,6 @@
-"""The configurations that a run's starts leave in its folder: config.yaml, config-2.yaml, …
+"""The configurations of a run's starts in its folder: config.yaml, config-2.yaml, …
 
-Each is written whole or not at all, and never again: the newest is what is running.
+Each is written atomically and only once; the newest is the one that runs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from parallel3d.files import replace_durably
 
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
-# What reading a file raises that holds no configuration: torn, empty, of another kind.
+# Raised by reading a file that is no configuration: torn, empty, of another kind.
 NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
 
 
 def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
-    """Write the whole configuration, nothing left to resolve, durably; `comment`: its first line.
+    """Writes the whole resolved configuration durably; `comment` is its first line.
 
     Raises OSError, and UserError for text that could not be read back as it is.
     """
@@ -44,7 +44,7 @@ def save_config(
 
 
 def is_newest(config: Config, directory: Path) -> bool:
-    """Whether the newest start had this configuration. Raises OSError and UserError."""
+    """Returns whether the newest start had this configuration. Raises OSError and UserError."""
     text = config_files(directory)[-1].read_text("utf-8", "replace")
     if re.sub("^#.*\n", "", text) == _text(config):
         return True
@@ -60,7 +60,7 @@ def _text(config: Config) -> str:
 
 
 def load_config(directory: Path) -> Config:
-    """The configuration of a run's newest start, typed and checked against the schema.
+    """Returns the configuration of a run's newest start, checked against the schema.
 
     Raises OSError and NO_CONFIG.
     """
@@ -68,10 +68,10 @@ def load_config(directory: Path) -> Config:
 
 
 def last_config(directory: Path) -> Config:
-    """The same of the newest start of which it can be told, as a power cut may tear a file.
+    """Returns the configuration of the newest start whose file is readable.
 
-    Torn and empty files are passed over for older ones, and these for the checkpoints' manifests.
-    Raises what `load_config` raises if there is nothing else.
+    Skips files torn by a power cut, and falls back to the checkpoints' manifests. Raises as
+    `load_config` if there is nothing else.
     """
     problem: Exception | None = None
     for path in reversed(config_files(directory)):
@@ -83,28 +83,29 @@ def last_config(directory: Path) -> Config:
         try:
             return _typed(read_manifest(folder).config)
         except Exception:
-            continue  # whatever is wrong with it is told when it is to be loaded
+            continue  # reported when the checkpoint is to be loaded
     raise problem or FileNotFoundError(directory / CONFIG_FILE)
 
 
 def config_files(directory: Path) -> list[Path]:
-    """The configurations of a run's starts, oldest first; config.yaml also if it is not there."""
+    """Returns the paths of the starts' configurations, oldest first; at least config.yaml."""
     found = [m for path in directory.iterdir() if (m := CONFIGS.fullmatch(path.name))]
     names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
     return [directory / name for name in names or [CONFIG_FILE]]
 
 
 def next_name(directory: Path) -> str:
-    """The name of the next start's configuration."""
-    newest = config_files(directory)[-1].name
-    return f"config-{int(CONFIGS.fullmatch(newest)[1] or 1) + 1}.yaml"
+    """Returns the file name of the next start's configuration."""
+    newest = CONFIGS.fullmatch(config_files(directory)[-1].name)
+    assert newest is not None  # config_files returns such names only
+    return f"config-{int(newest[1] or 1) + 1}.yaml"
 
 
 def _read(path: Path) -> Config:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except OSError as error:
-        if error.errno is None:  # OmegaConf's own word for a file with a single word in it
+        if error.errno is None:  # raised by OmegaConf for a file with a single word in it
             raise ValueError(str(error)) from None
         raise
     if not tree:
@@ -112,13 +113,13 @@ def _read(path: Path) -> Config:
     return _typed(tree)
 
 
-def _typed(tree: Mapping[str, Any]) -> Config:
-    """The tree as a configuration. Nothing in it is resolved: it may be somebody else's."""
+def _typed(tree: object) -> Config:
+    """Returns the tree as a configuration. Nothing is resolved: it may be somebody else's."""
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")
     if not isinstance(tree, Mapping):
         raise TypeError(f"it holds a {type(tree).__name__}")
-    # An older run's: keys that were renamed or removed so far do not change what a run computes.
+    # An older run may have keys that were renamed or removed; they do not change its computation.
     known = _without(tree, (*RENAMED, *REMOVED))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
@@ -127,7 +128,7 @@ def _typed(tree: Mapping[str, Any]) -> Config:
 
 
 def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The tree less the keys of these dotted names."""
+    """Returns the tree without the keys of these dotted names."""
     inside = {
         section: tuple(name.partition(".")[2] for name in names if name.startswith(f"{section}."))
         for section in tree
@@ -141,16 +142,16 @@ def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Every key with its type; to look at the classes takes most of a configuration's reading."""
+    """Returns the schema with types; building it takes most of a configuration's reading time."""
     return OmegaConf.structured(Config)
 
 
-# Keys that say where and how a run is watched, not what it computes.
+# Keys of where and how a run is watched; they do not change its computation.
 NOT_IDENTITY = ("run", "runs_dir", "train.progress", "launch.", "logger.")
 
 
 def differences(there: Config, here: Config) -> list[tuple[str, Any, Any]]:
-    """Keys that make two runs different, with both values (key, there, here)."""
+    """Returns keys in which two runs differ, with both values: (key, there, here)."""
     old, new = (identity.flat(dataclasses.asdict(config)) for config in (there, here))
     return [
         (key, old.get(key), new.get(key))

@@ -1,4 +1,8 @@
-"""A run's folder until it is one: made under another name, and removed if its start was killed."""
+"""The run directory `runs/<run>/`: created atomically, locked by its process, never overwritten.
+
+A run continues in its directory: `config.yaml` is that of its first start, and a start with other
+keys adds its own, `config-2.yaml`, `config-3.yaml`, …
+"""
 
 from __future__ import annotations
 
@@ -40,23 +44,26 @@ from parallel3d.run.configs import (
     save_config,
 )
 
-BEING_MADE = ".new-"
-_NAME = re.compile(rf"{re.escape(BEING_MADE)}(.+)-(\d+)-[^-]+")  # its maker's host and process
-HERE_S, ELSEWHERE_S = 3600.0, 86400.0  # old enough to go, made on this host and on another
+TEMPORARY = ".new-"
+_NAME = re.compile(rf"{re.escape(TEMPORARY)}(.+)-(\d+)-[^-]+")  # its creator's host and pid
+HERE_S, ELSEWHERE_S = 3600.0, 86400.0  # age to remove one created on this, on another host
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+FAILURES = "failures"
+PLACEMENT_FILE = "placement.json"
 
 
 def new_folder(runs: Path) -> Path:
-    """A new private folder in `runs_dir`, to be renamed when all of it is there. Raises OSError."""
-    prefix = f"{BEING_MADE}{socket.gethostname()}-{os.getpid()}-"
+    """Creates a private temporary run directory, renamed when complete. Raises OSError."""
+    prefix = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=runs))
 
 
-def remove_unmade(runs: Path) -> None:
-    """Remove such folders of this user's starts that were killed on the way.
+def remove_temporary(runs: Path) -> None:
+    """Removes temporary run directories of this user's killed starts.
 
-    None whose maker may be alive: on this host the kernel says so, of another a day has to do.
+    Only if the creator is dead: asked of the kernel on this host, assumed after a day on another.
     """
-    with suppress(OSError):  # what stays is in nobody's way
+    with suppress(OSError):  # leftovers do no harm
         for path in runs.iterdir():
             if maker := _NAME.fullmatch(path.name):
                 _remove_if_old(path, maker[1] == socket.gethostname(), int(maker[2]))
@@ -71,17 +78,6 @@ def _remove_if_old(path: Path, is_here: bool, maker: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# The run directory `runs/<run>/`: named once, made once, never written over.
-#
-# A run goes on in its directory: `config.yaml` is that of its first start, and a start with other
-# keys writes its own beside it, `config-2.yaml`, `config-3.yaml`, …; the newest is what is running.
-
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-FAILURES = "failures"
-PLACEMENT_FILE = "placement.json"
-
-
 def make_run_directory(
     config: Config,
     job_id: str | None = None,
@@ -89,12 +85,13 @@ def make_run_directory(
     *,
     may_go_on: bool = False,
 ) -> tuple[Config, Path]:
-    """Make `runs_dir/<run>`, private to the user, and write config.yaml into it.
+    """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
-    A run without a name gets one from the time and the layout. `job_id` (of Slurm) is part of a
-    made name; `job_number` (of a sweep) is part of every name. Returns the configuration with its
-    name, and the directory. With `may_go_on` the directory of a run that can go on is taken as it
-    is: `take_run` is next. Raises UserError if the name is taken or the directory cannot be made.
+    A run without a name gets one from the time and the layout. `job_id` (of Slurm) is part of such
+    a name; `job_number` (of a sweep) is part of every name. Returns the configuration with its
+    name, and the directory. With `may_go_on` the directory of a run that can continue is returned
+    unchanged: `take_run` is next. Raises UserError if the name is taken or the directory cannot be
+    created.
     """
     number = "" if job_number is None else f"-{job_number}"
     runs = Path(config.runs_dir)
@@ -121,7 +118,7 @@ def make_run_directory(
 
 
 def _make(config: Config, directory: Path) -> bool:
-    """Make a run directory with its config.yaml in one step; False: another start was faster.
+    """Creates a run directory with its config.yaml atomically; False: another start was faster.
 
     Raises OSError, and UserError if `runs_dir` is not a folder.
     """
@@ -130,7 +127,7 @@ def _make(config: Config, directory: Path) -> bool:
         runs.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"runs_dir={config.runs_dir} is not a folder") from None
-    remove_unmade(runs)
+    remove_temporary(runs)
     fresh = new_folder(runs)
     try:
         save_config(config, fresh, comment=_maker())
@@ -148,14 +145,14 @@ def _make(config: Config, directory: Path) -> bool:
 
 
 def _maker() -> str:
-    """The first line of config.yaml: which process made the run directory."""
+    """Returns the first line of config.yaml: the process that created the run directory."""
     return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
-    """Raise UserError, before anything starts, if a given `run` is taken; makes nothing.
+    """Raises UserError, before anything starts, if a given `run` is taken; creates nothing.
 
-    With `may_go_on` a run that can go on with this configuration is not.
+    With `may_go_on` a run that can continue with this configuration is not taken.
     """
     if config.run is None:
         return
@@ -167,10 +164,10 @@ def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool 
 
 
 def take_run(config: Config, directory: Path) -> int | None:
-    """Claim a run for this process until it ends, and write its configuration if it is a new one.
+    """Locks a run for this process until it ends, and writes its configuration if it is new.
 
-    Two starts of one run would write over each other. Returns the descriptor that holds the lock,
-    None on a file system without locks. Raises UserError if another process has the run.
+    Returns the descriptor that holds the lock, None on a file system without locks. Raises
+    UserError if another process has the run: two starts would overwrite each other.
     """
     lock: int | None = None
     try:
@@ -184,7 +181,7 @@ def take_run(config: Config, directory: Path) -> int | None:
         ) from None
     except OSError as error:
         if lock is not None:
-            with suppress(OSError):  # closed it is in any case
+            with suppress(OSError):  # the descriptor is closed in any case
                 os.close(lock)
         raise UserError(
             f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
@@ -194,7 +191,7 @@ def take_run(config: Config, directory: Path) -> int | None:
 
 
 def _locked(path: Path) -> int | None:
-    """The descriptor that holds a lock on a file, None without locks.
+    """Returns the descriptor that holds a lock on a file, None without locks.
 
     Raises BlockingIOError if another process holds it, and OSError.
     """
@@ -210,7 +207,7 @@ def _locked(path: Path) -> int | None:
 
 
 def keep_failures(directory: Path) -> None:
-    """Number what an earlier start left of its failure: this start's cause is not among it."""
+    """Numbers the failure records of an earlier start, so that only this start's count."""
     old, number = directory / FAILURES, 1
     while (kept := directory / f"{FAILURES}-{number}").exists():
         number += 1
@@ -219,10 +216,7 @@ def keep_failures(directory: Path) -> None:
 
 
 def status(directory: Path) -> str | None:
-    """How a run's last start ended, by its summary: "finished", "stopped", …; None without one.
-
-    One that cannot be read says nothing.
-    """
+    """Returns how a run's last start ended by its summary: "finished", "stopped", …; or None."""
     try:
         return json.loads((directory / "summary.json").read_bytes()).get("status")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -230,13 +224,13 @@ def status(directory: Path) -> str | None:
 
 
 def discard_unused(directory: Path) -> None:
-    """Remove a run directory in which nothing was computed, so that its name is free again.
+    """Removes a run directory in which nothing was computed, so that its name is free again.
 
-    Only the process that made it may: in another's, somebody may be about to begin.
+    Only in the process that created it: another process may be about to start in it.
     """
     ours = {FAILURES, PLACEMENT_FILE}
     claimed = directory / CHECKPOINTS
-    # What has ended the run may be this very disk: then the folder stays, and can be gone on with.
+    # The disk may be what ended the run: then the folder stays, and the run can continue in it.
     with suppress(OSError):
         for path in directory.iterdir():
             is_config = CONFIGS.fullmatch(path.name) is not None
@@ -246,7 +240,7 @@ def discard_unused(directory: Path) -> None:
                 return
         if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
             gone = new_folder(directory.parent)
-            os.rename(directory, gone)  # half removed, it would be no run's and in the way of one
+            os.rename(directory, gone)  # so that it is never half removed
             shutil.rmtree(gone)
 
 
@@ -259,7 +253,7 @@ def _made_name(config: Config, job_id: str | None) -> str:
 
 
 def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
-    """Raise UserError, saying why, unless the run that is in `directory` can go on."""
+    """Raises UserError with the reason unless the run in `directory` can continue."""
     there = _config_there(config, directory)
     if may_go_on and not config.checkpoint.load:
         raise UserError(
@@ -294,7 +288,7 @@ def _check_existing(config: Config, directory: Path, may_go_on: bool) -> None:
 
 
 def _config_there(config: Config, directory: Path) -> Config:
-    """The configuration of the run in `directory`, which must be this user's. Raises UserError."""
+    """Returns the configuration of the run in `directory`, which must be this user's."""
     try:
         for status in (directory.lstat(), directory.stat()):
             if not is_ours(status, directory.parent):

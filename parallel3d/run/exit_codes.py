@@ -1,4 +1,4 @@
-"""How a rank ends, and who says why: exit codes, the last words, and the way out."""
+"""Exit codes of ranks, the last lines that they log, and their exit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, print_line
@@ -19,28 +19,25 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Those that a signal stops at the end of a step; the others it ends at once.
+# Subcommands that a signal stops at the end of a step; it ends the others at once.
 STOPPABLE = ("train",)
-# How many ranks have met a user error: one of them says it.
+# Counts ranks with a user error: the first one logs it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
-# By it our launcher ends ranks at once. SIGTERM would ask them to save and stop.
+# Our launcher's signal to end ranks at once. SIGTERM would ask them to save and stop.
 END_SIGNAL = signal.SIGHUP
-# The exit code of a local worker that has said itself why all end, as no file took it.
+# Exit code of a local worker that has logged the cause itself, as no file could be written.
 EXIT_ALREADY_REPORTED = 63
-# A local worker's exit codes from here on are the subcommand's own answer: it ran to its end.
+# A local worker's exit codes from here on are the subcommand's own result: it ran to its end.
 EXIT_COMMAND_RESULT = 64
 
 
 def code_of_stop(requeues: bool) -> int:
-    """A run that a scheduler stopped has saved and done well; Ctrl-C is told to the shell."""
+    """Returns 0 for a scheduler's stop, after which the run is requeued; 130 for Ctrl-C."""
     return 0 if requeues else 128 + signal.SIGINT
 
 
 def report_end(cause: failure.RankFailure, run_dir: Path) -> int:
-    """Say why a run ended. A run that a user error stopped leaves no directory behind.
-
-    Returns the exit code.
-    """
+    """Logs why a run ended and returns the exit code; after a user error its directory goes."""
     print_line(cause.sentence())
     if cause.kind != "user":
         return 1
@@ -49,38 +46,38 @@ def report_end(cause: failure.RankFailure, run_dir: Path) -> int:
 
 
 def report_hang(worker: Worker, error: Exception) -> None:
-    """A wait that timed out is a hang: the watchdogs of all ranks find out whose, and end them."""
+    """Starts the watchdogs' diagnosis if a wait timed out, which is a hang; they end all ranks."""
     timed_out = isinstance(error, TimeoutError) or failure.TIMED_OUT.search(str(error))
     if worker.watchdog is not None and timed_out:
         worker.watchdog.timed_out()
 
 
 def report_failure(config: Config, worker: Worker, error: Exception, store: Store | None) -> None:
-    """Say this rank's failure; of a UserError that several ranks share, only one speaks."""
+    """Logs this rank's failure; a UserError that several ranks share is logged by one."""
     failed = failure.from_exception(config, worker, error)
     if worker.run_dir != Path() and failed.kind != "user":
-        # Rank 0 removes the directory of a run that never began, and its peers die of that.
+        # Rank 0 removes the directory of a run that never began, which makes its peers fail.
         if os.path.isdir(worker.run_dir):
             failed = failure.write(failed, error, worker.run_dir)
     elif worker.run_dir != Path() and worker.rank == 0:
         discard_unused(worker.run_dir)
-    if failed.kind != "user" or _is_first_to_speak(worker, error, store):
+    if failed.kind != "user" or _is_first_to_log(worker, error, store):
         print_line(failed.sentence())
 
 
-def _is_first_to_speak(worker: Worker, error: Exception, store: Store | None) -> bool:
+def _is_first_to_log(worker: Worker, error: Exception, store: Store | None) -> bool:
     if store is None or isinstance(error, RankZerosError):
         return worker.rank == 0
     try:
         return store.add(USER_ERRORS_KEY, 1) == 1
     except RuntimeError:
-        return False  # the store went with rank 0, which has spoken
+        return False  # the store ended with rank 0, which has logged it
 
 
-def leave(code: int, worker: Worker | None = None) -> None:
-    """End this process now: destructors of groups with a dead peer may wait for it for minutes.
+def leave(code: int, worker: Worker | None = None) -> NoReturn:
+    """Ends this process now: destructors of groups with a dead peer may wait for it for minutes.
 
-    A verdict on a hang that its watchdog is about to give comes first: it may have killed the peer.
+    A diagnosis that the watchdog is about to log comes first: it may have killed the peer.
     """
     if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
         worker.watchdog.timed_out()

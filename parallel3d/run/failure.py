@@ -1,4 +1,4 @@
-"""What went wrong, where, said once: records of failed ranks and the one that caused the rest."""
+"""Failures of ranks: their records, sentences, and the one that caused the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -19,23 +18,23 @@ from types import TracebackType
 from typing import Literal
 
 from parallel3d.config.schema import Config
-from parallel3d.errors import TrainingFailure, UserError
+from parallel3d.errors import TrainingFailure, UserError, print_line
 from parallel3d.files import read_bounded, replace_durably
 from parallel3d.run.directory import FAILURES
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 
-RECORD_BYTES = 1 << 20  # of a failure's record, at most
+RECORD_BYTES = 1 << 20  # maximum of a failure's record
 PACKAGE = Path(__file__).parents[1]  # as frames name its files
 
-# A peer that has gone shows up as these on the ranks that talk to it; it is never the cause.
+# Errors of ranks whose peer has gone; never the cause.
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
     r"|connection was likely closed|failed to (recv|send)|stop_waiting",
     re.IGNORECASE,
 )
-# gloo says in which of its own files it noticed, and wishes good luck: none of it helps here.
+# gloo adds the position in its own source, and advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
@@ -45,12 +44,12 @@ Kind = Literal["error", "user", "decided", "hang", "killed"]
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's end: who (rank, coordinates, host), doing what, where in the code, and why.
+    """The end of one rank: who (rank, coordinates, host), in which phase, where in the code, why.
 
-    `kind` "user" is a UserError and `error` its sentence; "decided" is a TrainingFailure, to which
-    all ranks came together; "hang" is a watchdog's verdict, all of it in `error`; "killed" is a
-    death by signal or a bare exit, of which nobody but the launcher can tell. `diverged`: the rank
-    had left the way of its last step (`operation_log.Divergence`). `time`: seconds, epoch.
+    `kind` "user" is a UserError with its sentence as `error`; "decided" is a TrainingFailure of all
+    ranks; "hang" is a watchdog's diagnosis, complete in `error`; "killed" is a death by signal or a
+    bare exit, recorded by the launcher. `diverged`: the rank did other operations than in its last
+    step (`operation_log.Divergence`). `time`: seconds, epoch.
     """
 
     rank: int
@@ -65,7 +64,7 @@ class RankFailure:
     diverged: bool = False
 
     def sentence(self) -> str:
-        """The failure as one line; for a user error only what the user needs."""
+        """Returns the failure as one line; for a user error only what the user needs."""
         if self.kind == "user":
             return full_stop(self.error)
         if self.kind == "hang":
@@ -79,36 +78,36 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether this rank only noticed that another had gone."""
+        """Returns whether this rank only noticed that another had gone."""
         gone = PEER_GONE.search(self.error) is not None
         return self.kind == "error" and gone and not self.diverged
 
     @property
     def did_as_always(self) -> bool:
-        """Whether it failed for another rank's call: gloo aborts on a tensor of the wrong size."""
+        """Returns whether another rank's call may be at fault: gloo aborts on a wrong size."""
         if self.kind == "killed":
             return "SIGABRT" in self.error
         return self.kind == "error" and not self.diverged
 
 
 def full_stop(sentence: str) -> str:
-    """The sentence with the full stop that messages of libraries, and some of ours, lack."""
+    """Adds the full stop that messages of libraries, and some of ours, lack."""
     return sentence if sentence.endswith(".") else f"{sentence}."
 
 
 def coordinates_of(config: Config, rank: int) -> str:
-    """ "pp 1, dp 0, tp 3": where `rank` stands in the configured layout."""
+    """Returns the place of `rank` in the configured layout: "pp 1, dp 0, tp 3"."""
     layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
     return str(layout.coordinates(rank)) if rank < layout.world_size else "outside the layout"
 
 
 def who(config: Config, rank: int, host: str | None = None) -> str:
-    """ "rank 3 (pp 1, dp 0, tp 1) on host", this host if none is given."""
+    """Returns "rank 3 (pp 1, dp 0, tp 1) on host"; this host if none is given."""
     return f"rank {rank} ({coordinates_of(config, rank)}) on {host or socket.gethostname()}"
 
 
 def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
-    """Describe an exception that reached this rank's top."""
+    """Describes an exception that reached this rank's top."""
     lines = NOISE.sub("", str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0][:500]}" if lines else type(error).__name__
     awaited, divergence = worker.log.awaited(), worker.log.divergence()
@@ -116,13 +115,13 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     if isinstance(error, UserError):
         text, kind, awaited, divergence = str(error), "user", None, None
     elif isinstance(error, TrainingFailure):
-        # How they came to it may be collectives that no earlier step had: that is no divergence.
+        # The decision may itself need collectives that no earlier step had: no divergence.
         kind, awaited, divergence = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"
     if divergence is not None:
         text = f"{divergence}; {text}"
-    text = text.encode("utf-8", "backslashreplace").decode()  # names of files may be no UTF-8
+    text = text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
     return RankFailure(
         rank=worker.rank,
         coordinates=coordinates_of(config, worker.rank),
@@ -137,7 +136,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
 
 
 def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
-    """Describe a rank that ended without a word: by a signal (negative code) or a bare exit."""
+    """Describes a rank that ended without a record: by a signal (negative code) or a bare exit."""
     if exitcode < 0:
         try:
             name = signal.Signals(-exitcode).name
@@ -161,14 +160,14 @@ def from_exit(config: Config, rank: int, exitcode: int) -> RankFailure:
 
 
 def innermost_place(trace: TracebackType | None) -> str:
-    """ " at parallel3d/trainer.py:123": the deepest frame of this package; "" without one."""
+    """Returns the deepest frame of this package, " at parallel3d/trainer.py:123"; or ""."""
     return place_in([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)])
 
 
 def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
-    """The same for frames (file, line, function), outermost first.
+    """Returns the same for frames (file, line, function), outermost first.
 
-    No file system is asked: that of the working directory may be what does not answer.
+    Uses no file system, as the working directory's may be the one that hangs.
     """
     place = ""
     for file, line, _ in stack:
@@ -179,10 +178,10 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 
 
 def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFailure:
-    """Leave the record and the traceback in the run directory, and where torchrun looks for it.
+    """Writes the record and the traceback to the run directory, and torchrun's error file.
 
     Returns the failure with its traceback file. Never raises: the disk may be what has failed. A
-    directory that is gone is not made again: it would be no run's, and in the way of a next start.
+    missing directory is not recreated: it would be no run's, and block the next start.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
@@ -192,17 +191,13 @@ def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFail
             failure = dataclasses.replace(failure, traceback_file=str(file))
     try:
         write_record(failure, details, run_dir)
-    except OSError as error:  # nobody else could say it
-        said = f"{failure.sentence()} (not recorded: {error.strerror})"
-        print(f"parallel3d: {said}", file=sys.stderr, flush=True)
+    except OSError as error:  # nobody else could log it
+        print_line(f"{failure.sentence()} (not recorded: {error.strerror})")
     return failure
 
 
 def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
-    """Leave the record alone: in the run directory, and where torchrun looks for it.
-
-    Raises OSError.
-    """
+    """Writes the record to the run directory, and torchrun's error file. Raises OSError."""
     with suppress(OSError):
         write_elastic_file(failure, details, os.environ)
     folder = run_dir / FAILURES
@@ -212,7 +207,7 @@ def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
 
 
 def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str, str]) -> None:
-    """Tell torchrun's agent, in its own format, so that its summary shows our sentence."""
+    """Writes torchrun's error file in its format, so that its summary shows our sentence."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
         message = {"message": failure.sentence(), "extraInfo": extra}
@@ -220,9 +215,9 @@ def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str,
 
 
 def read_all(run_dir: Path) -> list[RankFailure]:
-    """The records that ranks left in the run directory, oldest first.
+    """Returns the records that ranks left in the run directory, oldest first.
 
-    Without those that cannot be read: a rank may be ended, or its disk full, while it writes.
+    Skips unreadable ones: a rank may be killed, or its disk full, while it writes.
     """
     failures, paths = [], []
     with suppress(OSError):
@@ -234,12 +229,12 @@ def read_all(run_dir: Path) -> list[RankFailure]:
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that brought the others about: the first that is no echo of another.
+    """Returns the failure that caused the others: the first that is no echo of another.
 
     Ties in kind keep the given order. `failures` must not be empty.
     """
     found = list(failures)
-    # A rank that diverged met calls that were not its own; unless all did, as at a skipped step.
+    # The peers of a diverged rank met its wrong calls; unless all diverged, as at a skipped step.
     diverged = [f for f in found if f.diverged]
     if any(f.did_as_always for f in found) and diverged:
         found = [*diverged, *(f for f in found if f.kind in ("hang", "decided"))]
@@ -247,11 +242,11 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # of all ranks; what some died of then is its doing
+    if failure.kind in ("hang", "decided"):  # concerns all ranks, and may have killed some
         return -1, failure.time
     if failure.kind == "killed":
-        # Its time is only when the launcher saw it: an error of the same moment came first.
-        # SIGTERM and SIGHUP are what launchers send to the survivors.
+        # Its time is when the launcher noticed: an error of the same moment came first. Launchers
+        # send SIGTERM and SIGHUP to the survivors.
         by_launcher = failure.error.endswith(("SIGTERM", "SIGHUP"))
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:

@@ -1,4 +1,4 @@
-"""Calls that may take too long, or fail, where nobody could wait for them or hear of it."""
+"""A process's rank as its launcher (torchrun, Slurm) assigned it; calls with a time limit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """What `call` gives, or `otherwise` if it fails or takes too long.
+    """Returns the result of `call`, or `otherwise` if it fails or takes too long.
 
-    A store whose process is stopped keeps its client waiting for ever, whatever its time-out.
+    The client of a store whose process is stopped would wait for ever, whatever its time-out.
     """
     answers: list[T] = []
 
@@ -49,7 +49,7 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 def or_end(seconds: float, sentence: str) -> Iterator[None]:
     """Ends the process with `sentence` and code 1 if the block takes longer.
 
-    A call to a file system whose server is gone comes back to nobody: no exception ends it.
+    A call to a file system whose server is gone never returns, and no exception ends it.
     """
 
     def end() -> None:
@@ -66,33 +66,31 @@ def or_end(seconds: float, sentence: str) -> Iterator[None]:
 
 
 def started(call: Callable[[], object]) -> threading.Thread:
-    """A thread that does not keep the process."""
+    """Starts a daemon thread."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Returns when `condition` holds, or the time is over."""
+    """Waits until `condition` holds or the time is over."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-# Who am I: a rank of torchrun's, a rank of Slurm's, or nobody yet?
-#
-# Everything here reads an environment and does arithmetic; torch is not needed. A launcher whose
-# variables contradict each other is a `UserError` that names the variable, never a hang.
+# The rank of this process. Contradicting variables of a launcher are a UserError that names the
+# variable, never a hang. No torch.
 
 
 Launcher = Literal["local", "torchrun", "slurm"]
 
-# Steps that Slurm makes for itself (batch script, interactive shell, …) have ids from here on.
+# Steps that Slurm creates for itself (batch script, interactive shell, …) have ids from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 class ProgressWatch(Protocol):
-    """What looks whether a rank gets on (`watchdog.Watchdog`), as the rank's life deals with it."""
+    """Interface of `faults.watchdog.Watchdog` for the code that runs a rank."""
 
     @property
     def is_reporting(self) -> bool: ...
@@ -108,16 +106,17 @@ class ProgressWatch(Protocol):
 
 @dataclass
 class Worker:
-    """One rank of a run: its place, its device and what it is doing.
+    """One rank of a run: its place, its device and its activity.
 
-    `phase` is what a failure report says the rank was in ("train step 12"): set it as the work
-    goes on. `device` is "cpu" or "<type>:<index>", already current, and torch.distributed is
-    initialised.
-    `rank` is the place in the layout; the launcher may have numbered this process otherwise.
-    `placement` is where all ranks sit, None where the run did not need to know. `stop` holds the
-    signals that came; `stopped` says that the run ended early because of one, on some rank.
-    `store` is what the ranks met at; `log` is what this rank communicates, and `watchdog` looks
-    whether that gets on, if anything does.
+    Attributes:
+        rank: place in the layout; the launcher's number of this process may differ.
+        device: "cpu" or "<type>:<index>", already current; torch.distributed is initialised.
+        phase: activity that a failure report names ("train step 12"); set it as work proceeds.
+        placement: rank mapping of the whole run; None where the run did not need one.
+        stop: signals that came.
+        stopped: the run ended early because of a signal, on some rank.
+        store: the ranks' store.
+        log: operations that this rank communicates, which `watchdog`, if any, watches.
     """
 
     rank: int
@@ -138,7 +137,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The place that a launcher gave to this process, and where rank 0 listens."""
+    """The rank that a launcher assigned to this process, and the address of rank 0."""
 
     launcher: Launcher
     rank: int
@@ -150,19 +149,19 @@ class RankAssignment:
     job_id: str | None = None
 
     def with_port(self, chosen: int) -> RankAssignment:
-        """With the port of `launch.master_port`, unless that is 0 or torchrun has its own."""
+        """Returns it with `launch.master_port`, unless that is 0 or torchrun has its own port."""
         if self.launcher != "slurm" or chosen == 0:
             return self
         return replace(self, master_port=chosen)
 
 
 def detect(environ: Mapping[str, str]) -> RankAssignment | None:
-    """This process's place according to torchrun's or Slurm's variables; None if there are none.
+    """Returns this process's rank by torchrun's or Slurm's variables; None without them.
 
     torchrun comes first, since it may itself run inside a Slurm step. Raises UserError if a
     variable is missing, is no number or contradicts another.
     """
-    # MASTER_ADDR or LOCAL_RANK alone says nothing: some platforms set them for any process.
+    # MASTER_ADDR or LOCAL_RANK alone do not count: some platforms set them for any process.
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
     if _in_slurm_step(environ):
@@ -199,7 +198,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankAssignment:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks (a batch script is not)."""
+    """Returns whether srun started this process as one of several tasks (no batch script)."""
     if not environ.get("SLURM_STEP_ID") or "SLURM_PROCID" not in environ:
         return False
     if _number(environ, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
@@ -208,7 +207,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    """The variable that counts this step's tasks: the step's own, if there, is the exact one."""
+    """Returns the variable that counts this step's tasks; the step's own is exact."""
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
@@ -231,7 +230,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankAssignment:
         world_size=world_size,
         local_world_size=local_world_size,
         master_addr=first_host(nodes),
-        # Two jobs that share a node must not meet on one port.
+        # Two jobs that share a node need different ports.
         master_port=20000 + job % 20000,
         job_id=str(job),
     )
@@ -243,7 +242,7 @@ def _number(
     minimum: int = 0,
     below: tuple[str, int] | None = None,
 ) -> int:
-    """The whole number in variable `name`, at least `minimum` and smaller than `below`'s value."""
+    """Parses the whole number in variable `name`, from `minimum` to less than `below`'s value."""
     text = environ.get(name)
     if text is None:
         raise UserError(f"{name} is not set, but the other variables of its launcher are")
@@ -261,7 +260,7 @@ def _number(
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list such as "node[01-03,7],gpu1" or "rack[1-2]n[0-3]".
+    """Returns the first host of a Slurm node list: "node[01-03,7],gpu1", "rack[1-2]n[0-3]".
 
     Raises UserError if the list cannot be read.
     """
@@ -272,7 +271,7 @@ def first_host(node_list: str) -> str:
         if character == "," and depth == 0:
             break
         first += character
-    # Of each bracket the first number, as it is written: leading zeros belong to the name.
+    # The first number of each bracket as written: leading zeros belong to the name.
     host = re.sub(r"\[(\d+)[^\[\]]*\]", r"\1", first)
     if depth != 0 or not re.fullmatch(r"[A-Za-z0-9._-]+", host):
         raise UserError(f"the Slurm node list {node_list!r} cannot be read")
@@ -280,7 +279,7 @@ def first_host(node_list: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Tasks on node number `node` by Slurm's compressed list, e.g. "8(x3),4" (node 3 has 4)."""
+    """Returns the tasks on node number `node` by Slurm's list, e.g. "8(x3),4" (node 3: 4)."""
     seen = 0
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -296,9 +295,9 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on `port` of this host; 0, which takes any, always can."""
+    """Returns whether a server could listen on `port` of this host; 0 always can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As the store itself does: a port whose last user has just ended is free.
+        # Like torch's store: a port whose last user has just ended counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

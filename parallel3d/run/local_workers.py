@@ -1,4 +1,9 @@
-"""Whether the local ranks are started again after one of them died, and from where."""
+"""Local launcher: one process a rank on this host, watched, stopped, and restarted on failure.
+
+A fork of this process, which has imported torch, costs milliseconds; a start and its imports cost
+two seconds of a core a rank. A forked process must not have computed (its thread pools are lost),
+so this process only imports, and creates its store, which has a thread, after the forks.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +52,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Restarts:
-    """The decisions of one launcher.
+    """Decides on restarts of one launcher's ranks.
 
-    A restart needs a checkpoint: without one the run would begin anew, which its user may want to
-    know first. And it needs hope: what the user must put right, what the run has decided, and what
-    went wrong in the same way at the same step before, would go wrong again. (A kill is no such
-    thing: it comes from outside.)
+    A restart needs a checkpoint, and a cause that may not recur: no user error, no decision of the
+    run, and no error as at the same step before. (A kill comes from outside.)
 
     Args:
         limit: restarts at most.
-        say: takes a sentence for the user.
+        say: logs a sentence for the user.
     """
 
     run_dir: Path
@@ -66,8 +69,8 @@ class Restarts:
     last: tuple[str, str] | None = None
 
     def decide(self, cause: RankFailure) -> bool:
-        """Whether to start again; says so and puts the records of the failure aside."""
-        if self.count >= self.limit or not self._has_hope(cause):
+        """Returns whether to restart; logs it and moves the records of the failure aside."""
+        if self.count >= self.limit or not self._may_succeed(cause):
             return False
         try:
             saved = list_checkpoints(self.run_dir)
@@ -84,25 +87,24 @@ class Restarts:
         self.say(f"{cause.sentence().rstrip('.')}; {restart}")
         return True
 
-    def _has_hope(self, cause: RankFailure) -> bool:
+    def _may_succeed(self, cause: RankFailure) -> bool:
         if cause.kind in ("user", "decided"):
             return False
         return cause.kind == "killed" or self.last != (cause.phase, cause.error)
 
 
-# Processes of this host's ranks: forked of this one, watched, asked to stop, ended.
-
+# Processes of the ranks
 
 # Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
 GRACE_S = 3
-LAST_WORDS_S = 2.0  # a rank that waits looks once a second whether its peer lives
+LAST_WORDS_S = 2.0  # a waiting rank tests once a second whether its peer lives
 POLL_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
 
 
 class Stopped(Exception):
-    """A signal, by which all ranks end at once."""
+    """A signal that ends all ranks at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -113,12 +115,12 @@ class Stopped(Exception):
 class LocalRanks:
     """The ranks of a run on this host, from their first start to their last end.
 
-    Where they can stop at the end of a step (`grace_s` is given), a first signal is handed on to
+    Where they can stop at the end of a step (`grace_s` is given), a first signal is forwarded to
     them; all others end them by END_SIGNAL.
 
     Args:
-        live: rank and how many starts there were before → exit code; called in the rank's process.
-        starts_again: given the exit codes of failed ranks, whether all shall be started again.
+        live: (rank, number of earlier starts) → exit code; called in the rank's process.
+        starts_again: exit codes of failed ranks → whether to restart all.
     """
 
     count: int
@@ -129,13 +131,13 @@ class LocalRanks:
     asked: signal.Signals | None = None
     asked_at: float = 0.0
     interrupted: bool = False
-    # One byte that the ranks share: whether the signal that was handed on as SIGTERM was SIGHUP.
+    # One byte shared with the ranks: whether the signal forwarded as SIGTERM was SIGHUP.
     hang_up: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))
 
     def run(self, started: Callable[[], None] = lambda: None) -> dict[int, int]:
-        """The exit codes of the ranks that failed of themselves, by rank; none: all did well.
+        """Returns the exit codes of the ranks that failed by themselves; empty if none did.
 
-        `started` is called once the first ranks are there. Raises Stopped.
+        `started` is called once the first ranks are forked. Raises Stopped.
         """
         starts = 0
         try:
@@ -151,7 +153,7 @@ class LocalRanks:
             self._end()
 
     def _start(self, starts: int) -> None:
-        """A signal waits until there are handlers: here, and in each rank."""
+        """Forks the ranks; signals wait until handlers are installed here and in each rank."""
         with blocked_signals(SIGNALS) as before:
             inherited = set(before) | set(ASKING if self.grace_s is not None else ())
             for rank in range(self.count):
@@ -164,7 +166,7 @@ class LocalRanks:
                     signal.signal(number, self._ask_to_stop if asks else _stop)
 
     def _become(self, rank: int, starts: int, blocked: set[int]) -> None:
-        os.setsid()  # Ctrl-C comes by way of the launcher
+        os.setsid()  # Ctrl-C is forwarded by the launcher
         set_process_name(f"p3d rank {rank}")
         for number in SIGNALS:
             if not is_nohup(number):
@@ -178,29 +180,29 @@ class LocalRanks:
             exits = [process.exitcode for process in self.ranks]
             failed = {rank: code for rank, code in enumerate(exits) if code}
             if failed:
-                if -signal.SIGABRT in failed.values():  # its peers may know why
+                if -signal.SIGABRT in failed.values():  # its peers may know the cause
                     time.sleep(LAST_WORDS_S)
                 self._end()
                 return failed
             if None not in exits:
                 return {}
-            if self.is_late():
+            if self.asked is not None and self.is_late():
                 raise Stopped(self.asked)
 
     def _end(self) -> None:
-        """Ends those that still run."""
+        """Ends the ranks that still run."""
         running = [process for process in self.ranks if process.exitcode is None]
         for process in running:
-            _signal_session(process.pid, END_SIGNAL)
+            _signal_session(_pid(process), END_SIGNAL)
         until = time.monotonic() + GRACE_S
         for process in running:
             process.join(max(0.0, until - time.monotonic()))
             if process.exitcode is None:
-                _signal_session(process.pid, signal.SIGKILL)
+                _signal_session(_pid(process), signal.SIGKILL)
                 process.join()
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        """Hands a signal on; the second Ctrl-C ends everything at once."""
+        """Forwards a signal; a second Ctrl-C ends everything at once."""
         if number == signal.SIGINT:
             if self.interrupted:
                 raise Stopped(number)
@@ -209,18 +211,16 @@ class LocalRanks:
             self.asked, self.asked_at = signal.Signals(number), time.monotonic()
         self.hang_up[0] = number == signal.SIGHUP
         # SIGHUP would end them at once (END_SIGNAL).
-        self._hand_to_local_chunk(
-            signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-        )
+        self._forward(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
-    def _hand_to_local_chunk(self, number: signal.Signals) -> None:
+    def _forward(self, number: signal.Signals) -> None:
         for process in self.ranks:
-            # Without asking whether it has ended, which reaps it: here in the midst of that.
+            # Not `process.exitcode`, which reaps: this handler may interrupt just that.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                os.kill(_pid(process), number)
 
     def is_late(self) -> bool:
-        """Whether the ranks were asked to stop and have not within `grace_s`."""
+        """Returns whether the ranks were asked to stop and have not within `grace_s`."""
         if self.asked is None or self.grace_s is None:
             return False
         return time.monotonic() - self.asked_at > self.grace_s
@@ -230,8 +230,13 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
 
 
+def _pid(process: ForkProcess) -> int:
+    assert process.pid is not None  # it was started
+    return process.pid
+
+
 def _signal_session(pid: int, number: signal.Signals) -> None:
-    """To a rank and what it has started; to it alone while it has no session of its own yet."""
+    """Signals a rank and its children; only the rank while it has no session of its own."""
     with contextlib.suppress(ProcessLookupError):
         try:
             os.killpg(pid, number)
@@ -239,21 +244,16 @@ def _signal_session(pid: int, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-# One process a rank on this host, forked of this one, which imports torch once for all of them.
-#
-# A fork costs milliseconds where a start and its imports cost a rank two seconds of a core. What is
-# forked must not have computed: a pool of threads does not come along. So this process imports, and
-# leaves the rest to its ranks; its store, which has a thread, is made when they are there.
+# The launcher
 
 
-DISK_S = 5.0  # a disk that takes longer for a few small files is dead
+DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
-class OneHost:
-    """Where ranks of this host meet: a port of the loopback, and a store behind it.
+class LocalStore:
+    """Port and store of the rendezvous of this host's ranks, on loopback.
 
-    Raises:
-        UserError: the port, of `launch.master_port`, is taken.
+    Raises UserError if the port of `launch.master_port` is taken.
     """
 
     def __init__(self, port: int) -> None:
@@ -270,11 +270,11 @@ class OneHost:
         self.store: TCPStore | None = None
 
     def open(self) -> None:
-        """Answers those that have come meanwhile, and all later ones."""
+        """Starts the store, for ranks that are waiting and later ones."""
         self.store = serve(LOCALHOST, self.listening)
 
     def leave(self) -> None:
-        """In a process that was forked: the port is not its own."""
+        """Closes a forked process's copy of the port."""
         if self.store is None:
             self.listening.close()
 
@@ -288,28 +288,28 @@ def run_local_workers(
     module: str,
     be_rank: Callable[[int, Callable[[], bool]], int],
 ) -> int:
-    """Start `world_size` ranks of `app` on this host, on devices of type `kind`, and wait.
+    """Starts `world_size` ranks of `app` on this host, on devices of type `kind`, and waits.
 
     Returns the exit code. If a rank fails, all end within seconds, and the last line on stderr is
     the failure that caused the others.
 
     Args:
-        module: what the ranks will import: it is imported here, for all.
-        be_rank: this process's id, and what tells whether its terminal was lost → exit code; called
-            in each rank's process, which has its environment.
+        module: imported here once, for all ranks.
+        be_rank: (this process's id, function telling whether its terminal was lost) → exit code;
+            called in each rank's process, with its environment.
     """
     wanted = _defaults_for_workers(config, world_size, kind)
     with _environment(wanted), kept_handlers(SIGNALS):
-        host = OneHost(config.launch.master_port)
-        # Signals come when torch is there, not in the midst of its C++.
+        host = LocalStore(config.launch.master_port)
+        # Signals wait until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
             importlib.import_module(module)
-        gc.freeze()  # what is shared is not written to by collections
+        gc.freeze()  # collections would write to pages shared with the ranks
         launcher = os.getpid()
 
         def live(rank: int, starts: int) -> int:
             host.leave()
-            os.environ.update(_place(host, rank, world_size, starts))
+            os.environ.update(_rank_environment(host, rank, world_size, starts))
             _take_threads(wanted)
             return be_rank(launcher, lambda: bool(ranks.hang_up[0]))
 
@@ -327,8 +327,8 @@ def run_local_workers(
     return 0
 
 
-def _place(host: OneHost, rank: int, world_size: int, starts: int) -> dict[str, str]:
-    """What torchrun's agent would tell a rank."""
+def _rank_environment(host: LocalStore, rank: int, world_size: int, starts: int) -> dict[str, str]:
+    """Returns the variables that torchrun's agent would set for a rank."""
     size = str(world_size)
     return {
         "RANK": str(rank),
@@ -344,7 +344,7 @@ def _place(host: OneHost, rank: int, world_size: int, starts: int) -> dict[str, 
 
 
 def _take_threads(wanted: dict[str, str]) -> None:
-    """In a sweep torch may have read OMP_NUM_THREADS for another job."""
+    """Sets torch's threads: in a sweep it may have read OMP_NUM_THREADS for another job."""
     import torch
 
     threads = int(wanted.get("OMP_NUM_THREADS", torch.get_num_threads()))
@@ -369,7 +369,7 @@ def _local_ranks(
 
 
 def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
-    """Say the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
+    """Logs the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
     answers = [code - EXIT_COMMAND_RESULT for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
@@ -377,13 +377,13 @@ def _report(config: Config, run_dir: Path, exits: dict[int, int]) -> int:
         return 1
     cause = _cause(config, run_dir, exits)
     if sys.stderr.isatty():
-        # A rank that was killed while it drew its progress bar could not show the cursor again.
+        # Show the cursor again, which a killed rank's progress bar may have hidden.
         sys.stderr.write("\x1b[?25h\n")
     return report_end(cause, run_dir)
 
 
 def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
-    """The failure that brought the others about, of those that ranks recorded or died of."""
+    """Returns the cause of the others among the failures that ranks recorded or died of."""
     records, placed = [], exits
     if _disk_answers(run_dir):
         records = failure.read_all(run_dir)
@@ -396,7 +396,7 @@ def _cause(config: Config, run_dir: Path, exits: dict[int, int]) -> failure.Rank
 
 
 def _disk_answers(run_dir: Path) -> bool:
-    """Whether the ranks' records can be read: a dead file system keeps its readers for ever."""
+    """Returns whether the records can be read: a dead file system blocks its readers for ever."""
     return within(DISK_S, lambda: bool(failure.read_all(run_dir)) or True, False)
 
 
@@ -405,7 +405,7 @@ def _is_answer(code: int) -> bool:
 
 
 def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[str, str]:
-    """Variables of the workers: those that they need, and those that the user has not set."""
+    """Returns variables of the ranks: required ones, and defaults that the user has not set."""
     wanted = {"OMP_NUM_THREADS": str(max(1, cores() // world_size))}
     wanted |= gpu_environment(config, kind, os.environ)
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -414,7 +414,7 @@ def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[st
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the length of the block."""
+    """Sets variables for the length of the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

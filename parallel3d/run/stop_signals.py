@@ -1,9 +1,8 @@
-"""Signals that ask a run to stop at the end of a step: preemption, a time limit, Ctrl-C, a lost
-terminal.
+"""Signals that ask a run to stop after a step: preemption, time limit, Ctrl-C, a lost terminal.
 
-A handler only notes the signal. Ranks get it at different moments, or one of them alone, so no rank
-acts on its own: each step's sum over the world carries whether a rank was asked, and all find the
-same answer in it after the same step (`Trainer.train_step`). The loop then saves and ends.
+Ranks get a signal at different moments, or one rank alone, so none acts on its own: each step's
+all-reduce over the world carries whether a rank was asked, and all ranks see it after the same step
+(`Trainer.train_step`). The loop then saves and ends.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-# What a scheduler sends before it takes the machine away; SIGINT is what a user types.
+# Sent by a scheduler before it takes the machine away; users send SIGINT.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 ASKING = (*PREEMPTION, signal.SIGINT)
-# SIGHUP: the terminal has gone. Ranks of our own launcher do not get it from there, but from it,
-# and then it ends them (`endings.END_SIGNAL`).
+# SIGHUP: the terminal has gone. Ranks of our own launcher get it from the launcher only, and then
+# it ends them (`exit_codes.END_SIGNAL`).
 STOPPING = (*ASKING, signal.SIGHUP)
 
 
 @dataclass
 class StopSignals:
-    """What signals have asked of this process.
+    """The signals that came to this process.
 
     Attributes:
-        number: the signal that came, a preempting one before an interrupt; None: none came.
+        number: the signal that came, a preempting one before an interrupt, or None.
         interrupted: a SIGINT came.
         tell: called by the handler, if set; at once if a signal has come already (`listen`).
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
-        lost_terminal: whether the SIGTERM of our launcher stands for its SIGHUP.
+        lost_terminal: whether the launcher's SIGTERM stands for its own SIGHUP.
     """
 
     number: signal.Signals | None = None
@@ -41,11 +40,7 @@ class StopSignals:
     lost_terminal: Callable[[], bool] = lambda: False
 
     def install(self, numbers: Sequence[signal.Signals] = STOPPING) -> None:
-        """From here on these signals are noted; main thread only.
-
-        Signals that were blocked until now (by the local launcher, while this process started) are
-        let through.
-        """
+        """Installs handlers that note these signals, and unblocks them; main thread only."""
         for number in numbers:
             if not is_nohup(number):
                 signal.signal(number, self._note)
@@ -69,9 +64,9 @@ class StopSignals:
 
     @property
     def requeues(self) -> bool:
-        """Whether the run, which stops, shall go on: not if a user typed Ctrl-C.
+        """Returns whether the stopped run is to be requeued: not if a user typed Ctrl-C.
 
-        True on a rank that got no signal itself: schedulers alone signal a single rank.
+        True on a rank that got no signal itself: only schedulers signal a single rank.
         """
         return self.number != signal.SIGINT
 
@@ -83,13 +78,13 @@ class StopSignals:
 
 
 def is_nohup(number: int) -> bool:
-    """Whether it is the SIGHUP that nohup has this process ignore: the run shall outlive it."""
+    """Returns whether it is a SIGHUP that nohup makes this process ignore."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 @contextmanager
 def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
-    """Puts the handlers back as they were; a sweep's next job wants them so."""
+    """Restores the signal handlers after the block, for the next job of a sweep."""
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
@@ -102,9 +97,9 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 def blocked_signals(
     numbers: Sequence[signal.Signals] = ASKING,
 ) -> Iterator[set[int | signal.Signals]]:
-    """Holds these signals back: a process started meanwhile inherits that. Gives the mask before.
+    """Blocks these signals, also in processes started meanwhile; yields the mask before.
 
-    One that comes before the new process has its handlers waits for them and is not lost.
+    A signal that comes before the new process has its handlers is delivered then.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

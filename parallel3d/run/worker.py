@@ -1,4 +1,4 @@
-"""A rank's life: meet the others, do the work, say what went wrong."""
+"""Runs one rank from the rendezvous to its exit code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-# What each subcommand runs on every rank: f(config, worker) -> exit code or None.
+# Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify"),
@@ -63,18 +63,18 @@ def run_here(
     world_size: int,
     device: DeviceChoice,
     *,
-    again: bool = False,
+    in_sweep: bool = False,
 ) -> int:
-    """Run all ranks of a world on this host: one in this process, several in their own.
+    """Runs all ranks of a world on this host: one in this process, several in their own.
 
-    `again`: this process will do so for other runs (a sweep's); a single rank is not in it either,
-    as nothing can be forked of what has computed. Returns the exit code; failures were said.
+    `in_sweep`: more runs follow in this process, so even one rank is forked: a process that has
+    used torch cannot be forked safely. Returns the exit code, after logging failures.
     """
     drop_failed_output()
     if device.note:
         print_line(device.note)
     try:
-        if world_size == 1 and not again:
+        if world_size == 1 and not in_sweep:
             return run_alone(app, config, run_dir, device.kind)
         module, _ = APPS[app]
 
@@ -88,9 +88,9 @@ def run_here(
 
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
-    """Run a world of one rank in this process, on a device of type `kind`.
+    """Runs a world of one rank in this process, on a device of type `kind`.
 
-    Returns the exit code; failures were said.
+    Returns the exit code, after logging failures.
     """
     os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
     with blocked_signals(), nothing_collected():
@@ -109,7 +109,7 @@ def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
 
 
 def begin_on(kind: str) -> None:
-    """What must be so before anything of torch is used by a rank on a device of type `kind`."""
+    """Prepares this process for a device of type `kind`, before anything uses torch."""
     if kind == SIMULATED:
         from parallel3d.simulated_device import enable
 
@@ -117,19 +117,19 @@ def begin_on(kind: str) -> None:
 
 
 def _after(worker: Worker, code: int) -> int:
-    """The exit code of a run that has ended; one that a signal stopped ends the sweep as well."""
+    """Returns the exit code of a finished run; raises SystemExit after a stop, to end a sweep."""
     if worker.stopped:
         raise SystemExit(code_of_stop(worker.stop.requeues))
     return code
 
 
 def run_joined(app: str, config: Config, place: RankAssignment, kind: str) -> int:
-    """Run this process's rank among those that torchrun or srun started, on a device of `kind`.
+    """Runs this process's rank among those that torchrun or srun started, on a device of `kind`.
 
-    Rank 0 names and makes the run directory and tells the others through the store. Every failing
-    rank says its own line; a UserError is said by one rank. Returns the exit code.
+    Rank 0 creates the run directory and sends its name through the store. Every failing rank logs
+    its own line; a UserError is logged by one rank. Returns the exit code.
     """
-    if keeps_store(os.environ):  # without it nothing could be saved any more
+    if keeps_store(os.environ):  # if that agent dies, nothing could be saved any more
         die_with_parent()
     drop_failed_output()
     begin_on(kind)
@@ -164,17 +164,16 @@ def local_worker_main(
     kind: str,
     lost_terminal: Callable[[], bool],
 ) -> int:
-    """A rank that our own launcher forked.
+    """Runs a rank that our own launcher forked and returns its exit code.
 
-    The launcher has chosen the type of device for all of its ranks, also for those of a later
-    start. Says nothing of failures itself: it records them, and the launcher says the one that
-    matters.
+    The launcher has chosen the device type of all its ranks, also after a restart. Failures are
+    recorded, and the launcher logs the one that caused the others.
     """
     _die_with(launcher_pid)
     drop_failed_output()
     begin_on(kind)
     place = detect(os.environ)
-    assert place is not None  # the launcher has told
+    assert place is not None  # the launcher has set the variables
     worker = Worker(
         place.rank,
         place.local_rank,
@@ -199,7 +198,7 @@ def local_worker_main(
 
 
 def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
-    """Initialise torch.distributed, run the subcommand on this rank, close. Returns its code."""
+    """Initialises torch.distributed, runs the subcommand and closes. Returns its exit code."""
     import torch
     import torch.distributed as dist
 
@@ -225,16 +224,16 @@ def _work(app: str, config: Config, worker: Worker, store: Store) -> int:
     worker.phase = "start"
     code = _entry(app)(config, worker) or 0
     worker.phase = "closing"
-    gc.collect()  # groups still referenced would be torn down by the dying interpreter: that aborts
+    gc.collect()  # torn down by the exiting interpreter, groups still referenced would abort
     sys.stdout.flush()
-    # Nobody leaves while another still works: a rank gone early looks like a failure to its peers.
+    # A rank that leaves while others still work would look like a failure to its peers.
     dist.barrier()
     dist.destroy_process_group()
     return code
 
 
 def _prepare_accelerator(config: Config, device: torch.device) -> None:
-    """The device made this process's own, NCCL's variables, and the CPUs next to the device."""
+    """Makes the device current, sets NCCL's variables, and binds to the CPUs near the device."""
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
@@ -245,7 +244,7 @@ def _prepare_accelerator(config: Config, device: torch.device) -> None:
 
 
 def _prepare_cpu(config: Config, worker: Worker) -> None:
-    """Memory, and a look at the network interfaces while nobody waits for a peer yet."""
+    """Sets malloc up and checks the network interfaces before any peer waits."""
     from parallel3d.comm.group_options import Interfaces
 
     if config.launch.huge_pages:
@@ -262,9 +261,9 @@ def _entry(app: str) -> Callable[[Config, Worker], Any]:
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Nothing is left running if the launcher itself is killed; END_SIGNAL ends us at once."""
+    """Ends this process with its launcher, at once on END_SIGNAL."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup has it ignored
+    signal.signal(END_SIGNAL, signal.SIG_DFL)  # nohup ignores it
     die_with_parent()
     if os.getppid() != launcher_pid:
         leave(1)

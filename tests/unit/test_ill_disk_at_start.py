@@ -108,7 +108,7 @@ def test_ls_says_what_it_could_not_read(
 
 
 def made(runs: Path, host: str, pid: int, age_s: float) -> Path:
-    folder = runs / f"{unmade.BEING_MADE}{host}-{pid}-abcd_123"
+    folder = runs / f"{unmade.TEMPORARY}{host}-{pid}-abcd_123"
     folder.mkdir()
     (folder / "config.yaml").write_text("dp: 1\n")
     os.utime(folder, (time.time() - age_s,) * 2)
@@ -124,8 +124,8 @@ def test_what_killed_starts_left_goes_when_it_is_old_and_nobody_makes_it(tmp_pat
         made(tmp_path, "another", 1, hour),  # or may live
         made(tmp_path, "young", 1, 0.0),
     ]
-    (tmp_path / f"{unmade.BEING_MADE}by-hand").mkdir()
-    link = tmp_path / f"{unmade.BEING_MADE}{here}-{gone}-link"
+    (tmp_path / f"{unmade.TEMPORARY}by-hand").mkdir()
+    link = tmp_path / f"{unmade.TEMPORARY}{here}-{gone}-link"
     link.symlink_to(stay[0])
     os.utime(link, (time.time() - day,) * 2, follow_symlinks=False)
     make_run_directory(Config(dp=1, run="new", runs_dir=str(tmp_path)))

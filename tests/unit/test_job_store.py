@@ -6,6 +6,7 @@ import dataclasses
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run import rendezvous
 from parallel3d.run.launch import RankAssignment, Worker
-from parallel3d.run.local_workers import OneHost, _place
+from parallel3d.run.local_workers import LocalStore, _rank_environment
 from parallel3d.run.rendezvous import assign_rank
 
 AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
@@ -60,9 +61,9 @@ def free_port() -> int:
 
 
 def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
-    meeting_place = OneHost(0)
-    meeting_place.open()
-    port = meeting_place.port
+    host = LocalStore(0)
+    host.open()
+    port = host.port
     assert listeners(port) == LOOPBACK
     dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it is there
     if address := address_of_the_network():
@@ -72,7 +73,7 @@ def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
 
 def test_taken_port_is_a_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError) as refused:
-        OneHost(taken.getsockname()[1])
+        LocalStore(taken.getsockname()[1])
     assert "launch.master_port=" in str(refused.value)
 
 
@@ -121,7 +122,7 @@ def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     served = []
     monkeypatch.setattr(rendezvous, "serve", lambda host, socket, **_: served.append(socket))
-    rendezvous._listening_store(place(master, port, hosts=2), {})
+    rendezvous._listening_store(place(master, port, hosts=2), timedelta(seconds=5))
     (listening,) = served
     with listening:
         assert listeners(port) <= EVERYWHERE
@@ -130,14 +131,12 @@ def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
 
 def test_a5_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "listen_at", lambda *asked: asked)
-    monkeypatch.setattr(rendezvous, "serve", lambda _, asked: asked)
-    here = rendezvous._listening_store(place("node1", 1, "slurm"), {})
+    monkeypatch.setattr(rendezvous, "serve", lambda _, asked, **more: asked)
+    patience = timedelta(seconds=5)
+    here = rendezvous._listening_store(place("node1", 1, "slurm"), patience)
     assert here == ("node1", 1, True)
-    assert rendezvous._listening_store(place("node1", 1, "slurm", hosts=2), {}) == (
-        "node1",
-        1,
-        False,
-    )
+    beyond = rendezvous._listening_store(place("node1", 1, "slurm", hosts=2), patience)
+    assert beyond == ("node1", 1, False)
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -154,12 +153,12 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes first, and meets nobody before the key is gone."""
-    host = OneHost(0)
+    host = LocalStore(0)
     host.open()
     assert host.store is not None
 
     def start(number: int) -> Callable[[int], dist.Store]:
-        environ = _place(host, 0, 2, number)
+        environ = _rank_environment(host, 0, 2, number)
         if agent == "torchrun":
             environ = {name: environ[name] for name in AGENT}
         for name, value in environ.items():

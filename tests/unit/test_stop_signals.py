@@ -63,7 +63,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
     ranks = LocalRanks(2, lambda rank, starts: 0, grace_s=10)
     ranks.handed_on = []
     monkeypatch.setattr(
-        LocalRanks, "_hand_to_local_chunk", lambda self, number: self.handed_on.append(number)
+        LocalRanks, "_forward", lambda self, number: self.handed_on.append(number)
     )
     return ranks
 

@@ -25,7 +25,7 @@ from parallel3d.checkpoint.manifest import (
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import open_regular, plain, read_bounded
 from parallel3d.run.configs import CONFIG_FILE
-from parallel3d.run.directory import BEING_MADE
+from parallel3d.run.directory import TEMPORARY
 
 HEADINGS = ("run", "step", "age", "size", "layout", "loss", "state")
 RIGHT = ("step", "age", "size", "loss")
@@ -34,7 +34,7 @@ RIGHT = ("step", "age", "size", "loss")
 def run_names(runs_dir: Path) -> list[str]:
     """The runs in a folder, by name."""
     names = (path.parent.name for path in runs_dir.glob(f"*/{CONFIG_FILE}"))
-    return sorted(name for name in names if not name.startswith(BEING_MADE))
+    return sorted(name for name in names if not name.startswith(TEMPORARY))
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
