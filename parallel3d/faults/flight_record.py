@@ -1,8 +1,7 @@
-"""What a device still has to do, out of the flight recorder of torch's NCCL groups.
+"""The device's queue of operations, from the flight recorder of torch's NCCL groups.
 
-A handle of NCCL's only orders streams: the host runs on and waits somewhere later, so that it
-cannot tell which collective never ends. The recorder can: it has an entry for each one that was
-queued, and whether the device has got past it.
+A handle of NCCL's only orders streams and the host waits somewhere later, so it cannot tell which
+collective never ends. The recorder has an entry for each queued one, and its state.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, NamedTuple
 
 from parallel3d.comm.operation_log import LoggedOperation
 
-# Of each group so many that are done and so many that are not, around the first that is not: ranks
-# compare them one by one.
+# Of each group, operations kept before and from the first unfinished one: ranks compare them one by
+# one.
 KEPT = 8
 WORLD = "default_pg"  # what torch calls the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -27,8 +26,8 @@ DTYPES |= {"long": "int64", "byte": "uint8"}
 class Queued(NamedTuple):
     """A collective or message that was handed to the device, and whether it has ended there.
 
-    `operation.number` is NCCL's: it counts the collectives of a group, or its messages, and those
-    of one batch share a number.
+    `operation.number` is NCCL's count of a group's collectives or of its messages; those of one
+    batch share a number.
     """
 
     operation: LoggedOperation
@@ -36,34 +35,33 @@ class Queued(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The recorder of one rank: `queue` in the order of queueing, `ranks` of each group in it."""
+    """One rank's flight record: `queue` in order of queueing, and the ranks of its groups."""
 
     queue: tuple[Queued, ...]
     ranks: dict[str, tuple[int, ...]]
 
 
 def take() -> str | None:
-    """The recorder's content as JSON, of all groups of this process; None if there is none."""
+    """Returns the recorder's content as JSON, of all groups of this process; None without one."""
     from torch._C import _distributed_c10d as c10d
 
-    # The second is that of groups other than NCCL's, which every build has.
+    # The second is that of other groups than NCCL's, which every build has.
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     dump = next((found for name in names if (found := getattr(c10d, name, None))), None)
     if dump is None:
         return None
-    # Those that are done as well: a rank that sent less than the others may have got past.
+    # Finished ones too: a rank that sent less than the others may have got past.
     trace = dump(includeCollectives=True, onlyActive=False)
     return trace.decode() if isinstance(trace, bytes) else trace
 
 
 def read(text: str, known: Mapping[str, tuple[int, ...]]) -> Record:
-    """The newest entries of the recorder's JSON; gloo's, which keep no state, left out.
+    """Parses the newest entries of the recorder's JSON, without gloo's, which have no state.
+
+    Raises KeyError or ValueError if this torch writes another format.
 
     Args:
         known: ranks of groups by name, for groups whose ranks the recorder does not have.
-
-    Raises:
-        KeyError, ValueError: this torch writes another format.
     """
     content = json.loads(text)
     ranks = dict(known)
@@ -82,10 +80,9 @@ def _name(name: str, desc: str) -> str:
 
 
 def _without_batches(entries: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
-    """(entry, whether it is done), a batch's own entry left out.
+    """Returns (entry, whether it is done) without the entries of batches.
 
-    Messages that start together have an entry each, whose state is never brought up to date, and
-    then one for all of them.
+    Messages of a batch have an entry each, whose state is never updated, then one for all of them.
     """
     found: list[tuple[dict[str, Any], bool]] = []
     for entry in entries:
@@ -126,7 +123,7 @@ def _groups(queue: list[Queued]) -> list[str]:
 
 
 def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
-    """Of each group the last `KEPT` before its first unfinished operation, and as many from it."""
+    """Returns the last `KEPT` of each group before its first unfinished one, and `KEPT` from it."""
     places: dict[str, list[int]] = defaultdict(list)
     for i, queued in enumerate(queue):
         places[queued.operation.group].append(i)

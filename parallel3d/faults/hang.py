@@ -1,4 +1,4 @@
-"""What the ranks tell each other of a hang, and the verdict on it; as JSON for the store."""
+"""Hang report: the states of all ranks, and the diagnosis which of them is at fault."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ Kind = Literal["dead", "shape", "missing", "unknown"]
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank was doing when it was asked.
+    """The activity of one rank when it was asked.
 
     Attributes:
-        who: "rank 3 (pp 0, dp 1, tp 1) on host". phase: "train step 12".
+        who: "rank 3 (pp 0, dp 1, tp 1) on host".
+        phase: "train step 12".
         place: innermost line of this package on the stack of the rank's work, "" if there is none.
         blocked: the function of torch.distributed that the work is in, "" if in none.
-        waiting: the noted operation that the host waits for. waited_s: how long nothing has moved.
-        ranks, counts: of each group that it is in: its ranks, and operations begun so far.
+        waiting: the logged operation that the host waits for.
+        waited_s: seconds without progress.
+        ranks, counts: its groups' ranks, and operations begun in each group so far.
         recent: the newest operations, oldest first.
         divergence: where this step differs from the one before; see `OperationLog.divergence`.
-        queue: what the device was given, done or not, in order; None where nobody records that.
+        queue: operations handed to the device in order, done or not; None without a record.
     """
 
     rank: int
@@ -54,10 +56,10 @@ class RankState:
 
     @property
     def stuck(self) -> LoggedOperation | None:
-        """What the device waits in: the first that was queued and has not ended.
+        """Returns the operation that the device waits in: the first that has not ended.
 
-        Those behind it may only wait for their turn. What it needs itself has ended, so that it is
-        other ranks that are late.
+        Those behind it may only wait for their turn; those before it have ended, so other ranks are
+        late.
         """
         return next((q.operation for q in self.queue or () if not q.is_done), None)
 
@@ -67,7 +69,7 @@ class RankState:
 
     @property
     def awaited(self) -> set[int]:
-        """The ranks that it waits for."""
+        """Returns the ranks that it waits for."""
         operation = self.stuck or self.waiting
         if operation is None:
             return set()
@@ -76,7 +78,7 @@ class RankState:
         return set(self.ranks.get(operation.group, ())) - {self.rank}
 
     def doing(self) -> str:
-        """ "waits in all_reduce 5 of dp (float32[8])" or where its code is."""
+        """Returns "waits in all_reduce 5 of dp (float32[8])", or where its code is."""
         if self.stuck is not None:
             return f"waits on its device in {self.stuck}"
         if self.waiting is not None:
@@ -86,7 +88,7 @@ class RankState:
         return f"is in {self.phase}{self.place}, in no operation"
 
     def waits(self) -> str:
-        """The witness's part of a verdict."""
+        """Returns this rank's part, as witness, of a diagnosis."""
         return f"rank {self.rank} {self.doing()} in {self.phase}, for {self.waited_s:.0f} s"
 
 
@@ -100,55 +102,217 @@ class Diagnosis:
 
 
 def to_json(state: RankState) -> dict[str, Any]:
-    """JSON for the store; named tuples become lists."""
+    """Returns JSON for the store; named tuples become lists."""
     return dict(vars(state))
 
 
 def from_json(content: dict[str, Any]) -> RankState:
-    """The state again."""
-
-    def operation(fields: list | None) -> LoggedOperation | None:
-        if fields is None:
-            return None
-        group, number, name, shape, dtype, peer = fields
-        return LoggedOperation(group, number, name, tuple(shape), dtype, peer)
-
-    divergence, queue = content["divergence"], content["queue"]
+    """Returns the state of `to_json`."""
+    waiting, divergence, queue = (content[name] for name in ("waiting", "divergence", "queue"))
     if divergence is not None:
-        divergence = Divergence(*(operation(o) for o in divergence))
+        now, was, after = divergence
+        divergence = Divergence(
+            now and _operation(now), _operation(was), after and _operation(after)
+        )
     if queue is not None:
-        queue = tuple(Queued(operation(o), is_done) for o, is_done in queue)
+        queue = tuple(Queued(_operation(fields), is_done) for fields, is_done in queue)
     return RankState(
         **content
         | {
-            "waiting": operation(content["waiting"]),
+            "waiting": waiting and _operation(waiting),
             "ranks": {name: tuple(ranks) for name, ranks in content["ranks"].items()},
-            "recent": tuple(operation(o) for o in content["recent"]),
+            "recent": tuple(map(_operation, content["recent"])),
             "divergence": divergence,
             "queue": queue,
         }
     )
 
 
-# Which rank is at fault, told from what the devices were given and have not done.
+def _operation(fields: list) -> LoggedOperation:
+    group, number, name, shape, dtype, peer = fields
+    return LoggedOperation(group, number, name, tuple(shape), dtype, peer)
+
+
+# Diagnosis by the states of hosts. Kinds of hangs:
 #
-# Where waiting is the devices' business (NCCL), hosts run on until they read a number back, all of
-# them somewhere else, and look alike. The queues do not: an operation that never ends was not
-# queued by one of its group, or with another tensor, or one of the group is stuck before it.
+# dead        a rank does not answer: its process is stopped or gone, or its host out of reach
+# shape       ranks are in the same operation of a group, with different tensors or calls
+# missing     a rank did not come to an operation in which others wait: it is elsewhere
+#
+# Of two ranks that wait in different places either may be at fault. Training repeats itself,
+# though: a rank whose operations differ from its last step's, where the others' do not, is it.
 
 
-UNEVEN = ("all_to_all", "alltoall", "scatter")  # whose ranks may give tensors of different sizes
+def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
+    """Returns the diagnosis over all ranks.
+
+    Args:
+        states: of the ranks that answered, at least one.
+        silent: rank → (who it is, why it does not answer), for the others.
+    """
+    if silent:
+        return _dead(states, silent)
+    if any(state.queue is None for state in states.values()):
+        states = {rank: replace(state, queue=None) for rank, state in states.items()}
+    return (
+        _diverged(states)
+        or diagnose_queues(states)
+        or _mismatch(states)
+        or _elsewhere(states)
+        or _behind(states)
+        or _fewer(states)
+        or _unknown(states)
+    )
 
 
-def verdict_of_queues(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """None where no device waits. The queues of all `states` are known."""
+def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
+    ranks = tuple(sorted(silent))
+    sentence = "; ".join(f"{who} {why}" for who, why in (silent[rank] for rank in ranks[:3]))
+    if len(ranks) > 3:
+        sentence += f"; and {len(ranks) - 3} more"
+    witness = _witness(states.values(), ranks)
+    return Diagnosis("dead", ranks, f"{sentence}: {witness.waits()}")
+
+
+def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
+    """Returns the rank that has waited longest for one of `ranks`, else any."""
+    blamed = set(ranks)
+
+    def key(state: RankState) -> tuple[bool, bool, float]:
+        return bool(blamed & state.awaited), state.is_waiting, state.waited_s
+
+    return max(states, key=key)
+
+
+def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Finds a rank that diverged from its own last step, if others did not."""
+    odd = [s for s in states.values() if s.divergence is not None]
+    if not odd or len(odd) == len(states):
+        return None
+    state = odd[0]
+    divergence = state.divergence
+    assert divergence is not None
+    others = _witness((s for s in states.values() if s.divergence is None), [state.rank])
+    kind: Kind = "shape" if divergence.is_other_tensor else "missing"
+    now = "" if kind == "shape" else f" and {state.doing()}"
+    sentence = f"{state.who} {divergence}{now} in {state.phase}: {others.waits()}"
+    return Diagnosis(kind, (state.rank,), sentence)
+
+
+def _mismatch(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Finds two ranks in one operation of a group, by number, with different tensors or calls."""
+    for state in states.values():
+        mine = state.waiting
+        if mine is None or mine.peer is not None:
+            continue
+        for rank in sorted(state.awaited & states.keys()):
+            theirs = states[rank].waiting
+            if theirs is None or (theirs.group, theirs.number) != (mine.group, mine.number):
+                continue
+            if not mine.alike(theirs):
+                group = [states[r] for r in state.ranks[mine.group] if r in states]
+                odd = _minority(group, state, states[rank])
+                other = state if odd is not state else states[rank]
+                sentence = f"{odd.who} calls {odd.waiting} in {odd.phase}, {other.waits()}"
+                return Diagnosis("shape", (odd.rank,), sentence)
+    return None
+
+
+def _minority(group: list[RankState], one: RankState, other: RankState) -> RankState:
+    """Returns the one of two differing ranks that fewer agree with; of equals the later one."""
+
+    def followers(state: RankState) -> int:
+        assert state.waiting is not None
+        return sum(s.waiting is not None and s.waiting.alike(state.waiting) for s in group)
+
+    return one if followers(one) < followers(other) else other
+
+
+def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Finds a rank that waits for nobody while others wait."""
+    away = [s for s in states.values() if not s.is_waiting]
+    if not away or len(away) == len(states):
+        return None
+    wanted = set().union(*(s.awaited for s in states.values()))
+    state = next((s for s in away if s.rank in wanted), away[0])
+    witness = _witness((s for s in states.values() if s.is_waiting), [state.rank])
+    return Diagnosis("missing", (state.rank,), f"{state.who} {state.doing()}: {witness.waits()}")
+
+
+def _behind(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Follows from a rank that waits to one that has not come, and on to whom that one awaits."""
+    seen: list[int] = []
+    state = max(states.values(), key=lambda s: (s.waiting is not None, s.waited_s))
+    while state.rank not in seen:
+        seen.append(state.rank)
+        late = [
+            states[r] for r in sorted(state.awaited) if r in states and _lacks(states[r], state)
+        ]
+        if not late:
+            return None
+        state, before = late[0], state
+    sentence = f"{state.who} {state.doing()} in {state.phase} and did not come to {before.waiting}"
+    ranks = (state.rank, before.rank)
+    return Diagnosis("missing", ranks, f"{sentence}: {before.waits()}; they went different ways")
+
+
+def _lacks(state: RankState, other: RankState) -> bool:
+    """Returns whether `state` has not begun the operation that `other` waits for."""
+    operation = other.waiting
+    assert operation is not None
+    if operation.peer is not None:
+        mine = state.waiting
+        return mine is None or mine.group != operation.group or mine.peer != other.rank
+    return state.counts.get(operation.group, 0) < operation.number
+
+
+def _fewer(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Finds a rank of a waiting group that has begun fewer or more operations of another group.
+
+    Operations queued on a device do not block the host, which meets the others when it reads back.
+    """
+    for state in states.values():
+        for group, ranks in state.ranks.items():
+            members = [states[rank] for rank in ranks if rank in states]
+            if state.waiting is None or any(m.waiting != state.waiting for m in members):
+                continue
+            counts = {m.rank: m.counts.get(group, 0) for m in members}
+            # The most frequent count is the right one; of equally frequent ones the largest.
+            frequent = Counter(sorted(counts.values(), reverse=True)).most_common()
+            usual = frequent[0][0]
+            odd = [m for m in members if counts[m.rank] != usual]
+            if odd:
+                witness = next(m for m in members if counts[m.rank] == usual)
+                sentence = f"{odd[0].who} has begun {counts[odd[0].rank]} operations of {group}, "
+                sentence += f"where rank {witness.rank} has begun {usual}: {witness.waits()}"
+                return Diagnosis("missing", (odd[0].rank,), sentence)
+    return None
+
+
+def _unknown(states: Mapping[int, RankState]) -> Diagnosis:
+    state = max(states.values(), key=lambda s: s.waited_s)
+    others = f"; all {len(states)} ranks wait" if all(s.is_waiting for s in states.values()) else ""
+    sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s{others}"
+    return Diagnosis("unknown", (state.rank,), sentence)
+
+
+# Diagnosis by the queues of devices. Where devices wait (NCCL), hosts run on until they read a
+# number back, and their states look alike. Their queues do not: an operation that never ends was
+# not queued by a member of its group, or with another tensor, or a member is stuck before it.
+
+
+UNEVEN = ("all_to_all", "alltoall", "scatter")  # their tensors may differ in size between ranks
+
+
+def diagnose_queues(states: Mapping[int, RankState]) -> Diagnosis | None:
+    """Returns None where no device waits. The queues of all `states` must be known."""
     if all(state.stuck is None for state in states.values()):
         return None
     return _other_tensor(states) or _absent(states)
 
 
 def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """A rank whose tensor is another than that of the rest, though it may have got past."""
+    """Finds a rank with another tensor than the others, even if it got past the operation."""
     for state in states.values():
         mine = state.stuck
         if mine is None or mine.peer is not None or mine.name.startswith(UNEVEN):
@@ -158,7 +322,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
         others = [rank for rank, found in theirs.items() if not found.alike(mine)]
         if not others:
             continue
-        # Of two calls the rarer one is at fault; of equally frequent ones the later rank's.
+        # The rarer call is at fault; of equally frequent ones the later rank's.
         same = [rank for rank, found in theirs.items() if found.alike(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]
@@ -169,7 +333,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
 
 
 def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
-    """The collective of that group and number in the queue of `state`."""
+    """Returns the collective of that group and number in the queue of `state`."""
     for operation, _ in state.queue or ():
         same = (operation.group, operation.number) == (wanted.group, wanted.number)
         if same and operation.peer is None:
@@ -178,32 +342,32 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
 
 
 def _absent(states: Mapping[int, RankState]) -> Diagnosis:
-    """From a device that waits to a rank that has not come, and on to what that one waits for."""
-    way = [max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))]
-    while way[-1].stuck is not None and way[-1] not in way[:-1]:
-        state = way[-1]
+    """Follows from a device that waits to a rank that has not come, and on to whom that awaits."""
+    path = [max(states.values(), key=lambda s: (s.stuck is not None, s.waited_s))]
+    while path[-1].stuck is not None and path[-1] not in path[:-1]:
+        state = path[-1]
         members = (states[rank] for rank in sorted(state.awaited) if rank in states)
-        late = [member for member in members if not _came(member, state)]
+        late = [member for member in members if not _reached(member, state)]
         if not late:
             return _all_there(state)
-        # A rank whose device has nothing to wait for says more than one that waits itself.
-        way.append(min(late, key=lambda s: s.stuck is not None))
-    before, state = way[-2:]
+        # A rank whose device does not wait is a better suspect than one that waits itself.
+        path.append(min(late, key=lambda s: s.stuck is not None))
+    before, state = path[-2:]
     if state.stuck is not None:
-        # Round in a circle. Who has queued what the one before waits in only waits for its turn.
-        circle = way[way.index(state) :]
-        skipped = [(b, s) for b, s in pairwise(circle) if not _queued(s, b)]
+        # A cycle. A rank that has queued the operation of the one before only waits for its turn.
+        cycle = path[path.index(state) :]
+        skipped = [(b, s) for b, s in pairwise(cycle) if not _queued(s, b)]
         if len(skipped) != 1:
-            said = f"{state.who} {state.doing()} in {state.phase} and did not come to "
-            said += f"{before.stuck}: {before.waits()}; they went different ways"
-            return Diagnosis("missing", (state.rank, before.rank), said)
+            sentence = f"{state.who} {state.doing()} in {state.phase} and did not come to "
+            sentence += f"{before.stuck}: {before.waits()}; they went different ways"
+            return Diagnosis("missing", (state.rank, before.rank), sentence)
         before, state = skipped[0]
-    said = f"{state.who} has not queued {before.stuck} and {state.doing()}: {before.waits()}"
-    return Diagnosis("missing", (state.rank,), said)
+    sentence = f"{state.who} has not queued {before.stuck} and {state.doing()}: {before.waits()}"
+    return Diagnosis("missing", (state.rank,), sentence)
 
 
-def _came(state: RankState, other: RankState) -> bool:
-    """Whether the device of `state` is in what `other` waits in, or past it."""
+def _reached(state: RankState, other: RankState) -> bool:
+    """Returns whether the device of `state` is in the operation `other` waits in, or past it."""
     wanted, mine = other.stuck, state.stuck
     assert wanted is not None
     if wanted.peer is not None:
@@ -223,7 +387,7 @@ def _came(state: RankState, other: RankState) -> bool:
 
 
 def _queued(state: RankState, other: RankState) -> bool:
-    """Whether the host of `state` has come to what the device of `other` waits in."""
+    """Returns whether the host of `state` has queued the operation that `other` waits in."""
     wanted = other.stuck
     assert wanted is not None
     queue = [op for op, _ in state.queue or () if op.group == wanted.group]
@@ -241,210 +405,40 @@ def _all_there(state: RankState) -> Diagnosis:
     return Diagnosis("unknown", (state.rank,), sentence)
 
 
-# Which rank is at fault when nothing moves any more, told from what every rank was doing.
-#
-# Pure: `watchdog.py` collects the states. Three ways to hang are told apart:
-#
-# dead        a rank gives no answer: its process is stopped, gone, or its host is out of reach
-# shape       ranks are in the same operation of a group, with different tensors or calls
-# missing     a rank did not come to an operation in which others wait: it is elsewhere
-#
-# Who is at fault cannot be read off two ranks that wait in different places: each lacks the other.
-# Training repeats itself, though. A rank that this step did another thing than in the step before,
-# where the others did as always, is the one. Where devices wait instead of hosts, `hang_queues`
-# looks at what they were given.
-
-
-def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
-    """The verdict over all ranks.
-
-    Args:
-        states: of the ranks that answered, at least one.
-        silent: rank → (who it is, why it gives no answer), for the others.
-    """
-    if silent:
-        return _dead(states, silent)
-    if any(state.queue is None for state in states.values()):
-        states = {rank: replace(state, queue=None) for rank, state in states.items()}
-    return (
-        _diverged(states)
-        or verdict_of_queues(states)
-        or _mismatch(states)
-        or _elsewhere(states)
-        or _behind(states)
-        or _fewer(states)
-        or _unknown(states)
-    )
-
-
-def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
-    ranks = tuple(sorted(silent))
-    said = "; ".join(f"{who} {why}" for who, why in (silent[rank] for rank in ranks[:3]))
-    if len(ranks) > 3:
-        said += f"; and {len(ranks) - 3} more"
-    witness = _witness(states.values(), ranks)
-    return Diagnosis("dead", ranks, f"{said}: {witness.waits()}")
-
-
-def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
-    """Of those that wait for one of `ranks` the one that has waited longest, else any."""
-    blamed = set(ranks)
-
-    def key(state: RankState) -> tuple[bool, bool, float]:
-        return bool(blamed & state.awaited), state.is_waiting, state.waited_s
-
-    return max(states, key=key)
-
-
-def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Ranks that left the way of their own last step, if the others did not."""
-    odd = [s for s in states.values() if s.divergence is not None]
-    if not odd or len(odd) == len(states):
-        return None
-    state = odd[0]
-    divergence = state.divergence
-    assert divergence is not None
-    others = _witness((s for s in states.values() if s.divergence is None), [state.rank])
-    kind: Kind = "shape" if divergence.is_other_tensor else "missing"
-    now = "" if kind == "shape" else f" and {state.doing()}"
-    sentence = f"{state.who} {divergence}{now} in {state.phase}: {others.waits()}"
-    return Diagnosis(kind, (state.rank,), sentence)
-
-
-def _mismatch(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Two ranks in one operation of a group, by its number, with different tensors or calls."""
-    for state in states.values():
-        mine = state.waiting
-        if mine is None or mine.peer is not None:
-            continue
-        for rank in sorted(state.awaited & states.keys()):
-            theirs = states[rank].waiting
-            if theirs is None or (theirs.group, theirs.number) != (mine.group, mine.number):
-                continue
-            if not mine.alike(theirs):
-                group = [states[r] for r in state.ranks[mine.group] if r in states]
-                odd = _minority(group, state, states[rank])
-                other = state if odd is not state else states[rank]
-                sentence = f"{odd.who} calls {odd.waiting} in {odd.phase}, {other.waits()}"
-                return Diagnosis("shape", (odd.rank,), sentence)
-    return None
-
-
-def _minority(group: list[RankState], one: RankState, other: RankState) -> RankState:
-    """Of two ranks that differ the one that fewer agree with; of equals the later one."""
-
-    def followers(state: RankState) -> int:
-        assert state.waiting is not None
-        return sum(s.waiting is not None and s.waiting.alike(state.waiting) for s in group)
-
-    return one if followers(one) < followers(other) else other
-
-
-def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Ranks that wait for nobody while others wait."""
-    away = [s for s in states.values() if not s.is_waiting]
-    if not away or len(away) == len(states):
-        return None
-    wanted = set().union(*(s.awaited for s in states.values()))
-    state = next((s for s in away if s.rank in wanted), away[0])
-    witness = _witness((s for s in states.values() if s.is_waiting), [state.rank])
-    return Diagnosis("missing", (state.rank,), f"{state.who} {state.doing()}: {witness.waits()}")
-
-
-def _behind(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """From a rank that waits to one that has not come, and on to whom that one waits for."""
-    seen: list[int] = []
-    state = max(states.values(), key=lambda s: (s.waiting is not None, s.waited_s))
-    while state.rank not in seen:
-        seen.append(state.rank)
-        late = [
-            states[r] for r in sorted(state.awaited) if r in states and _lacks(states[r], state)
-        ]
-        if not late:
-            return None
-        state, before = late[0], state
-    said = f"{state.who} {state.doing()} in {state.phase} and did not come to {before.waiting}"
-    ranks = (state.rank, before.rank)
-    return Diagnosis("missing", ranks, f"{said}: {before.waits()}; they went different ways")
-
-
-def _lacks(state: RankState, other: RankState) -> bool:
-    """Whether `state` has not begun the operation that `other` waits for."""
-    operation = other.waiting
-    assert operation is not None
-    if operation.peer is not None:
-        mine = state.waiting
-        return mine is None or mine.group != operation.group or mine.peer != other.rank
-    return state.counts.get(operation.group, 0) < operation.number
-
-
-def _fewer(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """All of a group wait in one operation, but one has begun fewer or more of the group's others.
-
-    What is queued on devices does not keep a host: it meets the others again in what it reads back.
-    """
-    for state in states.values():
-        for group, ranks in state.ranks.items():
-            members = [states[rank] for rank in ranks if rank in states]
-            if state.waiting is None or any(m.waiting != state.waiting for m in members):
-                continue
-            counts = {m.rank: m.counts.get(group, 0) for m in members}
-            # The most frequent count is the right one; of equally frequent ones the largest.
-            frequent = Counter(sorted(counts.values(), reverse=True)).most_common()
-            usual = frequent[0][0]
-            odd = [m for m in members if counts[m.rank] != usual]
-            if odd:
-                witness = next(m for m in members if counts[m.rank] == usual)
-                said = f"{odd[0].who} has begun {counts[odd[0].rank]} operations of {group}, where "
-                said += f"rank {witness.rank} has begun {usual}: {witness.waits()}"
-                return Diagnosis("missing", (odd[0].rank,), said)
-    return None
-
-
-def _unknown(states: Mapping[int, RankState]) -> Diagnosis:
-    state = max(states.values(), key=lambda s: s.waited_s)
-    others = f"; all {len(states)} ranks wait" if all(s.is_waiting for s in states.values()) else ""
-    sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s{others}"
-    return Diagnosis("unknown", (state.rank,), sentence)
-
-
-# What the ranks of a hang tell each other, and which silent processes are to be killed.
-#
-# Each says through the store what it was doing; the first of them finds the verdict. Of those that
-# say nothing, their neighbours look at the processes.
+# Collecting the states
 
 
 KEY = "parallel3d/hang"
-HANG_FILE = "hang"  # by it ranks without a store agree on who speaks
+HANG_FILE = "hang"  # its creator logs the diagnosis where the store does not answer
 ANSWER_S = 3.5  # ranks that have not answered after this are silent
 RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
-DUMP_S = 3.0  # what is left for files that are still being written then
-# The others leave after so long, whatever the first of them found and said.
-VERDICT_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
+DUMP_S = 3.0  # remaining time for files that are still being written then
+# The other ranks end after this, whether or not the first has a diagnosis.
+DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
 
-# A verdict, on the rank that speaks, and processes (pid, born) of this host to kill.
+# A diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
 Found = tuple[Diagnosis | None, list[tuple[int, int]]]
 
 
 @dataclass
-class Inquiry:
-    """One rank's part in finding out who is at fault.
+class HangReport:
+    """One rank's part in the report of a hang.
 
     Args:
         store: of all ranks; None for a world of one.
-        keeper: rank 0's process, should the store go with it.
+        keeper: rank 0's process, in case the store ends with it.
     """
 
     config: Config
     worker: Worker
     store: Store | None
     keeper: dict[str, Any] | None = None
-    _silent: list[int] | None = None  # on the rank that speaks
+    _silent: list[int] | None = None  # on the rank that logs the diagnosis
 
     def agree(self, state: RankState) -> Found:
-        """The verdict, on the rank that finds it, and processes to kill here.
+        """Sends this rank's state; the first rank to do so collects all and diagnoses the hang.
 
-        None elsewhere, once that rank has `spoken`: by the first that ends, launchers end all.
+        The others wait for its `release`: launchers end all ranks by the first that ends.
         """
         if self.store is None:
             return diagnose({state.rank: state}, {}), []
@@ -453,60 +447,57 @@ class Inquiry:
         store.set(f"{KEY}/asked", "1")
         first = store.add(f"{KEY}/first", 1) == 1
         if not first:
-            verdict_key = f"{KEY}/verdict"
-            until(lambda: store.check([verdict_key]), VERDICT_S)
-            silent = get(store, verdict_key) if store.check([verdict_key]) else []
-            return None, self._mine_to_kill(silent)
-        answers = [f"{KEY}/state/{rank}" for rank in world]
-        until(lambda: store.check(answers), ANSWER_S)
-        there = {rank for rank in world if store.check([answers[rank]])}
-        said = get_all(store, [answers[rank] for rank in sorted(there)])
-        found = (from_json(state) for state in said)
-        states = {answer.rank: answer for answer in found}
-        silent = {rank: self._look_at(rank) for rank in world if rank not in there}
-        verdict = diagnose(states, silent)
+            key = f"{KEY}/diagnosis"
+            until(lambda: store.check([key]), DIAGNOSIS_S)
+            return None, self._to_kill(get(store, key) if store.check([key]) else [])
+        keys = [f"{KEY}/state/{rank}" for rank in world]
+        until(lambda: store.check(keys), ANSWER_S)
+        answered = [rank for rank in world if store.check([keys[rank]])]
+        answers = map(from_json, get_all(store, [keys[rank] for rank in answered]))
+        states = {answer.rank: answer for answer in answers}
+        silent = {
+            rank: self._inspect(rank, self.process(rank)) for rank in world if rank not in answered
+        }
+        diagnosis = diagnose(states, silent)
         self._silent = sorted(silent)
-        return verdict, self._mine_to_kill(self._silent)
+        return diagnosis, self._to_kill(self._silent)
 
-    def spoken(self) -> None:
-        """Lets the others leave."""
+    def release(self) -> None:
+        """Lets the other ranks end, once the diagnosis is logged."""
         if self.store is not None and self._silent is not None:
-            put(self.store, f"{KEY}/verdict", self._silent)
+            put(self.store, f"{KEY}/diagnosis", self._silent)
 
     def process(self, rank: int) -> dict[str, Any] | None:
         key = f"{KEY}/process/{rank}"
         assert self.store is not None
         return get(self.store, key) if self.store.check([key]) else None
 
-    def _look_at(self, rank: int) -> tuple[str, str]:
-        """Who a silent rank is, and why it gives no answer."""
-        return self._look_at_process(rank, self.process(rank))
-
-    def _look_at_process(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
+    def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
+        """Returns who a silent rank is, and why it does not answer: on this host by /proc."""
         if process is None:
             return failure.who(self.config, rank), "has not started to train"
         return failure.who(self.config, rank, process["host"]), why_silent(process)
 
-    def _mine_to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Silent processes of this host and job: a stopped one would outlive the job."""
+    def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
+        """Returns silent processes of this host and job: a stopped one would outlive the job."""
         return of_this_job([self.process(rank) for rank in silent])
 
     def without_store(self, state: RankState) -> Found:
-        """What one rank can tell alone; the first to make the file speaks."""
-        who, why = self._look_at_process(0, self.keeper)
+        """Returns the diagnosis of this rank alone, if it is the first to create HANG_FILE."""
+        who, why = self._inspect(0, self.keeper)
         here = of_this_job([self.keeper])
         if not within(RECORD_FILE_S, self._is_first_without_store, True):
-            time.sleep(DUMP_S + RECORD_FILE_S)  # the first speaks meanwhile
+            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile the first logs it
             return None, here
         why += ", and the store that it keeps gives no answer"
         return diagnose({state.rank: state}, {0: (who, why)}), here
 
     def _is_first_without_store(self) -> bool:
-        """Whether no other rank has made the file before this one."""
+        """Returns whether this rank created the file."""
         try:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:
-            pass  # no disk to agree by: said twice is better than not at all
+            pass  # without a disk every rank logs it
         return True

@@ -1,4 +1,4 @@
-"""What is looked at after each step: skipped steps, loss spikes, replicas that drifted apart."""
+"""Health checks after each step: skipped steps, loss spikes, replicas that drifted apart."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import Group
 from parallel3d.errors import TrainingFailure
+from parallel3d.parameters.sharding import spec_of
 from parallel3d.run.failure import who
 from parallel3d.trainer import StepResult, Trainer
 
 SPIKE_WINDOW = 50  # steps whose median a loss is compared with
 SPIKE_PAUSE = 10  # steps after a reported spike in which no other is
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @dataclass
 class Health:
-    """One rank's view of the run's health; `after_step` is collective over the world.
+    """Checks of a run's health on one rank; `after_step` is collective over the world.
 
     Args:
-        say: takes a sentence for the user, on any rank.
+        say: logs a sentence for the user, on any rank.
     """
 
     trainer: Trainer
@@ -42,29 +43,29 @@ class Health:
     last_spike: int = -SPIKE_PAUSE
 
     def after_step(self, result: StepResult) -> None:
-        """Look, say, and go back to a checkpoint if that is due.
+        """Checks a step, logs findings, and rolls back to a checkpoint if due.
 
         Raises TrainingFailure on all ranks alike if too many steps in a row were skipped.
         """
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # else it learned nothing, and nothing in it can be wrong
-            self._look_at(result)
+        if result.loss is not None:  # a batch without a token to learn updates nothing
+            self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)
 
-    def _look_at(self, result: StepResult) -> None:
+    def _check_step(self, result: StepResult, loss: float) -> None:
         settings = self.trainer.config.recovery
-        self.skipped = self.skipped + 1 if self._is_lost(result) else 0
+        self.skipped = self.skipped + 1 if self._is_lost(result, loss) else 0
         if self.skipped > settings.max_skipped:
             self._act(result)
         elif not result.skipped:
-            self._look_for_spike(result)
+            self._check_for_spike(result.step, loss)
 
-    def _is_lost(self, result: StepResult) -> bool:
-        """Whether a step was skipped for no good reason: fp16 skips some to find its loss scale."""
+    def _is_lost(self, result: StepResult, loss: float) -> bool:
+        """Returns whether a step was skipped, other than by fp16's search for its loss scale."""
         scale, config = self.trainer.loss_scale, self.trainer.config.precision
         finds_scale = scale.is_dynamic and scale.scale > config.min_loss_scale
-        return result.skipped and not (finds_scale and math.isfinite(result.loss))
+        return result.skipped and not (finds_scale and math.isfinite(loss))
 
     def _act(self, result: StepResult) -> None:
         trainer, config = self.trainer, self.trainer.config
@@ -80,35 +81,34 @@ class Health:
         self.rollbacks, self.skipped = self.rollbacks + 1, 0
         steps, samples = trainer.steps_done, trainer.consumed_samples
         step = self.checkpoints.restore(trainer) - 1
-        # Step and samples do not go back: what led here is passed over, and no step comes twice.
+        # Step and samples do not go back: the samples that led here are skipped.
         trainer.steps_done, trainer.consumed_samples = steps, samples
         if trainer.groups.rank == 0:
             times = f"rollback {self.rollbacks} of {config.recovery.max_restarts}"
             self.say(f"{why}; back to the parameters of step {step}, on with new samples ({times})")
 
-    def _look_for_spike(self, result: StepResult) -> None:
+    def _check_for_spike(self, step: int, loss: float) -> None:
         factor = self.trainer.config.recovery.spike_factor
         if factor and len(self.losses) == SPIKE_WINDOW and self.trainer.groups.rank == 0:
             usual = statistics.median(self.losses)
-            pause_over = result.step - self.last_spike >= SPIKE_PAUSE
-            if result.loss > factor * usual and pause_over:
-                self.last_spike = result.step
+            if loss > factor * usual and step - self.last_spike >= SPIKE_PAUSE:
+                self.last_spike = step
                 self.say(
-                    f"step {result.step}: loss {result.loss:.4f} is {result.loss / usual:.1f} "
+                    f"step {step}: loss {loss:.4f} is {loss / usual:.1f} "
                     f"times the median {usual:.4f} of the last {SPIKE_WINDOW} steps "
                     f"(recovery.spike_factor={factor:g})"
                 )
-        self.losses.append(result.loss)
+        self.losses.append(loss)
 
     def compare_replicas(self, step: int) -> None:
-        """Report parameters whose bits differ between ranks that should hold them alike."""
+        """Logs parameters whose bits differ between ranks that should hold them alike."""
         trainer = self.trainer
         if trainer.config.zero >= 2:
-            return  # each rank holds a part of its own
+            return  # sharded: no rank holds what another does
         names = list(trainer.parameters)
         tp = trainer.groups.tp
-        shared = [name for name in names if trainer.parameters[name].spec.is_whole(tp.size)]
-        trainer.data_parallel.wait_for_all()  # of zero=1: parameters may be on their way
+        shared = [name for name in names if spec_of(trainer.parameters[name]).is_whole(tp.size)]
+        trainer.data_parallel.wait_for_all()  # zero=1 may still be gathering parameters
         self._compare(step, names, trainer.groups.dp)
         self._compare(step, shared, tp)
 
@@ -124,10 +124,10 @@ class Health:
             return
         for name, values in zip(names, torch.stack(everyone).T.tolist(), strict=True):
             if len(set(values)) > 1:
-                self.say(f"step {step}: {self._said(name, values, group)}")
-                return  # the first in the order of the model; later ones follow from it
+                self.say(f"step {step}: {self._drift(name, values, group)}")
+                return  # the first in the model's order; later ones follow from it
 
-    def _said(self, name: str, values: list[int], group: Group) -> str:
+    def _drift(self, name: str, values: list[int], group: Group) -> str:
         config = self.trainer.config
         (usual, count), *_ = Counter(values).most_common()
         odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
@@ -139,17 +139,17 @@ class Health:
 
 
 def bit_sum(parameter: Tensor) -> Tensor:
-    """The sum of a tensor's words as integers, int64: one flipped bit always changes it."""
+    """Returns the sum of a tensor's bits as integers, int64: one flipped bit changes it."""
     flat = parameter.detach().reshape(-1)
-    # The widest words that fit: summing narrow ones is ten times slower on a CPU.
+    # The widest integers that fit: summing narrow ones is ten times slower on a CPU.
     width = next(w for w in (8, 4, 2, 1) if flat.nbytes % w == 0)
     if flat.storage_offset() * flat.itemsize % width:
         flat = flat.clone()
-    return flat.view(WORDS[width]).sum(dtype=torch.int64)
+    return flat.view(INTEGERS[width]).sum(dtype=torch.int64)
 
 
 def bad_gradients(trainer: Trainer) -> Iterator[str]:
-    """Logical names of this rank's parameters whose gradients are not finite."""
+    """Yields names of this rank's parameters whose gradients are not finite."""
     for segment in trainer.optimizer.segments:
         offset = 0
         for part in segment.parts:
@@ -159,20 +159,20 @@ def bad_gradients(trainer: Trainer) -> Iterator[str]:
 
 
 def first_bad_gradient(trainer: Trainer) -> str:
-    """ "the first is of X on rank 1 (…) on host, of 5 of 26", in the model's order; collective."""
+    """Returns a clause on the first non-finite gradient in the model's order; collective."""
     groups, order = trainer.groups, list(trainer.parameters)
     bad = sorted({order.index(name) for name in bad_gradients(trainer)})
     found = None
     if bad:
         parameter = trainer.parameters[order[bad[0]]]
-        pieces = parameter.spec.pieces
+        pieces = spec_of(parameter).pieces
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
         place = who(trainer.config, groups.rank)
-        # By stage, then by place in the stage; of equal ranks the lowest.
+        # Sorted by stage, then by place in the stage; of equals the lowest rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
-    words = all_gather_json(found, groups.world.handle, trainer.device)
-    known = [word for word in words if word is not None]
+    of_ranks = all_gather_json(found, groups.world.handle, trainer.device)
+    known = [entry for entry in of_ranks if entry is not None]
     if not known:
         return "of no parameter now: the loss alone is not finite"
     return f"the first bad one in the model's order is that of {min(known)[3]}"

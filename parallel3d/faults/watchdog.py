@@ -1,4 +1,4 @@
-"""What this process is in, as Python's stacks tell it."""
+"""Watchdog of a rank: notices a hang, writes the hang report, and ends the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel3d.config.schema import Config
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import print_line
 from parallel3d.faults import flight_record, hang
-from parallel3d.faults.hang import DUMP_S, KEY, RECORD_FILE_S, VERDICT_S, Inquiry
+from parallel3d.faults.hang import DIAGNOSIS_S, DUMP_S, KEY, RECORD_FILE_S, HangReport
 from parallel3d.files import no_link, replace_durably
 from parallel3d.host.processes import born, kill
 from parallel3d.run import failure
@@ -41,16 +41,16 @@ Stack = list[tuple[str, int, str]]  # (file, line, function), outermost first
 BACKWARD = "_engine_run_backward"
 
 
-def dump(path: Path) -> None:
+def dump_stacks(path: Path) -> None:
     """Writes the stacks of all Python threads. Raises OSError."""
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def of_the_work() -> Stack:
-    """The stack of what the rank works on: the main thread's, and autograd's where it waits for it.
+def work_stack() -> Stack:
+    """Returns the main thread's stack, continued by autograd's thread during a backward.
 
-    The backward of tensors on an accelerator runs on a thread of that device, which autograd made.
+    The backward of tensors on an accelerator runs on a thread that autograd created.
     """
     frames = sys._current_frames()
     main = _stack(frames.get(threading.main_thread().ident or 0))
@@ -62,7 +62,7 @@ def of_the_work() -> Stack:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    """Whether Python did not start it, and knows it for having asked who it is."""
+    """Returns whether another library created the thread (and Python saw it make a call)."""
     return isinstance(thread, threading._DummyThread)
 
 
@@ -76,7 +76,7 @@ def _stack(frame: FrameType | None) -> Stack:
 
 
 def in_torch_distributed(stack: Stack) -> str:
-    """The call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
+    """Returns the call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
     name = ""
     for file, _, function in reversed(stack):
         if "/torch/distributed/" not in Path(file).as_posix():
@@ -85,28 +85,25 @@ def in_torch_distributed(stack: Stack) -> str:
     return name
 
 
-# Notices that nothing moves any more, says which rank is at fault, and ends the run.
-#
-# A thread of each rank looks once in a while whether the rank's operation log has grown. While it
-# does, that is all: nothing is written or sent. Where nothing has moved for `timeout_s`, the ranks
-# tell each other through the store what they were doing, dump their stacks into the run directory,
-# and the first of them says who is at fault (`hang.diagnose`). Whoever does not answer is at fault
-# himself: a stopped process cannot run its own thread, so its neighbours look at it in /proc.
-#
-# The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it
-# is rank 0's: if it does not answer either, rank 0 is the one.
-
-
 LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
-RECORD_S = 1.0  # a recorder that takes longer is held by what hangs
+RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang
 STORE_S = 3.0  # a store that takes longer is out of reach
-RESTS = 3.0  # time-outs without work after which also a rank that may take its time hangs
-END_S = 30.0  # more than all of these: then the process ends without a word
+RESTS = 3.0  # time-outs without work after which a resting rank hangs too
+END_S = 30.0  # more than all of these: then the process ends without a report
 
 
 @dataclass
 class Watchdog:
     """Watches one rank, in a thread, from `start` to `stop`.
+
+    The thread looks whether the rank's operation log has grown, and nothing is written or sent
+    while it does. Without progress for `timeout_s` all ranks send their states through the store
+    and dump their stacks into the run directory, and the first of them logs the diagnosis
+    (`hang.diagnose`). For ranks that do not answer (a stopped process cannot run its thread) a rank
+    on the same host inspects /proc.
+
+    The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it
+    is rank 0's: if the store does not answer, rank 0 is at fault.
 
     Args:
         store: of all ranks; None for a world of one.
@@ -123,43 +120,44 @@ class Watchdog:
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
     _code: int = 1
-    _inquiry: Inquiry = field(init=False)
+    _hang_report: HangReport = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inquiry = Inquiry(self.config, self.worker, self.store)
+        self._hang_report = HangReport(self.config, self.worker, self.store)
 
     @property
     def log(self) -> OperationLog:
         return self.worker.log
 
     def start(self) -> None:
-        """Tells the other ranks where this process is, and begins to watch.
+        """Sends this process's identity to the other ranks, and begins to watch.
 
-        Waits for rank 0, which keeps the store under srun: stopped, it could no longer be asked.
+        Waits for rank 0's, which may have the store and could not be asked once it is stopped.
         """
         if self.store is not None:
-            self.store = self.store.clone()  # calls of the main thread may block on its own
+            clone = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+            self.store = clone  # calls of the main thread may block on its own connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
             patience = timedelta(seconds=self.config.launch.timeout_s)
             self.store.wait([f"{KEY}/process/0"], patience)
-            self._inquiry.store = self.store
-            self._inquiry.keeper = self._inquiry.process(0)
+            self._hang_report.store = self.store
+            self._hang_report.keeper = self._hang_report.process(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """No longer watches, nor answers."""
+        """Stops watching and answering."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def rest(self) -> None:
-        """What follows may take its time without a collective; still answers another rank.
+        """Allows a time without collectives; the rank still answers others.
 
-        A file system that does not answer is felt all the same: after `RESTS` time-outs, and
-        launch.timeout_s, in which this process has not computed either.
+        A file system that hangs is noticed after `RESTS` time-outs, and launch.timeout_s, in which
+        this process has not computed either.
         """
         self._resting = True
 
@@ -167,18 +165,18 @@ class Watchdog:
         self._resting = False
 
     def timed_out(self) -> None:
-        """The main thread's own wait has timed out: that is a hang as well. Does not return."""
+        """Reports a hang because the main thread's own wait has timed out. Does not return."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
 
     @property
     def _rest_s(self) -> float:
-        """Seconds without work after which a resting rank hangs: no shorter than a collective's."""
+        """Seconds without work after which a resting rank hangs: at least a collective's."""
         return max(RESTS * self.timeout_s, self.config.launch.timeout_s)
 
     @property
     def is_reporting(self) -> bool:
-        """Whether the process is about to end: what fails in it now is a consequence."""
+        """Returns whether the process is about to end: later errors are consequences."""
         return self._reporting.locked()
 
     def _watch(self) -> None:
@@ -189,7 +187,7 @@ class Watchdog:
             now = time.monotonic()
             resting = self._resting
             state = (self.log.progress, self.worker.phase, computed() if resting else 0.0)
-            # A gap means that this process itself was stopped meanwhile: that is no hang of others.
+            # A gap means that this process itself was stopped: no hang of others.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
@@ -200,33 +198,34 @@ class Watchdog:
             looked = time.monotonic()
 
     def _is_asked(self) -> bool:
-        """Whether another rank, which has waited longer, wants to know."""
+        """Returns whether another rank, which has waited longer, asks for the states."""
         store = self.store
         if store is None:
             return False
-        # Without an answer this rank's own time-out will come, and say so.
+        # Without an answer this rank's own time-out will come.
         return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
     def _report(self) -> NoReturn:
-        """State told, stacks dumped, verdict found or awaited; then the process ends, whatever
-        goes wrong in between: a hang must not outlive its watchdog.
+        """Sends the state, dumps stacks and diagnoses or waits; then the process ends.
+
+        Whatever goes wrong meanwhile: a hang must not outlive its watchdog.
         """
         with self._reporting:
             try:
                 # A thread outside of Python: the recorder may hold the interpreter while it waits.
-                # It writes before it ends the process, and stderr may be what does not answer.
+                # It prints before it ends the process, and stderr may be what hangs.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
-                self._tell()
+                self._write_report()
                 sys.stdout.flush()
                 sys.stderr.flush()
-            except Exception as error:  # the last that this process can do about it
+            except Exception as error:
                 with contextlib.suppress(Exception):
                     print_line(f"watchdog: {type(error).__name__}: {error}")
             finally:
                 os._exit(self._code)
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         record = None
         if is_accelerator(torch.device(self.worker.device)):
             record = within(RECORD_S, flight_record.take, None)
@@ -234,40 +233,43 @@ class Watchdog:
         state = self._state(record)
         found = None
         if self._store_answers():
-            found = within(VERDICT_S + STORE_S, lambda: self._inquiry.agree(state), None)
-        verdict, pids = found or self._inquiry.without_store(state)
+            found = within(DIAGNOSIS_S + STORE_S, lambda: self._hang_report.agree(state), None)
+        diagnosis, pids = found or self._hang_report.without_store(state)
         dumps.join(DUMP_S)
-        if verdict is not None:
-            self._speak(self._failure(verdict))
-        within(STORE_S, self._inquiry.spoken, None)
-        for process in pids:  # last: this rank's own main thread may fail by it
+        if diagnosis is not None:
+            self._log_failure(self._failure(diagnosis))
+        within(STORE_S, self._hang_report.release, None)
+        for process in pids:  # last: it may make this rank's own main thread fail
             kill(*process)
 
     def _dump(self, record: str | None) -> None:
-        """The stacks, and the flight recorder where there is one, into the run directory."""
+        """Writes the stacks, and the flight record if there is one, to the run directory."""
         run, rank = self.worker.run_dir, self.worker.rank
-        writes: dict[Path, Callable[[Path], object]] = {run / f"rank-{rank}.stacks.txt": dump}
+        writes: dict[Path, Callable[[Path], object]] = {}
+        writes[run / f"rank-{rank}.stacks.txt"] = dump_stacks
         if record is not None:
             writes[run / f"rank-{rank}.nccl.json"] = lambda p: replace_durably(p, record.encode())
         for path, write in writes.items():
             try:
                 write(path)
-            except Exception as error:  # a full disk: the verdict does not need the file
+            except Exception as error:  # a full disk: the diagnosis does not need the file
                 print_line(f"{path} could not be written ({error})")
 
-    def _speak(self, failed: failure.RankFailure) -> None:
-        """The record, and the line unless a launcher of ours will say it last."""
+    def _log_failure(self, failed: failure.RankFailure) -> None:
+        """Records the failure, and logs it unless our own launcher will log it last."""
         by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
-        run_dir = self.worker.run_dir
-        is_left = within(
-            RECORD_FILE_S, lambda: failure.write_record(failed, "", run_dir) is None, False
-        )
+
+        def is_recorded() -> bool:
+            failure.write_record(failed, "", self.worker.run_dir)
+            return True
+
+        is_left = within(RECORD_FILE_S, is_recorded, False)
         if not (by_launcher and is_left):
             print_line(failed.sentence())
             self._code = EXIT_ALREADY_REPORTED if by_launcher else 1
 
     def _state(self, record: str | None) -> hang.RankState:
-        stack, ranks = of_the_work(), dict(self.log.ranks)
+        stack, ranks = work_stack(), dict(self.log.ranks)
         queue = None
         if record is not None:
             try:
@@ -294,27 +296,27 @@ class Watchdog:
         store = self.store
         return store is None or within(STORE_S, lambda: store.check([KEY]) or True, False)
 
-    def _failure(self, verdict: hang.Diagnosis) -> failure.RankFailure:
+    def _failure(self, diagnosis: hang.Diagnosis) -> failure.RankFailure:
         stacks = self.worker.run_dir / "rank-*.stacks.txt"
         return failure.RankFailure(
-            rank=verdict.ranks[0],
-            coordinates=failure.coordinates_of(self.config, verdict.ranks[0]),
+            rank=diagnosis.ranks[0],
+            coordinates=failure.coordinates_of(self.config, diagnosis.ranks[0]),
             host=socket.gethostname(),
             phase=self.worker.phase,
             where="",
-            error=f"hang: {verdict.sentence} (stacks: {stacks})",
+            error=f"hang: {diagnosis.sentence} (stacks: {stacks})",
             time=time.time(),
             kind="hang",
         )
 
 
 def computed() -> float:
-    """Seconds, in tenths, that the other threads of this process have computed."""
+    """Returns seconds, in tenths, that the other threads of this process have computed."""
     return round(time.process_time() - time.thread_time(), 1)
 
 
 def start_watchdog(config: Config, worker: Worker) -> Watchdog:
-    """A watchdog of this rank, at rest; sooner than a collective's own time-out by default."""
+    """Starts this rank's watchdog, at rest; its default is below a collective's time-out."""
     timeout_s = config.recovery.watchdog_s or 0.9 * config.launch.timeout_s
     watchdog = Watchdog(config, worker, worker.store, timeout_s)
     watchdog.rest()

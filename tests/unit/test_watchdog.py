@@ -20,7 +20,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.commands import train
 from parallel3d.config.schema import Config, LaunchConfig, TrainConfig
 from parallel3d.faults import watchdog as stacks
-from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, of_the_work
+from parallel3d.faults.watchdog import Watchdog, in_torch_distributed, work_stack
 from parallel3d.run import exit_codes, failure
 from parallel3d.run.launch import Worker, within
 from tests.e2e.ready import ROOT, ReadyPopen
@@ -78,7 +78,7 @@ VERDICT = "parallel3d: hang: rank 0 (pp 0, dp 0, tp 0) on "
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
-    code, said = end_of(tmp_path, "watchdog.dump = full_disk; failure.write_record = full_disk")
+    code, said = end_of(tmp_path, "watchdog.dump_stacks = failure.write_record = full_disk")
     assert code == 1
     assert f"{tmp_path}/rank-0.stacks.txt could not be written" in said
     assert VERDICT in said.splitlines()[-1]
@@ -87,10 +87,10 @@ def test_a_full_disk_keeps_no_run_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        "watchdog.dump = stays; watchdog.DUMP_S = 0.5",
+        "watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5",
         "hang.diagnose = broken",
         "failure.who = broken",
-        "watchdog.of_the_work = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
+        "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 2.0",
     ],
 )
 def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
@@ -104,7 +104,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
 
 def test_c1_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
     """A dead file system: whoever writes there waits for ever."""
-    what = "failure.write_record = watchdog.dump = stays; watchdog.DUMP_S = 0.5"
+    what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
     code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 300")
     assert code == 1
     assert VERDICT in said.splitlines()[-1]
@@ -112,7 +112,7 @@ def test_c1_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -
 
 def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     """The last way out may not write to them: a log lies on the file system that is dead."""
-    what = "watchdog.of_the_work = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
+    what = "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"x" * 4096)
@@ -159,7 +159,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
     store, order = HashStore(), []
 
     class Slow(Watchdog):
-        def _speak(self, failed: failure.RankFailure) -> None:
+        def _log_failure(self, failed: failure.RankFailure) -> None:
             time.sleep(0.5)
             order.append("said")
 
@@ -167,7 +167,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
             return has_store
 
         def leave(self) -> None:
-            self._tell()
+            self._write_report()
             order.append("left")
 
     watchdogs = [
@@ -175,7 +175,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
         for rank in range(2)
     ]
     for watchdog in watchdogs:
-        watchdog._inquiry.keeper = {"pid": 1, "born": 0, "host": "another"}
+        watchdog._hang_report.keeper = {"pid": 1, "born": 0, "host": "another"}
     leaving = [threading.Thread(target=watchdog.leave) for watchdog in watchdogs]
     for thread in leaving:
         thread.start()
@@ -273,7 +273,7 @@ def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
     _thread.start_new_thread(in_our_package, ())
     assert entered.wait(10)
     try:
-        assert not any(name == "within" for _, _, name in of_the_work())
+        assert not any(name == "within" for _, _, name in work_stack())
 
         def _engine_run_backward() -> None:
             stack = found(stacks._stack)
@@ -291,7 +291,7 @@ def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
                 return stack
 
             monkeypatch.setattr(stacks, "_stack", cut)
-            return of_the_work()
+            return work_stack()
 
         _engine_run_backward()
     finally:
