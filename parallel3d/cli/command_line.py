@@ -1,7 +1,7 @@
-"""The command line: the first word picks what to run, the rest goes to Hydra untouched.
+"""The command line: the first argument selects the subcommand, the rest are Hydra's overrides.
 
-Nothing here imports torch: configuration and data are proved right first, so that a mistake is
-answered at once and with nothing written.
+Nothing here imports torch: configuration and data are checked first, so that a mistake is refused
+at once and nothing is written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from parallel3d.run.worker import APPS, run_here, run_joined
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Answered by this process alone: topology, schedule and plan without torch, dryrun on a device
+# Subcommands of this process alone: topology, schedule and plan without torch, dryrun on a device
 # that is not there.
 TOPOLOGY = "topology"
 SCHEDULE = "schedule"
@@ -64,15 +64,15 @@ SUBCOMMANDS = (
     *(*APPS, TOPOLOGY, SCHEDULE, PLAN, DRYRUN),
     *(f"{word} {verb}" for word, verbs in FAMILIES.items() for verb in verbs),
 )
-# Subcommands of earlier versions, with the command of the repository that took their place.
+# Subcommands of earlier versions, with the command of the repository that replaces them.
 MOVED = {"bench ddp": "python -m benchmarks.ddp_figures"}
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
-# Set where Hydra's submitit launcher runs a sweep's job, away from who typed the command.
+# Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (`sys.argv` by default). Returns the exit code.
+    """Runs one command line (`sys.argv` by default) and returns the exit code.
 
     0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
     stopped by signal n.
@@ -103,10 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_line("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # `parallel3d checkpoint ls | head`: nobody reads on
+    except BrokenPipeError:  # `parallel3d checkpoint ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
-    except OSError as error:  # of this process's own start; what fails on ranks, they say
+    except OSError as error:  # of this process's own start; ranks log their own
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
@@ -118,17 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_hydra(app: str, words: list[str]) -> None:
-    """Compose the configuration and run `app` on it, as `@hydra.main` would.
+    """Composes the configuration and runs `app` on it, as `@hydra.main` would.
 
-    Raises UserError for what cannot be composed; SystemExit carries the job's exit code past
-    Hydra, which would otherwise go on with a sweep's next job.
+    Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
+    which would otherwise continue with a sweep's next job.
     """
     words, prompt = take_prompt(words) if app == GENERATE else (words, None)
     words = order_words([without_alias(word, app) for word in words])
     if {"-h", "--help"} & set(words):
         words = [help_text.register(app), *words]
     register_schema()
-    # Hydra prints errors itself, in many lines, unless this asks it to let them pass.
+    # Hydra prints errors itself, in many lines, unless this makes it raise them.
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = ["parallel3d", *words]
@@ -148,7 +148,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
         hydra_run.check_shown(words, conf_dir())
         hydra_run.run(job, words, conf_dir())
     except Exception as error:
-        # Hydra passes on what Python's own conversions raise of a value, such as OverflowError.
+        # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         if wants_traceback:
@@ -160,16 +160,17 @@ def _run_hydra(app: str, words: list[str]) -> None:
 
 
 def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
-    """Check one composed configuration and run it. Returns the exit code; errors were said.
+    """Checks one composed configuration and runs it. Returns the exit code, after logging errors.
 
-    `prompt` of generate, as it was typed; None: the configuration's.
+    `prompt`: generate's, as typed; None: the configuration's.
     """
     place: RankAssignment | None = None
     try:
         config = OmegaConf.to_object(composed)
+        assert isinstance(config, Config)  # the schema's class
         place = detect(os.environ)
         typed = HydraConfig.get().overrides.task
-        # Under srun every task gets here, and all know the same.
+        # Under srun every task gets here with the same configuration.
         first = place is None or place.rank == 0
         if app == TOPOLOGY:
             from parallel3d.topology.report import topology
@@ -198,13 +199,12 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
-        # Unresolved: an interpolation that fails would fail in what was typed as well.
-        words = OmegaConf.to_container(HydraConfig.get().overrides.task)
-        return _refuse(explain_override_error(error, words), place)
+        # Not resolved: an interpolation that fails would fail in the overrides as well.
+        return _refuse(explain_override_error(error, list(HydraConfig.get().overrides.task)), place)
 
 
 def _refuse_launched(place: RankAssignment | None) -> None:
-    """Generating starts its own ranks; started by torchrun or srun, each would be a launcher."""
+    """Raises UserError under torchrun or srun: generate starts its own ranks."""
     if place is not None:
         raise UserError(
             f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
@@ -212,11 +212,11 @@ def _refuse_launched(place: RankAssignment | None) -> None:
 
 
 def _start(app: str, config: Config) -> int:
-    """Run `app` with this process as the launcher of as many ranks as the layout has."""
-    number = HydraConfig.get().job.get("num") if is_sweep() else None
+    """Runs `app` with this process as the launcher of as many ranks as the layout has."""
+    number = HydraConfig.get().job.num if is_sweep() else None
     world_size = config.tp * config.pp * config.cp * (config.dp or 1)
     may_go_on = app in CAN_GO_ON
-    with _answered(config):
+    with _time_limit(config):
         check_run(config, number, may_go_on=may_go_on)
         _check_data(app, config)
     device = choose_device(config.device, world_size)
@@ -225,23 +225,23 @@ def _start(app: str, config: Config) -> int:
     if world_size > 1 and not port_is_free(port):
         raise UserError(f"launch.master_port={port} is in use: choose another, or 0 for a free one")
     job_id = os.environ.get("SLURM_JOB_ID")
-    with _answered(config):
+    with _time_limit(config):
         config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
         take_run(config, run_dir)
-    return run_here(app, config, run_dir, world_size, device, again=is_sweep())
+    return run_here(app, config, run_dir, world_size, device, in_sweep=is_sweep())
 
 
-def _answered(config: Config) -> AbstractContextManager[None]:
-    """What is asked of file systems at a start: one that is dead may not hold it up for ever."""
+def _time_limit(config: Config) -> AbstractContextManager[None]:
+    """Limits the time of a block that uses file systems: a dead one would block for ever."""
     seconds = config.launch.timeout_s
     where = f"runs_dir={config.runs_dir} or the data's folders"
     return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
 
 
 def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
-    """The type of device of this host's ranks, after what only the host can tell: that, its data.
+    """Returns the device type of this host's ranks, after the checks that only this host can do.
 
-    Sets the variables that ranks on GPUs want: counting the GPUs starts CUDA, which reads them.
+    Sets the variables of GPU ranks first: counting the GPUs starts CUDA, which reads them.
     """
     try:
         os.environ.update(gpu_environment(config, config.device, os.environ))
@@ -259,22 +259,27 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
 
 
 def _check_data(app: str, config: Config, first: bool = True) -> None:
-    """Raises UserError; what is only to be said, the `first` rank says."""
+    """Raises UserError for bad data; the `first` rank logs warnings."""
     if app in NEED_DATA:
         data, model = config.data, config.model
         if config.run is not None:
             data = with_own_tokenizer(data, Path(config.runs_dir) / config.run)
-        samples = config.train.steps * config.global_batch_size
-        sizes = {"vocab_size": model.vocab_size, "samples": samples}
-        for sentence in check_data(data, model.seq_length, **sizes):
+        sentences = check_data(
+            data,
+            model.seq_length,
+            vocab_size=model.vocab_size,
+            samples=config.train.steps * config.global_batch_size,
+        )
+        for sentence in sentences:
             if first:
                 print_line(readable(sentence))
 
 
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
-    """Say a user error once: every rank composes for itself, and all find the same mistake.
+    """Logs a user error and returns the exit code.
 
-    What only one host can know, each host says. Returns the exit code.
+    Every rank composes for itself and finds the same error, which rank 0 logs; a HostError is
+    logged by one rank of each host.
     """
     first_of_host = place is not None and place.local_rank == 0
     if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):

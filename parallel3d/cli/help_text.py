@@ -1,4 +1,4 @@
-"""Tab completion: Hydra's own, which knows nothing of our first word, and that of verbs."""
+"""Help texts and tab completion: subcommands and verbs are ours, keys are completed by Hydra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complete(
     verbs: Verbs,
     run_hydra: Callable[[str, list[str]], None],
 ) -> None:
-    """Print what may follow the line in COMP_LINE; `verbs`: subcommand → its verbs."""
+    """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs."""
     query = any(word.startswith("query=") for word in words)
     if not query:
         run_hydra("train", words)
@@ -47,9 +47,6 @@ def complete(
     elif len(typed) == 2 or (len(typed) == 3 and not line.endswith(" ")):
         begun = " ".join(typed[1:]) + (" " if len(typed) == 2 else "")
         print(" ".join(app.split()[1] for app in subcommands if app.startswith(begun)))
-
-
-# What `parallel3d` and `parallel3d train --help` print.
 
 
 OVERVIEW = """\
@@ -84,7 +81,7 @@ ABOUT = {
     "schedule": "draw a pipeline schedule, check it, and list time, bubble and memory of all",
     "plan": "price every layout of a model on a cluster and list the ten best, with time, MFU and "
     "memory; keys that are typed hold, the others are searched",
-    "calibrate": "measure this machine (products, attention, memory, launches, collectives) into a "
+    "calibrate": "measure this machine (matmuls, attention, memory, launches, collectives) into a "
     "cluster file, which plan and train layout=auto read as cluster=FILE",
     "dryrun": "play one rank of this configuration, of any world size, without a GPU: what a step "
     "allocates, launches, computes and sends, and whether it fits",
@@ -176,12 +173,12 @@ EXAMPLES = {
 
 
 def overview() -> str:
-    """What `parallel3d` alone prints."""
+    """Returns the text of `parallel3d` without arguments."""
     return _printable(OVERVIEW.rstrip())
 
 
 def register(app: str) -> str:
-    """Put the help text of `app` where Hydra's --help finds it; returns the override that asks."""
+    """Registers the help text of `app` for Hydra's --help; returns the override that selects it."""
     name = f"parallel3d_{app.replace(' ', '_')}"
     node = {"app_name": "parallel3d", "header": "", "footer": "", "template": _template(app)}
     ConfigStore.instance().store(group="hydra/help", name=name, node=node)
@@ -189,7 +186,7 @@ def register(app: str) -> str:
 
 
 def _template(app: str) -> str:
-    """The help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
+    """Returns the help text; Hydra replaces $APP_CONFIG_GROUPS by the groups and their presets."""
     keys = all_keys()
     most_used = _KEYS.get(app, MOST_USED)
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in most_used]
@@ -209,5 +206,5 @@ def _template(app: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text in characters that stdout has: a log's encoding may be ASCII."""
+    """Returns the text in characters that stdout has: a log's encoding may be ASCII."""
     return encodable(text, sys.stdout.encoding or "ascii")

@@ -1,4 +1,4 @@
-"""The words that Hydra is given, in the order that it wants, and what it says of a sweep."""
+"""Runs Hydra: its arguments in order, its flags and logging checked, its sweeps' folder private."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from parallel3d.config.overrides import (
 from parallel3d.config.schema import Config
 from parallel3d.errors import USER_ERROR, UserError, print_line
 
-# Typed → key: `tokenizer` as `parallel3d data` has it; `async` is a word of Python's own, which no
-# dataclass can have as a field, and `Config.num_microbatches` is worked out from the batch.
+# Typed → key. `tokenizer` is the spelling of `parallel3d data`; a dataclass cannot have a field
+# `async`, and `Config.num_microbatches` is derived from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
-QUIET = ("none", "disabled", "false", "null", "[]")  # values that ask for no logging
-READ_FILES = ("plan", "train")  # of machines that were measured, as cluster=FILE.yaml
+QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
+READ_FILES = ("plan", "train")  # read files of measured machines, as cluster=FILE.yaml
 
 
 def without_alias(word: str, app: str = "train") -> str:
-    """The override with its key's own name; a machine's file is read by `READ_FILES` alone."""
+    """Returns the override under its key's own name; cluster=FILE as cluster.file in READ_FILES."""
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
     is_file = value.endswith((".yaml", ".yml")) or "/" in value
@@ -52,25 +52,26 @@ def without_alias(word: str, app: str = "train") -> str:
 
 
 def numbered(config: Config) -> Config:
-    """The configuration with a run name of its own in a sweep, whose jobs would share one."""
+    """Returns the configuration with a run name of its own in a sweep."""
     if config.run is None or not is_sweep():
         return config
     return dataclasses.replace(config, run=f"{config.run}-{HydraConfig.get().job.num}")
 
 
 def failed_elsewhere(code: int) -> str:
-    """What the one who typed a sweep is told of a job that said its error into a log."""
+    """Returns the sentence on a sweep's job that failed under submitit, whose log has the error."""
     sweep = HydraConfig.get()
     log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
     return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
 
 
 def is_sweep() -> bool:
-    return HydraConfig.get().mode is not None and HydraConfig.get().mode.name == "MULTIRUN"
+    mode = HydraConfig.get().mode
+    return mode is not None and mode.name == "MULTIRUN"
 
 
 def order_words(words: list[str]) -> list[str]:
-    """The same words, flags first: argparse wants all overrides side by side.
+    """Returns the words with flags first, since argparse needs all overrides side by side.
 
     Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
     """
@@ -102,7 +103,7 @@ def order_words(words: list[str]) -> list[str]:
 
 
 def _check_has_effect(word: str) -> None:
-    """Raises UserError for what Hydra would take and parallel3d would not act upon."""
+    """Raises UserError for words that Hydra accepts but that parallel3d would ignore."""
     name, _, value = word.partition("=")
     if name.lstrip("+") == "hydra.run.dir":
         raise UserError(f"{word} has no effect; give runs_dir={value} instead.")
@@ -117,8 +118,8 @@ def _check_has_effect(word: str) -> None:
 def _check_logs(overrides: Sequence[str], sweeps: bool) -> None:
     """Raises UserError for an override of Hydra's logging that would change nothing.
 
-    No line of parallel3d goes through Python's logging, and its ranks are processes of their own,
-    which Hydra does not configure: what is left to be logged are Hydra's own lines about a sweep.
+    parallel3d does not use Python's logging, and Hydra does not configure its ranks' processes:
+    only Hydra's own lines about a sweep can be logged.
     """
     loud = {}
     for word in overrides:
@@ -147,17 +148,15 @@ def _raise_argument_error(message: str) -> NoReturn:
     raise UserError(f"{message}; parallel3d train --hydra-help lists Hydra's flags.")
 
 
-# The folder that Hydra keeps a sweep in: nobody else may exchange what its jobs will run.
-
-
 class PrivateSweepFolder(Callback):
-    """Makes `runs_dir/.multirun` before Hydra would, for its user alone.
+    """Creates `runs_dir/.multirun` for its user alone, before Hydra would.
 
-    submitit leaves its jobs there as pickles, which are run when Slurm starts them.
+    submitit stores its jobs there as pickles, which run when Slurm starts them: nobody else may
+    exchange them.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises SystemExit where the folder is another user's: Hydra only warns of exceptions."""
+        """Raises SystemExit if the folder is another user's: Hydra only warns of exceptions."""
         folder = Path(config.hydra.sweep.dir)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():
@@ -169,19 +168,16 @@ class PrivateSweepFolder(Callback):
         folder.chmod(0o700)
 
 
-# Hydra's way from words to a job, once through it where once is enough.
-
-
-VERSION = "1.3"  # whose defaults Hydra has
+VERSION = "1.3"  # Hydra's defaults are those of this version
 NAME = "config"
 
 
 def run(job: Callable[[DictConfig], None], words: Sequence[str], conf: Path) -> None:
     """Composes `words`, which are those of `sys.argv` too, over `conf` and runs `job` on it.
 
-    `@hydra.main` composes everything a first time to see whether `hydra.mode` asks for a sweep, a
-    tenth of a second before each single job. Words that neither are for Hydra itself nor may be a
-    sweep's values go without: then what was composed for the job says whether it is one.
+    `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, a tenth of a
+    second more for each single job. Words that are neither Hydra's own nor a sweep's are composed
+    once, and the mode is read from that.
     """
     if not any(map(_is_hydras, words)) and _ran_single(job, words, conf):
         return
@@ -191,8 +187,8 @@ def run(job: Callable[[DictConfig], None], words: Sequence[str], conf: Path) -> 
 def check_shown(words: Sequence[str], conf: Path) -> None:
     """Raises UserError where `--cfg` or `--info` would print keys that a run refuses.
 
-    Hydra prints what it has composed and calls no job, which is what knows the keys: `+new.key=1`
-    makes one of any name. Values are not looked at, for one may wait for a sweep to give it.
+    Hydra prints the composed configuration without calling the job, which checks the keys:
+    `+new.key=1` adds any. Values are not checked, as one may come from a sweep.
     """
     asked = get_args_parser().parse_args(words)
     if asked.cfg is None and asked.info not in ("all", "config"):
@@ -205,14 +201,14 @@ def check_shown(words: Sequence[str], conf: Path) -> None:
     try:
         hydra = Hydra.create_main_hydra2(NAME, search_path)
         composed = hydra.compose_config(asked.config_name or NAME, asked.overrides, RunMode.RUN)
-        HydraConfig.instance().set_config(composed)  # which `${hydra:…}` reads
+        HydraConfig.instance().set_config(composed)  # for `${hydra:…}`
         _check_keys(hydra.get_sanitized_cfg(composed, "job"), "")
     finally:
         GlobalHydra.instance().clear()
 
 
 def _check_keys(section: DictConfig, prefix: str) -> None:
-    """Raises UserError for the key that `config.fields.check_fields` would name of a run."""
+    """Raises UserError for the key that `config.fields.check_fields` would refuse in a run."""
     type = OmegaConf.get_type(section)
     if not dataclasses.is_dataclass(type):
         return
@@ -230,12 +226,12 @@ def _check_keys(section: DictConfig, prefix: str) -> None:
 
 
 def _is_hydras(word: str) -> bool:
-    """Whether a word may be Hydra's: a flag, one of its keys, several values, as 1,2 or range()."""
+    """Returns whether a word may be Hydra's: a flag, its key, or several values (1,2, range())."""
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))
 
 
 def _ran_single(job: Callable[[DictConfig], None], words: Sequence[str], conf: Path) -> bool:
-    """False, and nothing was run, where a file of `conf` says that it is a sweep."""
+    """Runs a single job; False, with nothing run, where a file of `conf` asks for a sweep."""
     begun, collects = False, gc.isenabled()
 
     def told(composed: DictConfig) -> None:
@@ -245,12 +241,12 @@ def _ran_single(job: Callable[[DictConfig], None], words: Sequence[str], conf: P
             gc.enable()
         job(composed)
 
-    gc.disable()  # composing makes little garbage, and takes a fifth longer if one looks for it
+    gc.disable()  # composing makes little garbage, and collections add a fifth to its time
     setbase(VERSION)
     search_path = create_automatic_config_search_path(None, None, str(conf))
     try:
         Hydra.create_main_hydra2(job.__module__, search_path).run(NAME, told, list(words))
-    except AssertionError:  # that hydra.mode is a single run's
+    except AssertionError:  # Hydra's, that hydra.mode is that of a single run
         if begun:
             raise
         return False
