@@ -1,5 +1,5 @@
-"""What a run tells of itself: metrics.jsonl, progress, W&B, MFU, breakdown.
+"""Metrics of a run: metrics.jsonl, progress, W&B, MFU, breakdown of a step's time.
 
-Rank 0 alone makes a `recorder.Recorder`; nothing here communicates. Importing the package
-imports neither torch nor wandb: take what is needed from its modules.
+Only rank 0 creates a `recorder.Recorder`; nothing here communicates but `breakdown`. Importing the
+package imports neither torch nor wandb.
 """

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, of all ranks: `comm.clock` tells it of one, in nine kinds."""
+"""Breakdown of a step's time over all ranks, in `comm.step_timer`'s kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel3d.topology.layout import Coordinates
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Mean seconds a step of one rank by kind, and its place in the layout."""
+    """Mean seconds a step of one rank by kind, and the rank's coordinates."""
 
     rank: int
     place: Coordinates
@@ -30,10 +30,10 @@ class RankTimes:
 
 
 def times_of_ranks(
-    clock: StepTimer, groups: ProcessGroups, device: torch.device
+    timer: StepTimer, groups: ProcessGroups, device: torch.device
 ) -> list[RankTimes]:
-    """What the steps so far went into, of every rank in rank order; collective."""
-    mine = torch.tensor([list(clock.means().values())], dtype=torch.float64)
+    """Returns the mean times of the steps so far of every rank in rank order; collective."""
+    mine = torch.tensor([list(timer.means().values())], dtype=torch.float64)
     everyone = collectives.all_gather(mine.to(device), groups.world)
     with blocking(groups.world):
         rows = everyone.tolist()
@@ -44,7 +44,7 @@ def times_of_ranks(
 
 
 def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
-    """Pipeline stage → mean seconds by kind over its ranks, in order."""
+    """Returns pipeline stage → mean seconds by kind over its ranks, in order."""
     stages: dict[int, list[Mapping[str, float]]] = {}
     for row in sorted(rows, key=lambda row: row.place.pp):
         stages.setdefault(row.place.pp, []).append(row.seconds)
@@ -55,7 +55,7 @@ def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
 
 
 def summary_of(rows: Sequence[RankTimes]) -> dict[str, Any]:
-    """What summary.json says: mean seconds a step by kind, of every rank."""
+    """Returns the entry of summary.json: mean seconds a step by kind, of every rank."""
     return {
         "unit": "seconds a step, mean",
         "ranks": [
@@ -63,6 +63,3 @@ def summary_of(rows: Sequence[RankTimes]) -> dict[str, Any]:
             for row in rows
         ],
     }
-
-
-# What a step goes into, rank by rank, as stacked bars: an SVG like figure 6 of Li et al. 2020.

@@ -9,7 +9,7 @@ from parallel3d.metrics.breakdown import RankTimes, by_stage
 from parallel3d.metrics.text import three_digits
 from parallel3d.topology.svg import GREY, GROUPS, NVLINK, RAILS, Canvas
 
-MAX_BARS = 16  # beyond it a bar is the mean of a pipeline stage
+MAX_BARS = 16  # of more ranks a bar is the mean of a pipeline stage
 LENGTH, HEIGHT, GAP = 640.0, 24.0, 10.0  # of a bar; between bars
 
 # Compute in greys, communication in its dimension's colour, waiting hollow.
@@ -25,7 +25,7 @@ COLOURS = {
     "idle": "#ffffff",
 }
 DARK = ("tp", "pp", "dp", "model", "optimizer")
-WORDS = {
+LABELS = {
     "tp": "tp, exposed",
     "pp": "pp, exposed",
     "dp": "dp, exposed",
@@ -35,7 +35,7 @@ WORDS = {
 
 
 def breakdown_svg(rows: Sequence[RankTimes], title: str) -> str:
-    """A bar for each rank of `rows`, or for each stage where there are more than `MAX_BARS`."""
+    """Draws a bar for each rank, or for each stage where there are more than `MAX_BARS` ranks."""
     canvas = Canvas()
     bars = [(f"rank {row.rank} ({row.place})", row.seconds) for row in rows]
     if len(rows) > MAX_BARS:
@@ -59,12 +59,12 @@ def breakdown_svg(rows: Sequence[RankTimes], title: str) -> str:
 def _legend(canvas: Canvas, used: list[str], y: float) -> float:
     x = 24.0
     for kind in used:
-        words = WORDS.get(kind, kind)
-        width = 30 + Canvas.measure(words, 13) + 18
+        label = LABELS.get(kind, kind)
+        width = 30 + Canvas.measure(label, 13) + 18
         if x + width > 24 + LENGTH + 200:
             x, y = 24.0, y + 26
-        _box(canvas, kind, x, y - 12, 22, 16)
-        canvas.text(x + 30, y + 1, words, size=13)
+        _rect(canvas, kind, x, y - 12, 22, 16)
+        canvas.text(x + 30, y + 1, label, size=13)
         x += width
     return y
 
@@ -74,21 +74,23 @@ def _bar(canvas: Canvas, times: dict[str, float], x: float, y: float, scale: flo
         width = seconds * scale
         if width < 0.05:
             continue
-        words = three_digits(1e3 * seconds)
-        _box(canvas, kind, x, y, width, HEIGHT, tip=f"{WORDS.get(kind, kind)}: {words} ms")
-        if Canvas.measure(words, 11) + 6 < width:
+        shown = three_digits(1e3 * seconds)
+        _rect(canvas, kind, x, y, width, HEIGHT, tip=f"{LABELS.get(kind, kind)}: {shown} ms")
+        if Canvas.measure(shown, 11) + 6 < width:
             ink = "#ffffff" if kind in DARK else "#212529"
             middle = x + width / 2
-            canvas.text(middle, y + 0.66 * HEIGHT, words, size=11, anchor="middle", fill=ink)
+            canvas.text(middle, y + 0.66 * HEIGHT, shown, size=11, anchor="middle", fill=ink)
         x += width
     canvas.text(
         x + 8, y + 0.7 * HEIGHT, three_digits(1e3 * sum(times.values())), size=13, weight=600
     )
 
 
-def _box(canvas: Canvas, kind: str, *place: float, tip: str = "") -> None:
+def _rect(
+    canvas: Canvas, kind: str, x: float, y: float, width: float, height: float, tip: str = ""
+) -> None:
     edge, dash = (GREY, "3 3") if kind == "idle" else ("", "")
-    canvas.rect(*place, COLOURS[kind], edge, dash=dash, cls=kind, tip=tip)
+    canvas.rect(x, y, width, height, COLOURS[kind], edge, dash=dash, cls=kind, tip=tip)
 
 
 def _axis(canvas: Canvas, left: float, y: float, longest: float, scale: float) -> None:
@@ -103,7 +105,7 @@ def _axis(canvas: Canvas, left: float, y: float, longest: float, scale: float) -
 
 
 def _round_tick(about: float) -> float:
-    """1, 2 or 5 times a power of ten, not far from `about`; 0 for 0."""
+    """Returns 1, 2 or 5 times a power of ten, not far from `about`; 0 for 0."""
     if about <= 0:
         return 0.0
     power = 10.0 ** (len(str(int(about * 1e6))) - 1) * 1e-6

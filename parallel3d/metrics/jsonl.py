@@ -1,4 +1,19 @@
-"""What a run remembers of itself: the figures of a step, and the statistics over steps."""
+"""`metrics.jsonl`: one JSON object a line, each flushed, so that a killed run keeps every line.
+
+A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens` counts
+all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
+seconds by kind (`comm.step_timer`; on an accelerator those of the step before, in some lines);
+`memory`, on an accelerator rank 0's peak bytes so far (`metrics.peak`); `skipped: true` where
+gradients were not finite, or, with a null `loss`, where no token of the global batch was to be
+learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with
+`train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
+(`data_parallel.noise_scale`).
+
+An evaluation's line: `step eval_loss tokens`, the loss null without a token to predict, and
+`eval_losses` of a blend's parts by name. A blend also has `step tokens parts`: the `tokens` read of
+each part so far and its `epochs`. JSON has no NaN: a value that is not finite is null, and the line
+then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
+"""
 
 from __future__ import annotations
 
@@ -21,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step, as it is written to `metrics.jsonl` (same names, same order)."""
+    """One optimizer step, as written to `metrics.jsonl` (same names, same order)."""
 
     step: int  # counts from 1
     loss: float | None  # nats per token, mean over the unmasked tokens; None without any
@@ -33,18 +48,18 @@ class StepRecord(NamedTuple):
     step_time_s: float
     skipped: bool = False  # no loss or gradients not finite: the parameters stay as they were
     loss_scale: float | None = None  # of fp16, after the step
-    times: Mapping[str, float] | None = None  # seconds by kind, see `comm.clock`
+    times: Mapping[str, float] | None = None  # seconds by kind, see `comm.step_timer`
     memory: PeakMemory | None = None  # of rank 0's accelerator so far
     noise: Mapping[str, float | None] | None = None  # see `data_parallel.noise_scale`
-    profiled: bool = False  # slower than others, and left out of the run's throughput
+    profiled: bool = False  # slower than others, and excluded from the run's throughput
 
     @property
     def noise_scale(self) -> float | None:
-        """In sequences; None where it is not measured or not known yet."""
+        """Returns the noise scale in sequences; None where it is not measured or not yet known."""
         return None if self.noise is None else self.noise["scale"]
 
     def row(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl: what a step has not, is not there."""
+        """Returns the line of metrics.jsonl, without absent entries."""
         row = self._asdict()
         for mark in ("skipped", "profiled"):
             if not row[mark]:
@@ -59,10 +74,9 @@ class StepRecord(NamedTuple):
 
 
 class Throughput:
-    """Step times and tokens of one session; the first `WARMUP_STEPS` are left out of its figures.
+    """Step times and tokens of one session, without its first `WARMUP_STEPS`.
 
-    A session that is no longer than that has nothing else: then all of its steps count, and
-    `excluded` is 0.
+    In a shorter session all steps count, and `excluded` is 0.
     """
 
     def __init__(self) -> None:
@@ -70,44 +84,44 @@ class Throughput:
         self._tokens = array("d")
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One step: tokens that it computed and its duration."""
+        """Adds one step: its tokens and its duration."""
         self._tokens.append(tokens)
         self._seconds.append(seconds)
 
     @property
     def excluded(self) -> int:
-        """Warm-up steps that the figures leave out."""
+        """Returns the number of excluded warm-up steps."""
         return WARMUP_STEPS if len(self._seconds) > WARMUP_STEPS else 0
 
     @property
     def mean(self) -> float:
-        """Tokens per second: all tokens / all step time. NaN without steps."""
+        """Returns all tokens / all step time, a second. NaN without steps."""
         seconds = sum(self._seconds[self.excluded :])
         return sum(self._tokens[self.excluded :]) / seconds if seconds else math.nan
 
     @property
     def median(self) -> float:
-        """Median over steps of tokens per second. NaN without steps."""
+        """Returns the median over steps of tokens per second. NaN without steps."""
         pairs = zip(self._tokens, self._seconds, strict=True)
         rates = [tokens / seconds for tokens, seconds in pairs][self.excluded :]
         return statistics.median(rates) if rates else math.nan
 
     def summary(self) -> dict[str, float | None]:
-        """Both figures, null without steps, and what they leave out."""
+        """Returns both, null without steps, and the number of excluded steps."""
         rates = {"mean": self.mean, "median": self.median}
         usable = {k: v if math.isfinite(v) else None for k, v in rates.items()}
         return usable | {"warmup_steps_excluded": self.excluded}
 
 
 class Evaluation(NamedTuple):
-    """A held-out loss (nats per token) after `step` steps; None without a token to tell."""
+    """A held-out loss (nats per token) after `step` steps; None without a token to predict."""
 
     step: int
     loss: float | None
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl has what is taken up from it: a step's, an evaluation's."""
+    """Returns whether a line of metrics.jsonl has all entries of a step or an evaluation."""
     keys = ("eval_loss", "tokens") if "eval_loss" in row else StepRecord._fields[1:8]
     may_lack = "eval_loss" if "eval_loss" in row else "loss" if row.get("skipped") else None
     try:
@@ -117,32 +131,16 @@ def is_whole(row: Mapping[str, Any]) -> bool:
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """The lowest finite held-out loss, the earliest of equals; None without one."""
+    """Returns the lowest finite held-out loss, the earliest of equals; None without one."""
     usable = [e for e in evaluations if e.loss is not None and math.isfinite(e.loss)]
-    return min(usable, key=lambda e: e.loss, default=None)
+    return min(usable, key=lambda e: math.inf if e.loss is None else e.loss, default=None)
 
 
-# `metrics.jsonl`: one JSON object a line, each flushed, so that a killed run keeps every line.
-#
-# A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens`
-# counts all tokens of the run so far (an x axis that survives a change of batch size); `times`,
-# rank 0's seconds by kind (`comm.clock`; on an accelerator those of the step before, in some
-# lines); `memory`, on an accelerator the peak bytes of rank 0's so far (`metrics.memory`);
-# `skipped: true` where gradients were not finite, or, with a null `loss`, where no token of the
-# global batch was to be learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16;
-# `noise`, with `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
-# (`data_parallel.noise_scale`). An evaluation's line: `step eval_loss tokens`, the loss null where
-# no token was to be told, and of a blend's parts `eval_losses` by name. Beside it, of a blend,
-# `step tokens parts`: by name the `tokens` read of a part so far and how many `epochs` of it. JSON
-# has no NaN: a value that is not finite is null, and the line then has `"nonfinite": {"loss":
-# "nan"}` (or "inf", "-inf").
-
-
-_PIECE = 1 << 20  # bytes that are copied at a time
+COPY_BYTES = 1 << 20  # copied at a time
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` with NaN and infinities as null and named under `nonfinite`; valid JSON."""
+    """Returns `row` with NaN and infinities as null and named under `nonfinite`; valid JSON."""
     odd = {k: repr(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     if not odd:
         return dict(row)
@@ -150,22 +148,21 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value(row: Mapping[str, Any], key: str) -> float | None:
-    """What `finite` was given for `key`, NaN and infinities restored. KeyError without it."""
+    """Returns the entry of a `finite` row, NaN and infinities restored. KeyError without it."""
     found = row.get("nonfinite", {}).get(key, row[key])
     return None if found is None else float(found)
 
 
 class MetricsFile:
-    """Appends lines to a `metrics.jsonl`; on resume, first drops what the run is about to repeat.
+    """Appends lines to a `metrics.jsonl`; on resume, first drops the steps that will run again.
 
-    Lines of `first_step` and later, and a last line torn by a crash, belong to steps that will run
-    again. They are not lost: the file as it was is kept beside, as `metrics.jsonl.1`, `.2`, …
-    Lines that are no rows go the same way, and are said; so are steps that have no line, which a
-    run that died before its disk took them leaves behind.
+    These are lines of `first_step` and later, and a last line torn by a crash. The file before is
+    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped too, and logged; so are steps
+    without a line, left by a run that died before they were on disk.
 
-    A line that cannot be written, to a full disk, is said once and kept for the next try; no line
-    is ever torn. What still waits when a checkpoint is made goes along with it (`waiting`), and
-    comes back as `waited`: a run that goes on has the lines of all steps before.
+    A line that cannot be written, to a full disk, is logged once and kept for the next try; no line
+    is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and come back as
+    `waited`, so that a resumed run has the lines of all earlier steps.
     """
 
     def __init__(
@@ -176,44 +173,44 @@ class MetricsFile:
         say: Callable[[str], None] = lambda sentence: None,
         waited: Sequence[str] = (),
     ) -> None:
-        """`seen` takes each line that stays, in order. Raises OSError."""
+        """Opens the file; `seen` takes each line that stays, in order. Raises OSError."""
         self.path, self._say = path, say
         late = _keep_before(path, first_step, seen, say, waited)
         appending = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._file = os.fdopen(no_link(path, appending), "ab", buffering=0)
         flush_folder(path.parent)
         self._size = os.fstat(self._file.fileno()).st_size
-        self._unsure = False  # whether bytes of a write that failed may be in the file
-        self._begun = b""  # what the file has of a line whose rest waits
-        self._waiting = bytearray().join(late)  # from the first byte on that is not in the file
+        self._unsure = False  # whether bytes of a failed write may be in the file
+        self._begun = b""  # part in the file of a line whose rest waits
+        self._waiting = bytearray().join(late)  # from the first byte that is not in the file
         self._said = False
         self._try(self._drain)
 
     def waiting(self) -> tuple[str, ...]:
-        """The lines that are not in the file, or not whole."""
+        """Returns the lines that are not, or not completely, in the file."""
         return tuple((self._begun + self._waiting).decode().splitlines(keepends=True))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line and hand it to the operating system: it survives SIGKILL."""
+        """Appends one line and hands it to the operating system: it survives SIGKILL."""
         self._waiting += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
         self._try(self._drain)
 
     def flush(self) -> None:
-        """Flush to the disk itself: it survives a power cut."""
+        """Flushes to the disk itself: the lines survive a power cut."""
         self._try(self._drain)
         self._try(lambda: os.fsync(self._file.fileno()))
 
     def close(self) -> None:
-        """Flush to the disk itself and close; may be called twice."""
+        """Flushes to the disk itself and closes; may be called twice."""
         if self._file.closed:
             return
         self.flush()
-        self._try(self._file.close)  # closed it is in any case
+        self._try(self._file.close)  # it is closed even if this fails
         if lost := self._waiting.count(b"\n"):
             self._say(f"{lost} lines of {self.path} could not be written")
 
     def _drain(self) -> None:
-        if self._unsure:  # an error may be all that came back of a write that was done
+        if self._unsure:  # a write that raised may still have been done
             self._took(os.fstat(self._file.fileno()).st_size - self._size)
             self._unsure = False
         while self._waiting:
@@ -224,7 +221,7 @@ class MetricsFile:
                 raise
 
     def _took(self, count: int) -> None:
-        """So many bytes are in the file now."""
+        """Moves `count` bytes from the waiting ones to those in the file."""
         self._size += count
         self._begun = (self._begun + self._waiting[:count]).rpartition(b"\n")[2]
         del self._waiting[:count]
@@ -248,12 +245,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file; torn and damaged lines are left out."""
+    """Returns all rows of a metrics file, without torn and damaged lines."""
     return list(rows_of(path))
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The same one by one: a long run's file is large."""
+    """Yields the rows of a metrics file: a long run's is large."""
     with path.open("rb") as file:
         for line in file:
             row = _row(line)
@@ -262,13 +259,13 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` by `content` in one step: a reader sees the old file or the new one."""
+    """Replaces `path` by `content` atomically."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
     replace_durably(path, f"{text}\n".encode())
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None if it is torn or damaged."""
+    """Returns the row in a line; None if it is torn or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -285,11 +282,12 @@ def _keep_before(
     say: Callable[[str], None],
     waited: Sequence[str],
 ) -> list[bytes]:
-    """Drop the lines from `first_step` on, keeping a copy of the old file if there were any.
+    """Drops the lines from `first_step` on, keeping a copy of the old file if there were any.
 
     Returns those of `waited` that the file lacks: the last ones before the checkpoint.
     """
-    late = [line.encode() for line in waited if _row(line.encode())]
+    rows = {line.encode(): row for line in waited if (row := _row(line.encode()))}
+    late = [line.encode() for line in waited if line.encode() in rows]
     last, gaps = 0, []  # steps without a line
 
     def stays(row: dict[str, Any]) -> None:
@@ -303,13 +301,13 @@ def _keep_before(
     except FileNotFoundError:
         return late
     with file:
-        kept: list[list[int]] = []  # begin and end of the parts that stay, in bytes
+        kept: list[list[int]] = []  # begin and end of the kept parts, in bytes
         damaged = end = 0
         for line in file:
             begin, end = end, end + len(line)
             row = _row(line)
             damaged += row is None and line.endswith(b"\n") and not line.isspace()
-            # Before the first step there may be an evaluation at step 0: a fresh start repeats it.
+            # A fresh start repeats an evaluation at step 0, too.
             if row is None or first_step == 1 or row["step"] >= first_step:
                 continue
             stays(row)
@@ -320,7 +318,7 @@ def _keep_before(
             else:
                 kept.append([begin, end])
         for line in late:
-            stays(_row(line))
+            stays(rows[line])
         gaps += _between(last, first_step)
         if gaps:
             lost = "an earlier start could not write it"
@@ -334,16 +332,16 @@ def _keep_before(
 
 
 def _between(last: int, step: int) -> list[str]:
-    """The steps after `last` and before `step`, as one says them."""
+    """Returns the steps after `last` and before `step`, as text."""
     if step <= last + 1:
         return []
     return [f"{last + 1}" if step == last + 2 else f"{last + 1} to {step - 1}"]
 
 
 def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:
-    """Make `path` those parts of `file` alone; returns where the whole of it is kept.
+    """Reduces `path` to the `kept` parts of `file`; returns the copy of the whole file.
 
-    Whenever this is cut short, by a power cut too, `path` is the old file or the new one.
+    Whenever this is interrupted, even by a power cut, `path` is the old file or the new one.
     """
     number = 1
     while (old := path.with_name(f"{path.name}.{number}")).exists():
@@ -353,9 +351,9 @@ def _put_aside(file: BinaryIO, kept: list[list[int]], path: Path) -> Path:
         with os.fdopen(no_link(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as new:
             for begin, end in kept:
                 file.seek(begin)
-                while begin < end and (piece := file.read(min(end - begin, _PIECE))):
-                    new.write(piece)
-                    begin += len(piece)
+                while begin < end and (part := file.read(min(end - begin, COPY_BYTES))):
+                    new.write(part)
+                    begin += len(part)
             new.flush()
             os.fsync(new.fileno())
         try:

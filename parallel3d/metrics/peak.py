@@ -1,4 +1,4 @@
-"""The memory of the ranks' accelerators: how much a layout needs in truth."""
+"""Peaks of a rank's device: its peak memory in a run, and its peak FLOP/s, the base of MFU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallel3d.metrics.text import si
 
 
 class PeakMemory(NamedTuple):
-    """Bytes of one rank's device, each the most at one time since the process began.
+    """Peak bytes of one rank's device since the process began.
 
-    allocated: of tensors. reserved: what the allocator took from the device for them, with gaps.
+    allocated: by tensors. reserved: by the allocator from the device, with gaps.
     """
 
     allocated: int
@@ -28,7 +28,7 @@ class PeakMemory(NamedTuple):
 
 
 def peak_memory(device: torch.device) -> PeakMemory | None:
-    """This rank's so far; None on the CPU, whose memory nobody counts. No synchronisation."""
+    """Returns this rank's peak so far, without synchronisation; None on the CPU."""
     if not accelerator.is_accelerator(device):
         return None
     api = accelerator.module(device)
@@ -36,20 +36,17 @@ def peak_memory(device: torch.device) -> PeakMemory | None:
 
 
 def summary_of(ranks: Sequence[PeakMemory]) -> dict[str, Any]:
-    """What summary.json says of them."""
+    """Returns the entry of summary.json."""
     return {
         "unit": "bytes, the most at one time",
         "ranks": [{"rank": rank, **memory._asdict()} for rank, memory in enumerate(ranks)],
     }
 
 
-# The peak of a device, which MFU is measured against: the user's, a datasheet's, or measured.
-#
-# Never one vendor's number for every device: a name that the table does not know is measured.
-
+# Peak FLOP/s: the user's, a datasheet's, or measured where the table lacks the device's name
 
 TERA = 1e12
-MEASURE_BUDGET_S = 0.1  # for all timed products together; the start-barrier waits for it
+MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
 
 _A100 = {"fp64": 19.5, "fp32": 19.5, "tf32": 156.0, "bf16": 312.0}
 _H100_SXM = {"fp64": 66.9, "fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp8": 1978.9}
@@ -67,8 +64,8 @@ _MI300X = {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp8": 2
 _MI355X = {"fp32": 157.3, "bf16": 2516.6, "fp8": 5033.2}
 
 # (pattern of the device's name, dense TFLOP/s by type, public source). Vendors print the numbers
-# with 2:4 sparsity, which are twice these. fp64 is that of the matrix units, fp32 that of the
-# plain ones (where matrix units take true fp32, theirs), fp16 equals bf16, and sums are in fp32.
+# with 2:4 sparsity, which are twice these. fp64 is of matrix units, fp32 of plain units (of matrix
+# units that take true fp32), fp16 equals bf16, and accumulation is in fp32.
 DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     (r"\bGB300\b", _GB300, "NVIDIA GB300 NVL72 specifications, per GPU"),
     (r"\bB300\b", _B300, "NVIDIA HGX B300 datasheet, per GPU"),
@@ -84,7 +81,7 @@ DATASHEETS: tuple[tuple[str, dict[str, float], str], ...] = (
     (r"\bL4\b", _L4, "NVIDIA L4 datasheet"),
     # The 4090 D and the laptop's 4090 are other, slower chips.
     (r"\bRTX 4090$", _RTX_4090, "NVIDIA Ada architecture whitepaper"),
-    # PyTorch shows each of the package's two dies as a device: half of AMD's figures.
+    # PyTorch shows each of the package's two dies as a device: half of AMD's numbers.
     (r"\bMI250X\b", _MI250X_GCD, "AMD Instinct MI250X datasheet, one of two dies"),
     (r"\bMI300X\b", _MI300X, "AMD Instinct MI300X datasheet"),
     (r"\bMI325X\b", _MI300X, "AMD Instinct MI325X datasheet"),
@@ -96,6 +93,8 @@ _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
 
 @dataclass(frozen=True)
 class Peak:
+    """Maximum FLOP/s of one device (on CPU: of one rank's share of its machine)."""
+
     """FLOP/s that one device (on CPU: one rank's share of its machine) can reach at best."""
 
     flops: float
@@ -113,18 +112,16 @@ def device_peak_flops(
     local_cores: int | None = None,
     override_tflops: float | None = None,
 ) -> Peak:
-    """The peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
+    """Returns the peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
 
     `override_tflops` (`launch.peak_tflops`) wins, then the datasheet, then a measurement: call it
     on one rank per machine while the others wait, or they disturb it.
 
-    On CPU the ranks of a machine share its cores, so one rank's own speed is not what each of
-    `local_ranks` can have at once. With `t` threads a rank and `c` cores, the peak per rank is the
-    measured one × min(1, c / (t × local_ranks)): the ranks' peaks never add up to more than the
-    machine has, whatever the number of ranks. Cores that no thread was given to do not count.
-    `c` is `local_cores`, the distinct cores that the machine's ranks have together; None takes
-    this process's own, which is the same unless a launcher bound each rank to cores of its own.
-    MFU then is model FLOP/s / (world size × this).
+    CPU ranks of a machine share its cores. With `t` threads a rank and `c` cores, the peak per rank
+    is the measured one × min(1, c / (t × local_ranks)), so the ranks' peaks never add up to more
+    than the machine's. `c` is `local_cores`, the distinct cores of all local ranks; None takes this
+    process's, which is the same unless a launcher bound each rank to cores of its own.
+    MFU is model FLOP/s / (world size × this).
     """
     if override_tflops is not None:
         return Peak(override_tflops * TERA, "launch.peak_tflops")
@@ -133,7 +130,7 @@ def device_peak_flops(
         known = datasheet_peak(name, dtype_name)
         if known is not None:
             return known
-        size = _enough(device, dtype_name)
+        size = _gemm_size(device, dtype_name)
         source = f"measured: {name}, {dtype_name} GEMM of {size}"
         return Peak(_measure(device, dtype_name, size), source)
     cores = local_cores or available_cores()
@@ -144,8 +141,8 @@ def device_peak_flops(
 
 
 def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
-    """The dense peak that the vendor publishes; None if the table lacks the device or the type."""
-    if "MIG" in device_name:  # a slice of a GPU under the whole one's name
+    """Returns the vendor's dense peak; None if the table lacks the device or the type."""
+    if "MIG" in device_name:  # a slice of a GPU under the whole GPU's name
         return None
     for pattern, tflops, source in DATASHEETS:
         if re.search(pattern, device_name):
@@ -155,12 +152,12 @@ def datasheet_peak(device_name: str, dtype_name: str) -> Peak | None:
 
 
 def cpu_share(threads: int, local_ranks: int, cores: int) -> float:
-    """Share of its stand-alone speed that a rank has when all `local_ranks` compute at once."""
+    """Returns a rank's share of its stand-alone speed when all `local_ranks` compute at once."""
     return min(1.0, cores / (threads * local_ranks))
 
 
-def _enough(device: torch.device, dtype_name: str) -> int:
-    """The size of a product that keeps an accelerator busy, and does not take for ever."""
+def _gemm_size(device: torch.device, dtype_name: str) -> int:
+    """Returns the size of a GEMM that keeps an accelerator busy within the time budget."""
     size = 1024
     while size < 8192:
         a = _operand(device, dtype_name, size)
@@ -172,18 +169,18 @@ def _enough(device: torch.device, dtype_name: str) -> int:
 
 
 def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
-    """A random square matrix."""
+    """Returns a random square matrix."""
     generator = torch.Generator().manual_seed(0)  # not the run's random numbers
     return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
 
 
 def _measure(device: torch.device, dtype_name: str, size: int) -> float:
-    """FLOP/s of a square GEMM: the fastest of as many runs as fit the budget, after a warm-up.
+    """Returns FLOP/s of a square GEMM: the fastest run within the budget, after a warm-up.
 
-    A busy machine makes others slower, and a peak of those would give an MFU above 100 %.
+    The mean would suffer from other load, and give an MFU above 100 %.
     """
     a = _operand(device, dtype_name, size)
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # CUDA's alone: others do not look at it
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
     try:
         _time(a)
@@ -196,7 +193,7 @@ def _measure(device: torch.device, dtype_name: str, size: int) -> float:
 
 
 def _time(a: torch.Tensor) -> float:
-    """Seconds of one a @ a, waiting for the device on both sides."""
+    """Returns seconds of one a @ a, waiting for the device on both sides."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
     matmul(a, a)

@@ -1,4 +1,4 @@
-"""Progress on the screen: a live bar on a terminal, plain lines anywhere else."""
+"""Progress on the screen: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from rich.text import Text
 from parallel3d.metrics.jsonl import StepRecord
 from parallel3d.metrics.text import Curve, duration, encodable, loss_words, percent, si, sparkline
 
-REFRESH_PER_SECOND = 4  # a thread of the training process draws: more would only cost steps
-RATE_WINDOW = 50  # steps that the time left is judged by
+REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
+RATE_WINDOW = 50  # steps that the remaining time is estimated from
 MAX_SPARK = 32
-MAX_WIDTH = 100  # lines and panels as wide as a big screen are hard to read
+MAX_WIDTH = 100  # wider lines and panels are hard to read
 
 
 def make_console() -> Console:
-    """Standard output. Only a real terminal gets colours and cursor movements, whatever FORCE_COLOR
-    or a scheduler's environment says: a log file must stay readable."""
+    """Returns a console on standard output, styled only on a terminal.
+
+    Whatever FORCE_COLOR or a scheduler's environment asks for: a log file must stay readable.
+    """
     return Console(force_terminal=sys.stdout.isatty(), highlight=False)
 
 
 def print_styled(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as one unbroken line, in characters that the console's encoding has."""
+    """Prints `text` as one unbroken line, in characters of the console's encoding."""
     line = Text(encodable(text, console.encoding), style=style)
     console.print(line, soft_wrap=True)
 
 
 class TimeLeft:
-    """Time since the start, and time left by the pace of the last steps, evaluations included."""
+    """Elapsed time, and remaining time by the pace of the last steps, evaluations included."""
 
     def __init__(self, last_step: int) -> None:
         self._last_step = last_step
@@ -44,17 +46,17 @@ class TimeLeft:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
 
     def tick(self, step: int) -> None:
-        """`step` has just ended."""
+        """Notes that `step` has just ended."""
         self._recent.append((step, time.perf_counter()))
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this object was made."""
+        """Returns seconds since this object was created."""
         return time.perf_counter() - self._start
 
     @property
     def left(self) -> float:
-        """Seconds to the last step; NaN until two steps are known."""
+        """Returns seconds to the last step; NaN until two steps are known."""
         if len(self._recent) < 2:
             return math.nan
         (first, begin), (last, end) = self._recent[0], self._recent[-1]
@@ -64,11 +66,11 @@ class TimeLeft:
 class Bar:
     """Two live lines: step, bar and time above loss, gradient norm, learning rate and speed.
 
-    `update` only keeps the record; drawing happens in rich's thread, a few times a second.
+    `update` only stores the record; rich's thread draws, a few times a second.
     """
 
     def __init__(self, console: Console, first_step: int, last_step: int, curve: Curve) -> None:
-        """`curve` is the run's loss so far, kept by the caller, drawn small beside the figures."""
+        """`curve` is the run's loss so far, updated by the caller."""
         self._console = console
         self._first_step = first_step
         self._last_step = last_step
@@ -91,17 +93,17 @@ class Bar:
         self._live.stop()
 
     def update(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Shows a step that has ended."""
         self._record = record
         self._skipped += record.skipped
         self._clock.tick(record.step)
 
     def note(self, text: str, style: str = "") -> None:
-        """Print a line above the bar; it stays."""
+        """Prints a line above the bar; it stays."""
         print_styled(self._console, text, style)
 
     def render(self) -> RenderableType:
-        """What the screen shows now."""
+        """Returns the current content."""
         done = self._record.step if self._record else self._first_step - 1
         width = len(str(self._last_step))
         top = Table.grid(padding=(0, 1))
@@ -110,7 +112,7 @@ class Bar:
         top.add_column(ratio=1)
         top.add_column(no_wrap=True, justify="right")
         top.add_column(no_wrap=True, justify="right")
-        # Not done before the last step is: 299 of 300 is 99 %.
+        # Rounded down: 299 of 300 is 99 %.
         share = f"{math.floor(100 * done / self._last_step):3d} %"
         times = f"{duration(self._clock.elapsed)} · {duration(self._clock.left)} left"
         top.add_row(
@@ -156,7 +158,7 @@ class Bar:
 class Lines:
     """A plain line for the first step, the last one and every `every`-th between.
 
-    A step whose gradients were not finite always has its line.
+    A step whose gradients were not finite always has a line.
     """
 
     def __init__(self, console: Console, first_step: int, last_step: int, every: int) -> None:
@@ -170,10 +172,10 @@ class Lines:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     def update(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Prints a step that has ended, if due."""
         self._clock.tick(record.step)
         due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
         bad = record.skipped and record.loss is not None
@@ -192,14 +194,14 @@ class Lines:
         )
 
     def note(self, text: str, style: str = "") -> None:
-        """Print a line."""
+        """Prints a line."""
         print_styled(self._console, text, style)
 
 
 def make_progress(
     console: Console, *, bar: bool, first_step: int, last_step: int, log_every: int, curve: Curve
 ) -> Bar | Lines:
-    """The bar where it can be drawn and is wanted (`train.progress`), else plain lines."""
+    """Returns the bar on a capable terminal if wanted (`train.progress`), else plain lines."""
     if bar and console.is_terminal and not console.is_dumb_terminal:
         return Bar(console, first_step, last_step, curve)
     return Lines(console, first_step, last_step, log_every)

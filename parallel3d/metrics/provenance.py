@@ -1,4 +1,4 @@
-"""Which code ran, and where: versions, git commit, host."""
+"""Versions, git commit and host of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIT_TIMEOUT_S = 5.0
 
 
 class Provenance(NamedTuple):
-    """What is needed to find a run's code again. Holds no path, user name or remote address."""
+    """Identifies a run's code. Holds no path, user name or remote address."""
 
     parallel3d: str | None  # version; None if not installed (run from a checkout by PYTHONPATH)
     git_commit: str | None  # "-dirty" is appended if tracked files differ; None outside a checkout
@@ -21,7 +21,7 @@ class Provenance(NamedTuple):
 
     @classmethod
     def collect(cls) -> Provenance:
-        """Ask the package metadata, git and the host. Takes some milliseconds."""
+        """Collects it from package metadata, git and the host, in milliseconds."""
         return cls(
             parallel3d=version_of("parallel3d"),
             git_commit=git_commit(Path(__file__).resolve()),
@@ -31,10 +31,10 @@ class Provenance(NamedTuple):
 
 
 def git_commit(file: Path) -> str | None:
-    """The commit of the checkout that tracks `file`, with "-dirty" if tracked files have changed.
+    """Returns the commit of the checkout that tracks `file`, "-dirty" if tracked files changed.
 
     None without git, outside a checkout, or if `file` is not tracked: a package installed into a
-    virtual environment inside someone else's repository must not claim that repository's commit.
+    virtual environment inside another repository must not claim that repository's commit.
     """
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
@@ -44,7 +44,7 @@ def git_commit(file: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command; None if there is no git, it fails, or a slow disk delays it."""
+    """Returns the output of a git command; None if it fails, is missing or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         result = subprocess.run(
@@ -56,7 +56,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint keeps of them."""
+    """Returns the versions that a checkpoint stores."""
     found = {package: version_of(package) for package in ("torch", "parallel3d")}
     return {package: version or "source" for package, version in found.items()}
 

@@ -1,4 +1,4 @@
-"""Parts of summary.json: throughput against the peak, the layout, and where things lie."""
+"""Recorder: the trainer's only output, to metrics.jsonl, the screen, W&B and summary.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from parallel3d.config.schema import Config
-from parallel3d.errors import UserError
-from parallel3d.errors import print_line as tell
+from parallel3d.errors import UserError, print_line
 from parallel3d.files import replace_durably
 from parallel3d.host.processes import lost_output
 from parallel3d.metrics import report
@@ -44,14 +43,14 @@ from parallel3d.sizes.model import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int) -> float:
-    """The fraction of the devices' peak that a throughput makes use of."""
+    """Returns the fraction of the devices' peak that a throughput uses."""
     return tokens_per_s * flops_per_token / (world_size * peak.flops)
 
 
 def mfu_with_terms(
     tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int
 ) -> dict[str, Any]:
-    """The MFU and everything that it was made of: a bare percentage says nothing."""
+    """Returns the MFU and all its terms, for summary.json."""
     share = mfu(tokens_per_s, flops_per_token, peak, world_size)
     return {
         "value": share if math.isfinite(share) else None,
@@ -65,7 +64,7 @@ def mfu_with_terms(
 
 
 def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, float | None]:
-    """The last held-out loss and the best one, in nats per token, and their steps."""
+    """Returns the last held-out loss and the best one, in nats per token, and their steps."""
     last = evaluations[-1] if evaluations else None
     best, loss = best_evaluation(evaluations), last.loss if last else None
     return {
@@ -78,14 +77,14 @@ def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, 
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, int]:
-    """The sizes of the parallel dimensions, dp as it came out."""
+    """Returns the sizes of the parallel dimensions, dp as derived."""
     dp = world_size // (config.tp * config.pp * config.cp)
     sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
     return sizes | {"world_size": world_size}
 
 
 def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
-    """The run directory and the files in it that a reader will want."""
+    """Returns the run directory and its files for readers."""
     files = ["metrics.jsonl", "config.yaml", "summary.json"]
     if is_drawn:
         files.append("breakdown.svg")
@@ -97,20 +96,17 @@ def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
     return {"run_dir": str(run_dir)} | paths
 
 
-# The trainer's one way to the outside: metrics.jsonl, the screen, W&B and summary.json.
-
-
 class Recorder:
-    """Records one run. Only world rank 0 makes one; nothing in it communicates.
+    """Records one run. Only world rank 0 creates one; nothing in it communicates.
 
         with Recorder(config, run_dir, world_size, flops_per_token, peak) as recorder:
             recorder.start({"data": "…", "device": "…"})
             recorder.step(...)            # every optimizer step
             recorder.evaluation(...)      # now and then
-            recorder.finish()             # or leave it to the end of the block
+            recorder.finish()             # or at the end of the block
 
-    A block that an exception leaves still closes every file and the W&B run, with status
-    "failed" ("interrupted" for Ctrl-C), and the exception goes on.
+    An exception closes every file and the W&B run, with status "failed" ("interrupted" for
+    Ctrl-C), and propagates.
     """
 
     def __init__(
@@ -123,8 +119,11 @@ class Recorder:
         first_step: int = 1,
         console: Console | None = None,
     ) -> None:
-        """`peak` is one device's (`peak.device_peak_flops`). `first_step` > 1 resumes: earlier
-        lines of `run_dir`/metrics.jsonl stay and are part of the summary. `run_dir` must exist."""
+        """Keeps the arguments; `start` opens everything.
+
+        `peak` is one device's (`peak.device_peak_flops`). `first_step` > 1 resumes: earlier lines
+        of `run_dir`/metrics.jsonl stay and count in the summary. `run_dir` must exist.
+        """
         self._config = config
         self._run_dir = run_dir
         self._world_size = world_size
@@ -148,11 +147,11 @@ class Recorder:
         self._summary: dict[str, Any] | None = None
 
     def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
-        """Open everything and print the header.
+        """Opens everything and prints the header.
 
-        `facts` are lines of the header, label to text. They replace those that the configuration
-        gives ("model", "layout", "batch", "data", "precision", "device", "peak per rank") or
-        follow them. `waited`: the `waiting` lines of the start before, from its checkpoint.
+        `facts` are lines of the header, label to text, which replace or follow those of the
+        configuration ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
+        `waited`: the `waiting` lines of the start before, from its checkpoint.
         """
         self._provenance = Provenance.collect()
         path = self._run_dir / "metrics.jsonl"
@@ -177,17 +176,16 @@ class Recorder:
         version = self._provenance.parallel3d
         title = f"parallel3d {version}" if version else "parallel3d"
         report.print_header(self._console, title, rows)
-        self._progress = self._resources.enter_context(
-            make_progress(
-                self._console,
-                bar=self._config.train.progress,
-                first_step=self._first_step,
-                last_step=self._config.train.steps,
-                log_every=self._config.train.log_every,
-                curve=self._curve,
-            )
+        self._progress = make_progress(
+            self._console,
+            bar=self._config.train.progress,
+            first_step=self._first_step,
+            last_step=self._config.train.steps,
+            log_every=self._config.train.log_every,
+            curve=self._curve,
         )
-        # Last: what fails above leaves nothing to summarise, and connecting to W&B is no training.
+        self._resources.enter_context(self._progress)
+        # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._start_time = time.perf_counter()
 
@@ -207,19 +205,32 @@ class Recorder:
         noise: Mapping[str, float | None] | None = None,
         profiled: bool = False,
     ) -> None:
-        """Record optimizer step `step` (counts from 1).
+        """Records optimizer step `step` (counts from 1).
 
-        `loss` is in nats per token, None where none was to be learned, `grad_norm` that before
+        `loss` is in nats per token, None where none was to be learned; `grad_norm` is that before
         clipping. `tokens` are all tokens that the step computed (global batch × sequence length),
-        masked ones too: throughput and MFU are about work. metrics.jsonl's `tokens` is their sum
-        over the run. `skipped`, `loss_scale`, `times`, `memory`, `noise` and `profiled`: see
-        `StepRecord`.
+        masked ones too: throughput and MFU measure work. metrics.jsonl's `tokens` is their sum
+        over the run. Others: see `StepRecord`.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
-        figures = (step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
-        record = StepRecord(*figures, skipped, loss_scale, times, memory, noise, profiled)
+        record = StepRecord(
+            step,
+            loss,
+            grad_norm,
+            lr,
+            self._tokens,
+            rate,
+            share,
+            step_time_s,
+            skipped,
+            loss_scale,
+            times,
+            memory,
+            noise,
+            profiled,
+        )
         self._count(record)
         if not profiled:
             self._throughput.add(tokens, step_time_s)
@@ -244,37 +255,36 @@ class Recorder:
     def evaluation(
         self, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None] = {}
     ) -> None:
-        """Record the held-out loss (nats per token) after `step` steps, and a blend's parts'; None
-        where they have no token to tell."""
+        """Records the held-out loss (nats per token) after `step` steps, and a blend's parts'.
+
+        None where they have no token to predict.
+        """
         self._evaluations.append(Evaluation(step, eval_loss))
         parts = {"eval_losses": finite(of_parts)} if of_parts else {}
         self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
-        words = report.evaluation_words(self._config, step, eval_loss, of_parts)
-        self._progress.note(words, style="bold cyan")
+        line = report.evaluation_line(self._config, step, eval_loss, of_parts)
+        self._progress.note(line, style="bold cyan")
         if self._wandb is not None:
             self._wandb.evaluation(step, eval_loss, self._tokens, of_parts)
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
-        """Record the tokens and epochs that were read, after `step` steps, of each of its parts."""
+        """Records the tokens and epochs read of each part of a blend after `step` steps."""
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
     def waiting(self) -> tuple[str, ...]:
-        """Flushes metrics.jsonl to the disk; what that does not take a checkpoint must carry.
-
-        Whenever the run dies, the lines up to its newest checkpoint are there or in it.
-        """
+        """Flushes metrics.jsonl to the disk; returns the lines that a checkpoint must carry."""
         self._metrics.flush()
         return self._metrics.waiting()
 
     def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[PeakMemory] = ()) -> None:
-        """What the steps went into, of every rank: for the summary, its panel and breakdown.svg.
+        """Sets the times of every rank, for the summary, its panel and breakdown.svg.
 
-        `memory`: what their accelerators held at most.
+        `memory`: peaks of the ranks' accelerators.
         """
         self._ranks, self._memory = ranks, memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
-        """Close everything, write summary.json, print the closing panel; return the summary.
+        """Closes everything, writes summary.json, prints the closing panel; returns the summary.
 
         `status` is "finished", or why the run ended: "failed", "interrupted", "stopped". A second
         call returns the first one's summary. Raises RuntimeError before `start`.
@@ -284,7 +294,7 @@ class Recorder:
         if self._summary is not None:
             return self._summary
         self._summary = summary = self._summarise(status)
-        with ExitStack() as closing:  # whatever fails, the rest is still closed; in reverse order
+        with ExitStack() as closing:  # in reverse order; a failure does not stop the rest
             if self._wandb is not None:
                 exit_code = 0 if status in ("finished", "stopped") else 1
                 closing.callback(self._wandb.finish, summary, exit_code)
@@ -295,7 +305,7 @@ class Recorder:
         report.print_summary(self._console, summary, self._curve.values())
         if (lost := lost_output()) is not None:
             what = f"{lost['bytes']:,} bytes of output were lost ({lost['reason']})"
-            tell(f"{what}; the run's figures are in {self._run_dir}/")
+            print_line(f"{what}; the run's figures are in {self._run_dir}/")
         return summary
 
     def __enter__(self) -> Self:
@@ -319,7 +329,7 @@ class Recorder:
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     def _recall(self, row: dict[str, Any]) -> None:
-        """Take up the curve, evaluations and token count of the sessions before this one."""
+        """Restores the curve, evaluations and token count of earlier sessions."""
         if not is_whole(row):
             return
         self._tokens = row["tokens"] + (self._first_step - 1 - row["step"]) * self._step_tokens
@@ -327,16 +337,22 @@ class Recorder:
             self._evaluations.append(Evaluation(row["step"], value(row, "eval_loss")))
             return
         self._curve.add(value(row, "loss"))
-        # In the order of the fields; of the rest the summary takes nothing.
-        figures = (value(row, key) for key in StepRecord._fields[1:8])
-        self._count(StepRecord(row["step"], *figures, row.get("skipped", False)))
+        loss, *others = (value(row, key) for key in StepRecord._fields[1:8])
+        # All but the loss are there, says `is_whole`; the summary needs no other entry.
+        grad_norm, lr, _, rate, share, seconds = (n for n in others if n is not None)
+        skipped = row.get("skipped", False)
+        self._count(
+            StepRecord(
+                row["step"], loss, grad_norm, lr, row["tokens"], rate, share, seconds, skipped
+            )
+        )
 
     def _draw(self, path: Path) -> None:
         picture = breakdown_svg(self._ranks, f"{self._run_dir.name}: where a step's time goes")
         replace_durably(path, picture.encode())
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Write a file of the run's end; a disk that does not take it is said."""
+        """Writes a file at the run's end; logs a failing disk."""
         try:
             write(self._run_dir / name)
         except OSError as error:
@@ -346,9 +362,9 @@ class Recorder:
         print_styled(self._console, text, style="yellow")
 
     def _summarise(self, status: str) -> dict[str, Any]:
-        """What summary.json holds: losses in nats per token, seconds, tokens, fractions.
+        """Returns the content of summary.json: losses in nats per token, seconds, fractions.
 
-        A figure that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
+        A number that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
         """
         config, last = self._config, self._last
         content: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The panel before the first step and the one after the last: what runs, and how it went."""
+"""The panels before the first step and after the last one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel3d.metrics.text import (
 )
 from parallel3d.sizes.model import parameter_count
 
-MOST_PARTS = 4  # of a blend, in the line of an evaluation; metrics.jsonl has all
+MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
 
 CHART_HEIGHT = 5
 LABEL_WIDTH = 14
@@ -37,7 +37,7 @@ SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 
 
 def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
-    """The header's rows that follow from the configuration: label to text."""
+    """Returns the header's rows from the configuration: label to text."""
     model, optim = config.model, config.optim
     dp = world_size // (config.tp * config.pp * config.cp)
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
@@ -61,12 +61,12 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
 
 
 def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    """A panel of labelled lines."""
+    """Prints a panel of labelled lines."""
     _panel(console, title, _table(console, facts), "cyan")
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], losses: list[float]) -> None:
-    """The closing panel: curve, figures of `summary` (summary.json's), then where things are."""
+    """Prints the closing panel: loss curve and figures of `summary`, and below it the paths."""
     finished = summary["status"] == "finished"
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
@@ -78,7 +78,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], losses: list[flo
         outer.add_row(Text(encodable(line, console.encoding), no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if finished else "yellow")
-    for label, text in _places(summary).items():  # outside of the frame: to be copied
+    for label, text in _places(summary).items():  # outside of the frame, to be copied
         print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
 
@@ -125,7 +125,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Where everything is, by label."""
+    """Returns the paths and addresses of the run's output, by label."""
     run_dir = Path(summary["paths"]["run_dir"])
     names = [Path(p).name for k, p in summary["paths"].items() if k != "run_dir"]
     rows = {"run directory": f"{run_dir}/", "": "  ".join(names)}
@@ -138,7 +138,7 @@ def _places(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chart(losses: list[float], summary: Mapping[str, Any], width: int) -> list[str]:
-    """The loss over the run with its extremes beside it; nothing for fewer than three steps."""
+    """Draws the loss over the run with its extremes; nothing for fewer than three steps."""
     if len(losses) < 3:
         return []
     scale = 9  # "12.3456 ┤"
@@ -155,7 +155,7 @@ def _chart(losses: list[float], summary: Mapping[str, Any], width: int) -> list[
 
 
 def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
-    """A small table: milliseconds of a step by kind, a row a rank, or least, mean and most."""
+    """Returns a table: milliseconds of a step by kind, a row a rank, or least, mean and most."""
     if summary["breakdown"] is None:
         return []
     ranks = summary["breakdown"]["ranks"]
@@ -193,14 +193,21 @@ def _table(console: Console, facts: Mapping[str, str]) -> Table:
 
 def _panel(console: Console, title: str, content: Table, style: str) -> None:
     heading = Text(encodable(title, console.encoding), style="bold")
-    look = {"border_style": style, "width": min(MAX_WIDTH, console.width), "padding": (0, 1)}
-    console.print(Panel(content, title=heading, title_align="left", **look))
+    panel = Panel(
+        content,
+        title=heading,
+        title_align="left",
+        border_style=style,
+        width=min(MAX_WIDTH, console.width),
+        padding=(0, 1),
+    )
+    console.print(panel)
 
 
-def evaluation_words(
+def evaluation_line(
     config: Config, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None]
 ) -> str:
-    """The line of an evaluation, of a blend with some of its parts."""
+    """Returns the line of an evaluation, with some parts of a blend."""
     bits = bits_per_byte(eval_loss, config.data.reads_bytes)
     width = len(str(config.train.steps))
     text = f"eval {step:{width}d}/{config.train.steps}  held-out loss {loss_words(eval_loss)}"
@@ -211,5 +218,5 @@ def evaluation_words(
 
 
 def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
-    """A loss in nats per token as bits per byte: only where a token is a byte."""
+    """Converts nats per token to bits per byte, where a token is a byte."""
     return eval_loss / math.log(2) if reads_bytes and eval_loss is not None else None

@@ -1,4 +1,4 @@
-"""Numbers and curves as short text, and text that any terminal's encoding can take."""
+"""Numbers and curves as short text in any terminal's encoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-# For consoles that are not Unicode (LANG=C, some Slurm logs): a log line must never raise.
+# For consoles without Unicode (LANG=C, some Slurm logs): a log line must never raise.
 _ASCII = str.maketrans(
     dict(zip(BLOCKS, ".:-=+*#@", strict=True))
     | {"×": "x", "·": "-", "┤": "|", "│": "|", "└": "+", "─": "-", "…": "..."}
@@ -15,7 +15,7 @@ _ASCII = str.maketrans(
 
 
 def si(value: float) -> str:
-    """Three digits and a prefix: 12.3 k, 989 T. The blank before the unit is part of it."""
+    """Formats three digits and a prefix: 12.3 k, 989 T; the blank before the unit is included."""
     if not math.isfinite(value):
         return f"{value} "
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -25,12 +25,12 @@ def si(value: float) -> str:
 
 
 def loss_words(loss: float | None) -> str:
-    """A loss, or that there was no token to tell."""
+    """Formats a loss; None: no token to predict."""
     return "none" if loss is None else f"{loss:.4f}"
 
 
 def duration(seconds: float) -> str:
-    """Time as a clock shows it: 0:07, 12:34, 1:02:03, 3d 04:05:06."""
+    """Formats a time: 0:07, 12:34, 1:02:03, 3d 04:05:06."""
     if not math.isfinite(seconds):
         return "-:--"
     minutes, second = divmod(max(0, round(seconds)), 60)
@@ -42,12 +42,12 @@ def duration(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """34.1 %, with three digits also for small values."""
+    """Formats 34.1 %, with three digits also for small values."""
     return f"{three_digits(100 * fraction)} %"
 
 
 def encodable(text: str, encoding: str) -> str:
-    """`text` in characters that `encoding` has: look-alikes first, then question marks."""
+    """Returns `text` in characters of `encoding`: look-alikes first, then question marks."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -56,16 +56,16 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` (finite) as one row of at most `width` blocks; empty without values."""
+    """Draws finite `values` as one row of at most `width` blocks; empty without values."""
     rows = chart(values, width, 1)
     return rows[0] if rows else ""
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`values` (finite) as `height` rows of at most `width` block characters, top row first.
+    """Draws finite `values` as `height` rows of at most `width` block characters, top row first.
 
-    More values than columns are averaged; the scale runs from the smallest to the largest value,
-    logarithmic if all are positive, so that the end of a loss curve is not a flat line.
+    More values than columns are averaged. The scale runs from the smallest to the largest value,
+    logarithmic if all are positive, so that the end of a loss curve is not flat.
     """
     columns = resample(values, width)
     if not columns or width < 1:
@@ -83,7 +83,7 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 class Curve:
-    """Averages of a long series in bounded memory: adding is O(1), whatever the run's length."""
+    """Means of a long series in bounded memory, with O(1) a value."""
 
     def __init__(self, capacity: int = 512) -> None:
         """`capacity` (even): bins kept; when all are full, neighbours are merged."""
@@ -94,7 +94,7 @@ class Curve:
         self._count = 0
 
     def add(self, value: float | None) -> None:
-        """Append a value; None, NaN and infinities have no place on a curve and are left out."""
+        """Appends a value; None, NaN and infinities are left out."""
         if value is None or not math.isfinite(value):
             return
         self._sum += value
@@ -109,13 +109,13 @@ class Curve:
             self._per_bin *= 2
 
     def values(self) -> list[float]:
-        """The bins' means, oldest first; the last bin may hold fewer values."""
+        """Returns the bins' means, oldest first; the last bin may hold fewer values."""
         tail = [self._sum / self._count] if self._count else []
         return self._bins + tail
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means over stretches of equal length."""
+    """Returns at most `width` means over stretches of equal length."""
     if len(values) <= width:
         return list(values)
     edges = [round(i * len(values) / width) for i in range(width + 1)]
@@ -123,6 +123,6 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def three_digits(value: float) -> str:
-    """0.12, 1.23, 12.3, 123, 1234."""
+    """Formats 0.12, 1.23, 12.3, 123, 1234."""
     size = abs(value)
     return f"{value:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f}"

@@ -1,13 +1,12 @@
-"""Keeps the id of a run's W&B run, and finds the last row that its earlier sessions wrote.
+"""The id of a run's W&B run, and the last row that its earlier sessions wrote.
 
 A resumed run logs after that row. W&B's own `resume` and explicit steps cannot replace this: W&B
 ignores `resume` offline, so the rows that a killed session lost stay lost or, if all are logged
 again, others are in the files twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`).
 
 A `run-<id>.wandb` file is a log of protobuf records in LevelDB's framing: a header of 7 bytes, then
-blocks of 32 KiB. A record lies whole in a block, or in parts in consecutive ones; every part has a
-header of its own (CRC-32, length, kind). A session that was killed leaves a file that ends within
-a record: what came before it counts.
+blocks of 32 KiB. A record is in one block, or in parts in consecutive blocks; every part has its
+own header (CRC-32, length, kind). A killed session's file may end within a record.
 """
 
 from __future__ import annotations
@@ -37,27 +36,26 @@ WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 class Row(NamedTuple):
-    """A logged row's place in the order of rows: a step's evaluation comes after the step."""
+    """Place of a logged row in the order of rows: a step's evaluation comes after the step."""
 
     step: int
     evaluation: bool
 
 
 class UnreadableFile(OSError):
-    """A .wandb file of a format that is not known here."""
+    """A .wandb file of an unknown format."""
 
 
 def run_id(run_dir: Path) -> str:
-    """W&B's id of a run: made once, kept in the run's folder, the same at every restart.
+    """Returns W&B's id of a run: created once, kept in the run's folder.
 
-    The first start takes WANDB_RUN_ID, which a sweep's agent sets, where it is one.
-    Its name alone may be another run's too, in another folder or of another user of the project.
-    Raises OSError.
+    The first start takes WANDB_RUN_ID, which a sweep's agent sets, if valid. The run's name would
+    not be unique among folders and users of the project. Raises OSError.
     """
     file = run_dir / ID_FILE
     if file.is_file() and _ID.fullmatch(found := file.read_text("utf-8", "replace").strip()):
         return found
-    # Sessions of before such a file was made have logged under another id: it stays theirs.
+    # Sessions older than this file have logged under another id: keep it.
     earlier = [path.stem.removeprefix("run-") for path in run_dir.glob(SESSIONS)]
     allowed = re.sub(r"[^A-Za-z0-9_.-]", "-", run_dir.name)
     given = os.environ.get("WANDB_RUN_ID", "")
@@ -70,7 +68,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def last_row(run_dir: Path) -> Row | None:
-    """The last row that earlier sessions of the run left in `run_dir`/wandb; None without any.
+    """Returns the last row of earlier sessions in `run_dir`/wandb; None without any.
 
     Raises OSError if a session's file cannot be read.
     """
@@ -79,7 +77,7 @@ def last_row(run_dir: Path) -> Row | None:
 
 
 def _last_row_of(path: Path) -> Row | None:
-    """The last history record that is whole, found from the end: files of long runs are large."""
+    """Returns the last whole history record, searched from the end: files may be large."""
     with path.open("rb") as file:
         header = file.read(FILE_HEADER.size)
         if not header:
@@ -100,8 +98,8 @@ def _last_row_of(path: Path) -> Row | None:
 
 
 def _records(content: bytes, at: int) -> Iterator[bytes]:
-    """Whole records from `at` on, up to the first damage; `content` begins at a block's border."""
-    parts: list[bytes] | None = None  # None: in the middle of a record that began before it
+    """Yields whole records from `at` to the first damage; `content` begins at a block's border."""
+    parts: list[bytes] | None = None  # None: within a record that began before `content`
     while at + PART_HEADER.size <= len(content):
         if BLOCK - at % BLOCK < PART_HEADER.size:
             at += BLOCK - at % BLOCK  # too small for a header: padding
@@ -121,8 +119,9 @@ def _records(content: bytes, at: int) -> Iterator[bytes]:
 
 
 def _row(record: bytes) -> Row | None:
-    """The place of a history record that `WandbLogger` made; None for any other record."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    """Returns the place of a history record of `WandbLogger`; None for any other record."""
+    # wandb's stub of this generated module is empty.
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     parsed = Record.FromString(record)
     if parsed.WhichOneof("record_type") != "history":

@@ -1,11 +1,10 @@
-"""Weights & Biases beside metrics.jsonl (`logger=wandb`); its failure is never the run's.
+"""Weights & Biases in addition to metrics.jsonl (`logger=wandb`); its errors never stop training.
 
-All sessions of a run are one W&B run, and no step is in it twice: a resumed run trains steps again
-that W&B has already (those after the checkpoint), and lacks some that were logged and lost when the
-run was killed. So a session first adds the rows of metrics.jsonl that W&B has not got, then logs
-what is new. metrics.jsonl is what counts.
+All sessions of a run are one W&B run without repeated steps. A resumed run repeats steps after the
+checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So a session
+first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
 
-Secrets stay where they are: this module asks whether a key exists and never reads it on.
+This module only tests whether a key exists: no secret is read.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from parallel3d.metrics.wandb_file import Row, last_row, run_id
 if TYPE_CHECKING:
     from wandb import Run
 
-ONLINE_TIMEOUT_S = 30  # then the run goes on offline; W&B's own default keeps a job waiting for 90
+ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
 
-# Sections of the W&B page. `step` and `tokens` are logged plain: they are the x axes.
+# Sections of the W&B page. `step` and `tokens` have none: they are the x axes.
 _NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -40,18 +39,14 @@ _NAMES = {
     "mfu": "speed/mfu",
     "step_time_s": "speed/step_time_s",
 }
-_TABLES = {
-    "times": "time",
-    "memory": "memory",
-    "noise": "noise",
-}  # figures with parts, each part one of W&B's
+_TABLES = {"times": "time", "memory": "memory", "noise": "noise"}  # entries with parts → section
 
 
 def has_credentials() -> bool:
-    """Whether W&B would find a key: in the environment or, for its host, in the netrc file."""
+    """Returns whether W&B has a key: in the environment or, for its host, in the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    import wandb  # 0.5 s that only runs with logger=wandb pay
+    import wandb  # 0.5 s, only with logger=wandb
 
     url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
     home = Path.home()
@@ -68,9 +63,9 @@ def has_credentials() -> bool:
 
 
 def resolve_mode(mode: str) -> str:
-    """`auto` is online with a key unless W&B's WANDB_MODE says otherwise; else `mode` itself.
+    """Resolves `auto`: WANDB_MODE, else online with a key, else offline.
 
-    "disabled", of that variable alone, is no W&B run at all.
+    "disabled", by that variable only, is no W&B run at all.
     """
     if mode != "auto":
         return mode
@@ -83,8 +78,8 @@ def resolve_mode(mode: str) -> str:
 
 
 class WandbLogger:
-    """One W&B run. Its constructor and methods never raise because of W&B: the first failure is
-    said once through `say`, after which every call does nothing."""
+    """One W&B run. Errors of W&B are never raised: the first is logged by `say`, after which every
+    call does nothing."""
 
     def __init__(
         self,
@@ -94,14 +89,14 @@ class WandbLogger:
         say: Callable[[str], None],
         earlier: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """`earlier`: the rows that metrics.jsonl keeps of the sessions before this one."""
+        """`earlier`: rows of metrics.jsonl from earlier sessions."""
         self._say = say
         self._last: Row | None = None  # the last row that W&B has
         self.mode = resolve_mode(config.logger.mode)
         self._run: Run | None = None
         self.folder: Path | None = None
         self.url: str | None = None
-        if self.mode == "online":  # this may take a while, and nothing else is on the screen yet
+        if self.mode == "online":  # may take a while, and the screen is still empty
             self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
         if self.mode == "disabled":
             return
@@ -116,19 +111,19 @@ class WandbLogger:
             self.url = None if self.mode == "offline" else self._run.url
 
     def step(self, record: StepRecord) -> None:
-        """Log a training step, unless W&B has it from an earlier session."""
+        """Logs a training step, unless W&B has it from an earlier session."""
         self._step(record.row())
 
     def evaluation(
         self, step: int, eval_loss: float | None, tokens: int, of_parts: Mapping[str, float | None]
     ) -> None:
-        """Log held-out losses, unless W&B has them from an earlier session."""
+        """Logs held-out losses, unless W&B has them from an earlier session."""
         row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
         row |= {f"eval/loss of {name}": loss for name, loss in of_parts.items()}
         self._log(Row(step, evaluation=True), row)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Attach the run's summary, but no path of this machine, and close the run.
+        """Attaches the summary, without paths of this machine, and closes the run.
 
         Online, this waits until W&B has everything.
         """
@@ -137,14 +132,14 @@ class WandbLogger:
             return
 
         def close() -> None:
-            local = ("paths", "wandb", "breakdown", "memory")  # places, and tables by rank
+            local = ("paths", "wandb", "breakdown", "memory")  # paths, and tables by rank
             run.summary.update({k: v for k, v in summary.items() if k not in local})
             run.finish(exit_code=exit_code)
 
         self._guard(close)
 
     def shown(self) -> str:
-        """The run's address, or why it has none, for the header."""
+        """Returns the run's address, or why it has none, for the header."""
         if self.mode == "disabled":
             return "disabled by WANDB_MODE"
         if self._run is None:
@@ -152,18 +147,18 @@ class WandbLogger:
         return self.url or f"{self.mode}, project {self._run.project}"
 
     def place(self) -> dict[str, str | None]:
-        """Where the run is to be found."""
+        """Returns the run's mode, address and folder."""
         folder = str(self.folder) if self.folder else None
         return {"mode": self.mode, "url": self.url, "folder": folder}
 
     def _open(self, config: Config, run_dir: Path, provenance: Provenance) -> None:
         import wandb
 
-        # Read before a file of this session's own is there.
+        # Read before this session's own file exists.
         self._last = last_row(run_dir)
         content = dataclasses.asdict(config) | {"code": provenance._asdict()}
         run = wandb.init(
-            # What nobody typed is left to W&B's own variables: None takes theirs.
+            # None lets W&B's own variables decide.
             project=config.logger.project or os.environ.get("WANDB_PROJECT") or "parallel3d",
             id=run_id(run_dir),
             name=os.environ.get("WANDB_NAME") or run_dir.name,
@@ -172,13 +167,13 @@ class WandbLogger:
             config=content,
             dir=str(run_dir),
             mode="online" if self.mode == "online" else "offline",
-            # Offline, each session makes its own folder; `wandb sync` joins them by their id.
+            # Offline, each session has its own folder; `wandb sync` joins them by their id.
             resume="allow" if self.mode == "online" else None,
             settings=wandb.Settings(
                 silent=True,
                 console="off",
                 disable_code=True,
-                disable_git=True,  # provenance is in the config, without the remote's address
+                disable_git=True,  # the config has the commit, without the remote's address
                 init_timeout=ONLINE_TIMEOUT_S,
                 x_disable_machine_info=not config.logger.system_metrics,  # true disables both
                 x_disable_meta=True,
@@ -191,12 +186,12 @@ class WandbLogger:
         self._run = run
 
     def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Add the rows of earlier sessions that were logged and lost on the way."""
+        """Adds rows of earlier sessions that were logged and lost."""
         run, rows = self._run, iter(earlier)
         if run is None or (first := next(rows, None)) is None:
             return
         if run.resumed and (step := run.summary.get("step")) is not None:
-            # Online the server tells its last step, not whether the evaluation after it came.
+            # Online the server has its last step, not whether the evaluation after it arrived.
             there = Row(int(step), evaluation=True)
             self._last = max(there, self._last or there)
         for line in chain((first,), rows):
@@ -223,12 +218,12 @@ class WandbLogger:
             self._guard(lambda: run.log(row))
 
     def _guard(self, action: Callable[[], None]) -> None:
-        """Run `action`; if W&B or its background process fails, say so and never call it again."""
+        """Runs `action`; on an error of W&B, logs it and disables all further calls."""
         try:
             action()
         except Exception as error:
-            # Only W&B's own errors, which it keeps in several modules, and a background process
-            # that cannot start or has died. Anything else is a mistake of ours.
+            # Only W&B's own errors, from several of its modules, and those of its background
+            # process, which may fail to start or die. Any other is a bug.
             if not isinstance(error, OSError) and not type(error).__module__.startswith("wandb"):
                 raise
             self._run = None
@@ -240,7 +235,7 @@ class WandbLogger:
 
 
 def _forget() -> None:
-    """Stop W&B's background process, and with it whatever it has half opened."""
+    """Stops W&B's background process, which still holds a half-opened run."""
     import wandb
 
     wandb.teardown()
