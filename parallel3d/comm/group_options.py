@@ -103,7 +103,8 @@ def nccl_options(
     Their class is that of the world's own options: `ProcessGroupNCCL.Options`, or its counterpart
     in another backend that can split. Raises UserError if this torch's NCCL lacks a setting.
     """
-    options = type(backend.options)()
+    options_class: Any = type(backend.options)
+    options = options_class()
     options._timeout = timeout
     set_nccl_options(options, kind, launch)
     return options

@@ -44,7 +44,7 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / PICTURE, pictures(measured, clock, title))
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
-            hop = trainer.clock.floors.get("pp", 0.0)
+            hop = trainer.clock.baseline_latency.get("pp", 0.0)
             layers, again = layers_of_stages(trainer.config), forwards_again(trainer.config)
             costs = measured_costs(measured, trainer.schedule, layers, again)
             print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
