@@ -62,9 +62,7 @@ def test_second_interrupt_interrupts() -> None:
 def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
     ranks = LocalRanks(2, lambda rank, starts: 0, grace_s=10)
     ranks.handed_on = []
-    monkeypatch.setattr(
-        LocalRanks, "_forward", lambda self, number: self.handed_on.append(number)
-    )
+    monkeypatch.setattr(LocalRanks, "_forward", lambda self, number: self.handed_on.append(number))
     return ranks
 
 
