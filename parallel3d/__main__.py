@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> int:
-    """Runs a command line and returns its exit code."""
     try:
         gc.disable()  # imports leave no garbage: looking for it takes a tenth of their time
         from parallel3d.cli.command_line import main as command

@@ -17,7 +17,6 @@ OTHERS_WRITE = 0o022
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a new private file and flushes it to the disk."""
     with new_file(path) as descriptor:
         write_all(descriptor, memoryview(content))
         os.fsync(descriptor)
@@ -79,11 +78,7 @@ def no_link(path: str | Path, flags: int) -> int:
 
 
 def is_ours(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether the file of this status, in `folder`, belongs to this user.
-
-    Some file systems (NFS for root, CIFS) give our own files another owner, found by creating one
-    in `folder`.
-    """
+    """Returns whether a file of this status belongs to this user, also where owners are mapped."""
     if status.st_uid == os.geteuid():
         return True
     made = _status_of_new_file(folder)
@@ -99,7 +94,6 @@ def others_may_write(status: os.stat_result, folder: Path) -> bool:
 
 
 def _status_of_new_file(folder: Path) -> os.stat_result | None:
-    """Returns the status of a new private file in `folder`; None if none can be created."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno())
@@ -115,10 +109,7 @@ MAX_SENTENCE = 400
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Opens `path` for reading. Raises OSError, and ValueError for a pipe, device or folder.
-
-    Opening a pipe does not block.
-    """
+    """Opens `path` for reading without blocking; ValueError for a pipe, device or folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,1 +1,1 @@
-"""The command line: words in, exit code out; its help."""
+"""The command line: arguments in, exit code out; its help."""

@@ -160,10 +160,7 @@ def _run_hydra(app: str, words: list[str]) -> None:
 
 
 def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
-    """Checks one composed configuration and runs it. Returns the exit code, after logging errors.
-
-    `prompt`: generate's, as typed; None: the configuration's.
-    """
+    """Checks a composed configuration and runs it. Returns the exit code, after logging errors."""
     place: RankAssignment | None = None
     try:
         config = OmegaConf.to_object(composed)
@@ -204,7 +201,6 @@ def _run_job(app: str, composed: DictConfig, prompt: str | None = None) -> int:
 
 
 def _refuse_launched(place: RankAssignment | None) -> None:
-    """Raises UserError under torchrun or srun: generate starts its own ranks."""
     if place is not None:
         raise UserError(
             f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
@@ -276,11 +272,7 @@ def _check_data(app: str, config: Config, first: bool = True) -> None:
 
 
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
-    """Logs a user error and returns the exit code.
-
-    Every rank composes for itself and finds the same error, which rank 0 logs; a HostError is
-    logged by one rank of each host.
-    """
+    """Logs a user error, which all ranks find, once (a HostError once a host); returns the code."""
     first_of_host = place is not None and place.local_rank == 0
     if place is None or place.rank == 0 or (isinstance(error, HostError) and first_of_host):
         print_line(readable(full_stop(str(error))))

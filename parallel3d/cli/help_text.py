@@ -173,7 +173,6 @@ EXAMPLES = {
 
 
 def overview() -> str:
-    """Returns the text of `parallel3d` without arguments."""
     return _printable(OVERVIEW.rstrip())
 
 

@@ -71,10 +71,7 @@ def is_sweep() -> bool:
 
 
 def order_words(words: list[str]) -> list[str]:
-    """Returns the words with flags first, since argparse needs all overrides side by side.
-
-    Raises UserError for a flag that Hydra does not have, and for flags that exclude each other.
-    """
+    """Puts flags first, as argparse needs. Raises UserError for unknown or contradicting flags."""
     parser = get_args_parser()
     parser.error = _raise_argument_error  # type: ignore[method-assign]
     known, rest = parser.parse_known_args(words)

@@ -1,1 +1,1 @@
-"""Groups of ranks and what they do together: collectives, their clock, log and store."""
+"""Process groups, collectives, StepTimer, operation log and the ranks' store."""

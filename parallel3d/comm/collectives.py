@@ -55,10 +55,7 @@ class Timed:
 
 
 def timed(call: Callable[[Tensor, Group], Any]) -> Callable[[Tensor, Group], Any]:
-    """Counts a collective's wait, and on the CPU its start, as its group's communication.
-
-    `call` returns a handle, or a tensor and a handle.
-    """
+    """Counts a collective's wait, and on the CPU its start, as its group's communication."""
     operation = operation_name(call)
 
     @functools.wraps(call)
@@ -138,10 +135,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
-    """Sums a few numbers over the group in place and returns them; a group synchronises here.
-
-    Nothing to speak of is transferred: time above the group's baseline latency is counted as idle.
-    """
+    """Sums a few numbers in place; time above the group's baseline latency counts as idle."""
     timer = group.timer
     if timer is None or group.size == 1:
         return all_reduce(tensor, group)
@@ -155,10 +149,7 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
 @timed
 @logged
 def all_reduce_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a gradient bucket, in place; several may be in flight, waited for in order.
-
-    Through shared memory the wait does all the work: copying takes the cores that compute.
-    """
+    """Starts the in-place sum of a gradient bucket; several may be in flight, in order."""
     if group.shared is not None and tensor.device.type == "cpu":
         return group.shared.all_reduce_in_chunks(tensor)
     return all_reduce_async(tensor, group)
@@ -185,20 +176,14 @@ def own_shard(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _gather_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """Starts the backend's all-gather of `tensor` (n, ...) into `out` (size · n, ...).
-
-    On NCCL `tensor` may be this rank's part of `out`: nothing is copied then.
-    """
+    """Starts an all-gather into `out` (size · n, ...); on NCCL `tensor` may be a part of it."""
     if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
         return dist.all_gather_single(out, tensor, group=group.handle, async_op=True)
     return dist.all_gather_into_tensor(out, tensor, group=group.handle, async_op=True)
 
 
 def _scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """Starts the backend's reduce-scatter of `tensor` (size · n, ...) into `out` (n, ...).
-
-    On NCCL `out` may be this rank's part of `tensor`.
-    """
+    """Starts a reduce-scatter to `out` (n, ...); on NCCL that may be a part of `tensor`."""
     if hasattr(dist, "reduce_scatter_single"):  # its name since torch 2.13
         return dist.reduce_scatter_single(out, tensor, group=group.handle, async_op=True)
     return dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True)
@@ -207,11 +192,7 @@ def _scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 @timed
 @logged
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a flat gradient bucket into this rank's shard of it, in place.
-
-    The rest of `tensor` is undefined afterwards. As with `all_reduce_bucket`, several may be in
-    flight, and through shared memory the wait does the work.
-    """
+    """Starts the sum of a flat gradient bucket into this rank's shard; the rest is undefined."""
     if group.size == 1:
         return CompletedWork()
     own = own_shard(tensor, group)
@@ -270,7 +251,6 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """Gathers (n, ...) of every rank into (size · n, ...), in rank order."""
     out, work = all_gather_async(tensor, group)
     work.wait()
     return out
@@ -295,7 +275,6 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """Sums (size · n, ...) over the group and returns this rank's (n, ...) of it."""
     out, work = reduce_scatter_async(tensor, group)
     work.wait()
     return out
@@ -307,10 +286,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
 @timed
 @logged
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts sending part j of (size · n, ...) to rank j; the result is in order of senders.
-
-    Nothing is summed, so a narrow type travels without a second rounding.
-    """
+    """Starts sending part j of (size · n, ...) to rank j; the result is in order of senders."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()

@@ -16,10 +16,7 @@ from torch import Tensor
 
 
 def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """Returns the `value` of every member, in the group's order; collective.
-
-    Raises TypeError for a value that JSON does not have.
-    """
+    """Gathers a JSON value of every member, in the group's order; collective."""
     word = _as_bytes(value)
     if handle is None:
         return [_value(word)]
@@ -33,10 +30,7 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
 
 
 def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """Returns `all_gather_json` on the group's first member, an empty list elsewhere; collective.
-
-    The first member's device holds one value at a time.
-    """
+    """Gathers JSON values on the group's first member, one at a time; an empty list elsewhere."""
     word = _as_bytes(value)
     if handle is None:
         return [_value(word)]
@@ -54,10 +48,7 @@ def gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.devi
 
 
 def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Returns the `value` of the group's first member on every member; collective.
-
-    The values of other members are ignored. Raises TypeError as `all_gather_json`.
-    """
+    """Returns the first member's JSON `value` on every member; collective."""
     first = handle is None or dist.get_rank(handle) == 0
     mine = _as_bytes(value) if first else torch.empty(0, dtype=torch.uint8)
     if handle is None:
@@ -71,16 +62,12 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
-    """Sends (dist.isend) or receives (dist.irecv) a tensor to or from world rank `peer`.
-
-    As a batch of one: NCCL requires that for messages between two members of a larger group.
-    """
+    """Sends or receives a tensor as a batch of one, which NCCL requires in larger groups."""
     for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
         work.wait()
 
 
 def _lengths(word: Tensor, handle: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """Returns the length in bytes of every member's encoded value."""
     mine = torch.tensor([word.numel()], device=device)
     lengths = [torch.empty_like(mine) for _ in range(dist.get_world_size(handle))]
     dist.all_gather(lengths, mine, group=handle)

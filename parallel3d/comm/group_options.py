@@ -52,20 +52,14 @@ class Interfaces:
         return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
 
     def check(self, layout: Layout, rank: int) -> None:
-        """Looks up the interfaces of this rank's groups before anything connects.
-
-        Raises UserError if this host has no such interface.
-        """
+        """Raises UserError unless this host has the interfaces of this rank's groups."""
         for dim in ("tp", "dp", "pp"):
             ranks = layout.group_of(rank, dim)
             if len(ranks) > 1:
                 self.of_group(ranks, rank)
 
     def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
-        """Returns the interface of member `rank` of a group; None for the system's choice.
-
-        Raises UserError if this host has no such interface.
-        """
+        """Returns the interface of member `rank` of a group, or None. Raises UserError."""
         cluster, slots = self.placement.cluster, self.placement.slots
         inside = np.unique(cluster.domain[slots[list(ranks)]]).size == 1
         key, pattern = ("nvlink", self.nvlink) if inside else ("rail", self.rail)
@@ -82,7 +76,6 @@ class Interfaces:
 
 
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
-    """Returns options of the backend `GLOO_ON` for groups that communicate over `interface`."""
     if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch knows it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
@@ -98,11 +91,7 @@ def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
 def nccl_options(
     kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: Backend
 ) -> Any:
-    """Returns options for groups of a kind (tp, pp, …) that are split from the world's `backend`.
-
-    Their class is that of the world's own options: `ProcessGroupNCCL.Options`, or its counterpart
-    in another backend that can split. Raises UserError if this torch's NCCL lacks a setting.
-    """
+    """Returns options of the world's class for groups that are split from its `backend`."""
     options_class: Any = type(backend.options)
     options = options_class()
     options._timeout = timeout
@@ -111,10 +100,7 @@ def nccl_options(
 
 
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
-    """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group.
-
-    The two levels of dp count as dp, both directions of pp as pp.
-    """
+    """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group."""
     kind = {"dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)
     fields = tuple((field, value) for group, field, value in settings if group == kind)

@@ -28,10 +28,7 @@ class _Group(Protocol):
 
 
 class LoggedOperation(NamedTuple):
-    """One collective or message; `number` counts the operations of its group on this rank.
-
-    `peer` is the other rank of a message between stages, None for a collective.
-    """
+    """One collective, or message to or from `peer`; `number` counts its group's on this rank."""
 
     group: str
     number: int
@@ -138,19 +135,14 @@ class OperationLog:
         return note
 
     def recent(self, count: int = 200) -> list[LoggedOperation]:
-        """Returns the newest operations since the last boundary, oldest first."""
         return [_operation(note) for note in self._notes[-count:]]
 
     def awaited(self) -> LoggedOperation | None:
-        """Returns the operation that the rank waits for."""
         note = self.waiting
         return None if note is None else _operation(note)
 
     def divergence(self) -> Divergence | None:
-        """Returns where this phase, or one of the latest before it, left its usual operations.
-
-        Earlier phases count because a missing operation may block a rank only later.
-        """
+        """Returns where this phase, or one of the latest before it, left its usual operations."""
         previous = self._previous.get(self._phase, [])
         found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
@@ -215,10 +207,7 @@ def operation_name(start: Callable) -> str:
 
 
 def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor, Any], Any]:
-    """Logs a collective and the wait for its handle, in the log of its group, if any.
-
-    `start` returns a handle, or a tensor and a handle. Collectives that it calls are not logged.
-    """
+    """Logs a collective, but none that it calls, and its wait in the log of its group, if any."""
     name = operation_name(start)
 
     @functools.wraps(start)
@@ -240,12 +229,7 @@ def logged(start: Callable[[torch.Tensor, Any], Any]) -> Callable[[torch.Tensor,
 def logged_message(
     group: _Group, name: str, tensor: torch.Tensor, peer: int, start: Callable
 ) -> Any:
-    """Starts a message between stages by `start()`, logged like a collective.
-
-    Args:
-        name: send or receive.
-        peer: the rank at the other end.
-    """
+    """Starts a message between stages (`name`: send or receive) by `start()`, logged likewise."""
     log = group.log
     if log is None:
         return start()

@@ -109,12 +109,7 @@ class ProcessGroups:
 
     @classmethod
     def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
-        """Creates the groups of a run's layout on this rank, as configured; collective.
-
-        Args:
-            device: this rank's, "cpu" or "<type>:<index>".
-            placement: rank mapping of the whole run; None where the run did not need one.
-        """
+        """Creates the groups of a run's layout on this rank, as configured; collective."""
         device_type = device.split(":")[0]
         interfaces = None
         if device_type == "cpu":
@@ -215,7 +210,6 @@ def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] 
 
 
 def _with_shared_memory(group: Group, timeout_s: float) -> Group:
-    """Returns the group with shared memory where its ranks can have it; collective."""
     if group.handle is None:
         return group
     shared = SharedCollectives.open(group.handle, group.index, group.size, timeout_s)
@@ -311,12 +305,10 @@ def _mesh(layout: Layout, device_type: str, by_dim: dict[str, Group]) -> DeviceM
 
 
 def with_timer(groups: ProcessGroups, timer: StepTimer) -> ProcessGroups:
-    """Returns the groups with `timer` for their collectives."""
     return _replace_each(groups, lambda group: replace(group, timer=timer))
 
 
 def with_log(groups: ProcessGroups, log: OperationLog) -> ProcessGroups:
-    """Returns the groups with `log` for their operations."""
     return _replace_each(groups, lambda group: replace(group, log=log))
 
 

@@ -49,10 +49,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
-    """Returns a clock, and the function that waits for a semaphore until a time of that clock.
-
-    Monotonic, so that setting the time does not matter; glibc before 2.30 and musl lack it.
-    """
+    """Returns a clock (monotonic where libc has it) and a wait until one of its times."""
     monotonic = time.CLOCK_MONOTONIC
     if hasattr(libc, "sem_clockwait"):
         return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
@@ -61,12 +58,7 @@ def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any]
 
 @dataclass
 class SharedMemory:
-    """Semaphores and bytes shared by all ranks of a group; created by `open_shared_memory`.
-
-    Attributes:
-        index, size: this rank's place in the group, and the group's size.
-        data: (bytes,) uint8, the same memory in every rank.
-    """
+    """Semaphores and bytes (`data`, uint8) shared by a group's ranks; see `open_shared_memory`."""
 
     index: int
     size: int
@@ -97,16 +89,10 @@ class SharedMemory:
         return ctypes.c_void_p(self.address + number * SEMAPHORE_BYTES)
 
     def post(self, number: int) -> None:
-        """Adds one to a semaphore."""
         self.libc.sem_post(self._semaphore(number))
 
     def wait(self, number: int, peer: int) -> None:
-        """Takes one from a semaphore that member `peer` posts, sleeping until it can.
-
-        Raises:
-            ConnectionError: the peer has ended.
-            TimeoutError: the peer did not post within the group's timeout.
-        """
+        """Takes one from a semaphore of member `peer`. Raises ConnectionError, TimeoutError."""
         semaphore = self._semaphore(number)
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
@@ -135,7 +121,6 @@ class SharedMemory:
         return False
 
     def _is_alive(self, peer: int) -> bool:
-        """Returns whether the peer still holds the lock on its byte."""
         try:
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, peer)
         except OSError:
@@ -162,11 +147,7 @@ def open_shared_memory(
 
     The first rank creates a file, which the others open through that rank's /proc entry. In a
     container with its own PID namespace they cannot; where host names differ they do not try.
-    (Nodes made of namespaces on one machine may see one /proc.)
-
-    Args:
-        semaphores: their initial values.
-        data_bytes: size of the data, the same on every rank.
+    `semaphores`: their initial values.
     """
     length = _semaphore_area(len(semaphores)) + data_bytes
     descriptor = _create(length, semaphores) if index == 0 else -1
@@ -205,7 +186,6 @@ def _create(length: int, semaphores: Sequence[int]) -> int:
 
 
 def _identity(descriptor: int) -> list[int]:
-    """Returns device, inode and size, which identify a file."""
     if descriptor < 0:
         return []
     found = os.fstat(descriptor)
@@ -281,11 +261,7 @@ class SharedCollectives:
         return SharedMemoryWork(self, finish)
 
     def all_reduce_in_chunks(self, tensor: Tensor) -> InChunks:
-        """Returns the sum of a tensor of any size, in place, all of it done in `wait()`.
-
-        So several gradient buckets may be in flight, as long as all ranks wait for them in the
-        same order.
-        """
+        """Returns the in-place sum of a tensor of any size; several may be in flight."""
         chunks = self._chunks(tensor.view(-1))
         return InChunks([partial(self.all_reduce, chunk) for chunk in chunks])
 
@@ -308,7 +284,6 @@ class SharedCollectives:
         return tensor.split(CHUNK_BYTES // (tensor.itemsize * shards), dim=-1)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> SharedMemoryWork:
-        """Starts gathering (n, ...) of every rank into `out` (size · n, ...)."""
         slots = self._start(tensor)
 
         def finish() -> None:
@@ -366,10 +341,7 @@ class SharedCollectives:
         return self.memory.data[start : start + like.nbytes].view(like.dtype)
 
     def wait_for_peers(self) -> None:
-        """Waits until every peer has written its slot of the current operation.
-
-        Raises RuntimeError if a peer brought a tensor of another size.
-        """
+        """Waits until every peer has written its slot; RuntimeError if one has another size."""
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.memory.index * SLOTS + turn]
         for peer in self.peers:

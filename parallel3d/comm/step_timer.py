@@ -69,7 +69,6 @@ class HostTimes:
         return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
-        """Counts the time since the last mark as `kind`."""
         now = time.perf_counter()
         _add(self.spent, kind, idle_beyond, now - self.since)
         self.since = now
@@ -112,7 +111,6 @@ class DeviceTimes:
         return event
 
     def start(self) -> bool:
-        """Returns whether the step that begins is timed."""
         self.number += 1
         later = self.number - WARMUP_STEPS - 1
         if later >= 0 and later % EVERY:
@@ -126,11 +124,9 @@ class DeviceTimes:
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
-        """Counts the compute stream's time since the last mark as `kind`."""
         self.marks.append((self._event(), (kind, idle_beyond)))
 
     def end(self) -> None:
-        """Ends the step, whose marks are all queued."""
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
@@ -181,7 +177,6 @@ class StepTimer:
         self._steps = 0
 
     def start_step(self) -> None:
-        """Begins a step."""
         self._stack = [BASE]
         self.running = self.times.start()
 
@@ -204,10 +199,7 @@ class StepTimer:
                 self._sum[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """Begins `kind`, until the matching `pop`; a profile shows it as `name` if given.
-
-        Outside of a step nothing is counted.
-        """
+        """Begins `kind`, until the matching `pop`; a profile shows it as `name` if given."""
         if self.ranges is not None:
             self.ranges.push(name or kind)
         if self.running and self.times.counts():
@@ -215,10 +207,7 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind; its time since the last change above `idle_beyond` is idle.
-
-        The current stream must be that of its `push`.
-        """
+        """Ends the innermost kind (same stream as its `push`); time above `idle_beyond` is idle."""
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
         if self.ranges is not None:
@@ -240,10 +229,7 @@ class StepTimer:
         return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
-        """Returns mean seconds a step by kind, without the first `WARMUP_STEPS` if there are more.
-
-        Waits for the device. All zero before the first step.
-        """
+        """Returns mean seconds a step by kind, without warm-up if possible; synchronises."""
         if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
         if self._steps:

@@ -29,7 +29,6 @@ DIGEST_BYTES = 32
 
 
 def secret() -> bytes:
-    """Returns the job's secret; empty without one."""
     return os.environ.get(SECRET, "").encode()
 
 
@@ -79,11 +78,7 @@ def is_loopback(host: str) -> bool:
 
 
 def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that keep traffic between ranks of one host on its loopback.
-
-    gloo would listen on the address of the host's name, or on an interface that is meant for runs
-    on several hosts; NCCL on the first network interface, unless the user names one.
-    """
+    """Returns variables that keep traffic between ranks of one host on its loopback."""
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if interface is None:
         return {}
@@ -107,10 +102,7 @@ def serve(host: str, listening: socket.socket, **more: Any) -> TCPStore:
 
 
 def behind_secret(store: Store) -> PrefixStore:
-    """Returns the store under a prefix from the job's secret: two jobs on one port stay apart.
-
-    The prefix is a digest, because keys can be listed.
-    """
+    """Returns the store under a digest of the job's secret: two jobs on one port stay apart."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(hashlib.sha256(secret()).hexdigest()[:16], store)
@@ -130,7 +122,6 @@ def verify(key: str, signed: bytes) -> bytes:
 
 
 def put(store: Store, key: str, value: Any) -> None:
-    """Stores a JSON value for the other ranks."""
     signed = sign(key, json.dumps(value).encode())
     store.set(key, signed)  # type: ignore[arg-type]  # torch's stub lacks bytes
 

@@ -42,10 +42,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the calling thread's current one; a new thread begins with device 0.
-
-    No-op on a CPU. Raises ValueError for a device without an index.
-    """
+    """Makes `device` the thread's current one; no-op on a CPU. ValueError without an index."""
     if is_accelerator(device):
         module(device).set_device(device)
 
@@ -58,13 +55,11 @@ def current(device: torch.device) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work queued on `device`."""
     if is_accelerator(device):
         module(device).synchronize(device)
 
 
 def name(device: torch.device) -> str:
-    """Returns the vendor's name of the device."""
     return module(device).get_device_name(device) if is_accelerator(device) else "CPU"
 
 
@@ -81,10 +76,7 @@ def bus_id(device: torch.device) -> str | None:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device` through pinned memory, without waiting for the copy.
-
-    torch keeps the pinned pages until the copy is done.
-    """
+    """Copies a CPU tensor to `device` through pinned memory, without waiting for the copy."""
     if not is_accelerator(device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -114,7 +106,6 @@ class Ranges:
         self._open: list[record_function] = []
 
     def push(self, name: str) -> None:
-        """Opens a range."""
         opened = record_function(name)
         opened.__enter__()
         self._open.append(opened)
@@ -122,14 +113,12 @@ class Ranges:
             self.nvtx.range_push(name)
 
     def pop(self) -> None:
-        """Closes the newest range that is open."""
         if self.nvtx is not None:
             self.nvtx.range_pop()
         self._open.pop().__exit__(None, None, None)
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Opens a range around a block."""
         self.push(name)
         try:
             yield

@@ -19,13 +19,7 @@ _library = torch.library.Library("parallel3d", "FRAGMENT")
 
 
 def define(name: str, signature: str, run: Callable, shape: Callable) -> None:
-    """Defines the operator `torch.ops.parallel3d.NAME`.
-
-    Args:
-        signature: arguments and results as a torch schema.
-        run: computes it, on any device.
-        shape: returns results of the right shape and type from arguments without values.
-    """
+    """Defines `torch.ops.parallel3d.NAME` by its schema, implementation and fake implementation."""
     _library.define(f"{name}{signature}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"parallel3d::{name}", shape, lib=_library)
@@ -147,7 +141,6 @@ def _kind(argument: Any) -> Hashable:
 
 
 def _with_own_code(function: Callable[[*Ts], T]) -> Callable[..., T]:
-    """Returns the function with a copy of its code object."""
     code, more = function.__code__.replace(), (function.__defaults__, function.__closure__)
     return FunctionType(code, function.__globals__, function.__name__, *more)
 

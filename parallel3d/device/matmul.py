@@ -53,10 +53,7 @@ def onednn_is_faster(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
-    """Returns whether oneDNN computes the matmul of `x` (…, in) and `other` (`outputs` columns).
-
-    Its operator has no gradient, and would copy a non-contiguous `x`.
-    """
+    """Returns whether oneDNN is usable (no gradient, contiguous) and faster for `x` · `other`."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or other.requires_grad):

@@ -91,7 +91,6 @@ class LossScale:
             self.good_steps = self.overflows = 0
 
     def progress(self) -> dict[str, float]:
-        """Returns the state for `restore`."""
         return {
             "loss_scale": self.scale,
             "good_steps": self.good_steps,

@@ -1,1 +1,1 @@
-"""Hangs found and explained, and steps that are not healthy."""
+"""Hang reports and health checks."""

@@ -56,13 +56,7 @@ def take() -> str | None:
 
 
 def read(text: str, known: Mapping[str, tuple[int, ...]]) -> Record:
-    """Parses the newest entries of the recorder's JSON, without gloo's, which have no state.
-
-    Raises KeyError or ValueError if this torch writes another format.
-
-    Args:
-        known: ranks of groups by name, for groups whose ranks the recorder does not have.
-    """
+    """Parses the newest NCCL entries. Raises KeyError or ValueError for another format."""
     content = json.loads(text)
     ranks = dict(known)
     for group in content.get("pg_config", {}).values():

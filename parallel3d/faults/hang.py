@@ -56,11 +56,7 @@ class RankState:
 
     @property
     def stuck(self) -> LoggedOperation | None:
-        """Returns the operation that the device waits in: the first that has not ended.
-
-        Those behind it may only wait for their turn; those before it have ended, so other ranks are
-        late.
-        """
+        """Returns the operation that the device waits in: the first that has not ended."""
         return next((q.operation for q in self.queue or () if not q.is_done), None)
 
     @property
@@ -69,7 +65,6 @@ class RankState:
 
     @property
     def awaited(self) -> set[int]:
-        """Returns the ranks that it waits for."""
         operation = self.stuck or self.waiting
         if operation is None:
             return set()
@@ -107,7 +102,6 @@ def to_json(state: RankState) -> dict[str, Any]:
 
 
 def from_json(content: dict[str, Any]) -> RankState:
-    """Returns the state of `to_json`."""
     waiting, divergence, queue = (content[name] for name in ("waiting", "divergence", "queue"))
     if divergence is not None:
         now, was, after = divergence
@@ -144,12 +138,7 @@ def _operation(fields: list) -> LoggedOperation:
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
-    """Returns the diagnosis over all ranks.
-
-    Args:
-        states: of the ranks that answered, at least one.
-        silent: rank → (who it is, why it does not answer), for the others.
-    """
+    """Returns the diagnosis; `silent`: rank → (who it is, why it does not answer)."""
     if silent:
         return _dead(states, silent)
     if any(state.queue is None for state in states.values()):
@@ -267,10 +256,7 @@ def _lacks(state: RankState, other: RankState) -> bool:
 
 
 def _fewer(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank of a waiting group that has begun fewer or more operations of another group.
-
-    Operations queued on a device do not block the host, which meets the others when it reads back.
-    """
+    """Finds a rank of a waiting group that has begun fewer or more operations of another group."""
     for state in states.values():
         for group, ranks in state.ranks.items():
             members = [states[rank] for rank in ranks if rank in states]
@@ -333,7 +319,6 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
 
 
 def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
-    """Returns the collective of that group and number in the queue of `state`."""
     for operation, _ in state.queue or ():
         same = (operation.group, operation.number) == (wanted.group, wanted.number)
         if same and operation.peer is None:
@@ -387,7 +372,6 @@ def _reached(state: RankState, other: RankState) -> bool:
 
 
 def _queued(state: RankState, other: RankState) -> bool:
-    """Returns whether the host of `state` has queued the operation that `other` waits in."""
     wanted = other.stuck
     assert wanted is not None
     queue = [op for op, _ in state.queue or () if op.group == wanted.group]
@@ -422,12 +406,7 @@ Found = tuple[Diagnosis | None, list[tuple[int, int]]]
 
 @dataclass
 class HangReport:
-    """One rank's part in the report of a hang.
-
-    Args:
-        store: of all ranks; None for a world of one.
-        keeper: rank 0's process, in case the store ends with it.
-    """
+    """One rank's part in a hang report; `keeper`: rank 0's process, which may have the store."""
 
     config: Config
     worker: Worker
@@ -493,7 +472,6 @@ class HangReport:
         return diagnose({state.rank: state}, {0: (who, why)}), here
 
     def _is_first_without_store(self) -> bool:
-        """Returns whether this rank created the file."""
         try:
             (self.worker.run_dir / HANG_FILE).touch(exist_ok=False)
         except FileExistsError:

@@ -28,11 +28,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 @dataclass
 class Health:
-    """Checks of a run's health on one rank; `after_step` is collective over the world.
-
-    Args:
-        say: logs a sentence for the user, on any rank.
-    """
+    """Checks of a run's health on one rank; `say` logs a sentence for the user."""
 
     trainer: Trainer
     checkpoints: Checkpoints
@@ -43,10 +39,7 @@ class Health:
     last_spike: int = -SPIKE_PAUSE
 
     def after_step(self, result: StepResult) -> None:
-        """Checks a step, logs findings, and rolls back to a checkpoint if due.
-
-        Raises TrainingFailure on all ranks alike if too many steps in a row were skipped.
-        """
+        """Checks a step and rolls back if due. Raises TrainingFailure on all ranks alike."""
         settings = self.trainer.config.recovery
         if result.loss is not None:  # a batch without a token to learn updates nothing
             self._check_step(result, result.loss)
@@ -149,7 +142,6 @@ def bit_sum(parameter: Tensor) -> Tensor:
 
 
 def bad_gradients(trainer: Trainer) -> Iterator[str]:
-    """Yields names of this rank's parameters whose gradients are not finite."""
     for segment in trainer.optimizer.segments:
         offset = 0
         for part in segment.parts:

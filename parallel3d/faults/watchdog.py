@@ -42,16 +42,12 @@ BACKWARD = "_engine_run_backward"
 
 
 def dump_stacks(path: Path) -> None:
-    """Writes the stacks of all Python threads. Raises OSError."""
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
 def work_stack() -> Stack:
-    """Returns the main thread's stack, continued by autograd's thread during a backward.
-
-    The backward of tensors on an accelerator runs on a thread that autograd created.
-    """
+    """Returns the main thread's stack, continued by autograd's thread during a backward."""
     frames = sys._current_frames()
     main = _stack(frames.get(threading.main_thread().ident or 0))
     if not main or main[-1][2] != BACKWARD:
@@ -102,12 +98,8 @@ class Watchdog:
     (`hang.diagnose`). For ranks that do not answer (a stopped process cannot run its thread) a rank
     on the same host inspects /proc.
 
-    The store outlives a stopped rank where the launcher holds it (our own, torchrun). Under srun it
-    is rank 0's: if the store does not answer, rank 0 is at fault.
-
-    Args:
-        store: of all ranks; None for a world of one.
-        timeout_s: seconds without progress after which the run is ended.
+    The store (None for a world of one) outlives a stopped rank where the launcher holds it (our
+    own, torchrun). Under srun it is rank 0's: if it does not answer, rank 0 is at fault.
     """
 
     config: Config
@@ -148,7 +140,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops watching and answering."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -206,10 +197,7 @@ class Watchdog:
         return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
     def _report(self) -> NoReturn:
-        """Sends the state, dumps stacks and diagnoses or waits; then the process ends.
-
-        Whatever goes wrong meanwhile: a hang must not outlive its watchdog.
-        """
+        """Sends the state, dumps stacks and diagnoses or waits; always ends the process."""
         with self._reporting:
             try:
                 # A thread outside of Python: the recorder may hold the interpreter while it waits.

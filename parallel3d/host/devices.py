@@ -30,10 +30,7 @@ BLACKWELL = 10  # compute capability
 
 
 def gpu_environment(config: Config, device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables to set for ranks on `device` ("auto", "cuda", …), unless the user has.
-
-    torch's allocator and CUDA read them once, when they start. Empty without NVIDIA GPUs.
-    """
+    """Returns environment variables for ranks on `device`, unless the user has set them."""
     if device in (CPU, SIMULATED) or not is_nvidia_build():
         return {}
     given = {*environ, *parse_nccl_env(config.cluster.nccl_env)}
@@ -106,10 +103,7 @@ def choose_device(requested: str, ranks_here: int, *, one_gpu_each: bool = False
 
 
 def device_of_rank(kind: str, local_rank: int) -> str:
-    """Returns the device of one rank of this host, "cpu" or "<type>:<index>".
-
-    Imports torch for a GPU. Raises HostError if torch finds no device of that type.
-    """
+    """Returns one rank's device: "cpu" or "<type>:<index>". Raises HostError without any."""
     if kind == CPU:
         return kind
     count = SIMULATED_DEVICES if kind == SIMULATED else _torch_count(kind)
@@ -136,10 +130,7 @@ def check_precision_of(device: str, precision: str) -> None:
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs that this torch build can use, given CUDA_VISIBLE_DEVICES.
-
-    Raises HostError where the driver is too old for the installed torch.
-    """
+    """Returns the number of GPUs that torch can use. Raises HostError if the driver is too old."""
     build = _torch_build()
     if build.get("hip"):
         return _in_subprocess(_rocm_count)
@@ -184,10 +175,7 @@ def _cuda_count(driver: ctypes.CDLL) -> int:
 
 
 def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
-    """Raises HostError if the driver is for an older CUDA than torch's major version.
-
-    Within a major version CUDA guarantees that older drivers work.
-    """
+    """Raises HostError if the driver is for an older CUDA than torch's major version."""
     found = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
         return
@@ -202,7 +190,6 @@ def _check_driver(driver: ctypes.CDLL, build: dict[str, Any]) -> None:
 
 
 def is_nvidia_build() -> bool:
-    """Returns whether the installed torch is built for CUDA, not ROCm or CPU."""
     return bool(_torch_build().get("cuda"))
 
 
@@ -243,10 +230,7 @@ def _gpu_name() -> str | None:
 
 
 def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """Returns NVML and its handle of the host's first GPU; None without either.
-
-    NVML leaves CUDA uninitialised: variables that CUDA reads when it starts can still be set.
-    """
+    """Returns NVML, which leaves CUDA uninitialised, and its handle of the first GPU, or None."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -258,7 +242,6 @@ def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
 
 
 def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

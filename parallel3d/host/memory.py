@@ -65,11 +65,7 @@ def give_back_freed_memory() -> bool:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Disables garbage collection around a process's first import of torch: a tenth of its time.
-
-    Afterwards the imported objects are frozen. No-op if torch is imported already, when earlier
-    work may have left garbage.
-    """
+    """Disables garbage collection around the first import of torch: a tenth of its time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
@@ -91,9 +87,6 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
     Only if the machine has several nodes and this process may use all CPUs: otherwise srun, numactl
     or a container has chosen. Returns the chosen CPUs; empty if none were.
-
-    Args:
-        bus_id: as in /sys/bus/pci/devices, "0000:1b:00.0".
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()

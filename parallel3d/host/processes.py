@@ -26,7 +26,6 @@ JOB = (
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat from the state on; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -97,7 +96,6 @@ def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, i
 
 
 def _owner(pid: int) -> int:
-    """Returns the user id of a process; -1 if there is none."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -105,10 +103,7 @@ def _owner(pid: int) -> int:
 
 
 def _job(pid: int) -> dict[bytes, bytes]:
-    """Returns a process's job variables as its launcher set them; empty if they cannot be read.
-
-    They are the same for all ranks of a job, and differ from those of any other.
-    """
+    """Returns a process's job variables as its launcher set them; empty if they cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -118,7 +113,6 @@ def _job(pid: int) -> dict[bytes, bytes]:
 
 
 def _parent(pid: int) -> tuple[int, int]:
-    """Returns (pid, born) of the parent process; (0, 0) if there is none."""
     fields = _stat(pid)
     parent = int(fields[1]) if fields else 0
     return parent, born(parent)
@@ -146,11 +140,7 @@ class _Dropping(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null in place of closed standard descriptors (`>&-`, some daemons).
-
-    Otherwise the next opened file, a checkpoint perhaps, would get the number of standard output,
-    and prints would go into it.
-    """
+    """Opens /dev/null in place of closed standard descriptors, which a later file would get."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)

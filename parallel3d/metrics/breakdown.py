@@ -44,7 +44,6 @@ def times_of_ranks(
 
 
 def by_stage(rows: Sequence[RankTimes]) -> dict[int, dict[str, float]]:
-    """Returns pipeline stage → mean seconds by kind over its ranks, in order."""
     stages: dict[int, list[Mapping[str, float]]] = {}
     for row in sorted(rows, key=lambda row: row.place.pp):
         stages.setdefault(row.place.pp, []).append(row.seconds)

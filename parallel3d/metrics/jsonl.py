@@ -74,23 +74,18 @@ class StepRecord(NamedTuple):
 
 
 class Throughput:
-    """Step times and tokens of one session, without its first `WARMUP_STEPS`.
-
-    In a shorter session all steps count, and `excluded` is 0.
-    """
+    """Step times and tokens of one session, without its first `WARMUP_STEPS` if it has more."""
 
     def __init__(self) -> None:
         self._seconds = array("d")
         self._tokens = array("d")
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Adds one step: its tokens and its duration."""
         self._tokens.append(tokens)
         self._seconds.append(seconds)
 
     @property
     def excluded(self) -> int:
-        """Returns the number of excluded warm-up steps."""
         return WARMUP_STEPS if len(self._seconds) > WARMUP_STEPS else 0
 
     @property

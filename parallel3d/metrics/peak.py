@@ -169,16 +169,12 @@ def _gemm_size(device: torch.device, dtype_name: str) -> int:
 
 
 def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
-    """Returns a random square matrix."""
     generator = torch.Generator().manual_seed(0)  # not the run's random numbers
     return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
 
 
 def _measure(device: torch.device, dtype_name: str, size: int) -> float:
-    """Returns FLOP/s of a square GEMM: the fastest run within the budget, after a warm-up.
-
-    The mean would suffer from other load, and give an MFU above 100 %.
-    """
+    """Returns FLOP/s of a square GEMM: the fastest run within the budget, after a warm-up."""
     a = _operand(device, dtype_name, size)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"

@@ -24,10 +24,7 @@ MAX_WIDTH = 100  # wider lines and panels are hard to read
 
 
 def make_console() -> Console:
-    """Returns a console on standard output, styled only on a terminal.
-
-    Whatever FORCE_COLOR or a scheduler's environment asks for: a log file must stay readable.
-    """
+    """Returns a console on stdout, styled only on a terminal, whatever FORCE_COLOR asks."""
     return Console(force_terminal=sys.stdout.isatty(), highlight=False)
 
 
@@ -46,12 +43,10 @@ class TimeLeft:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW)
 
     def tick(self, step: int) -> None:
-        """Notes that `step` has just ended."""
         self._recent.append((step, time.perf_counter()))
 
     @property
     def elapsed(self) -> float:
-        """Returns seconds since this object was created."""
         return time.perf_counter() - self._start
 
     @property
@@ -64,10 +59,7 @@ class TimeLeft:
 
 
 class Bar:
-    """Two live lines: step, bar and time above loss, gradient norm, learning rate and speed.
-
-    `update` only stores the record; rich's thread draws, a few times a second.
-    """
+    """Two live lines: step, bar and time above loss, gradient norm, learning rate and speed."""
 
     def __init__(self, console: Console, first_step: int, last_step: int, curve: Curve) -> None:
         """`curve` is the run's loss so far, updated by the caller."""
@@ -93,17 +85,14 @@ class Bar:
         self._live.stop()
 
     def update(self, record: StepRecord) -> None:
-        """Shows a step that has ended."""
         self._record = record
         self._skipped += record.skipped
         self._clock.tick(record.step)
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints a line above the bar; it stays."""
         print_styled(self._console, text, style)
 
     def render(self) -> RenderableType:
-        """Returns the current content."""
         done = self._record.step if self._record else self._first_step - 1
         width = len(str(self._last_step))
         top = Table.grid(padding=(0, 1))
@@ -156,10 +145,7 @@ class Bar:
 
 
 class Lines:
-    """A plain line for the first step, the last one and every `every`-th between.
-
-    A step whose gradients were not finite always has a line.
-    """
+    """A plain line for the first, the last, every `every`-th and every not finite step."""
 
     def __init__(self, console: Console, first_step: int, last_step: int, every: int) -> None:
         self._console = console
@@ -175,7 +161,6 @@ class Lines:
         """Does nothing."""
 
     def update(self, record: StepRecord) -> None:
-        """Prints a step that has ended, if due."""
         self._clock.tick(record.step)
         due = record.step % self._every == 0 or record.step in (self._first_step, self._last_step)
         bad = record.skipped and record.loss is not None
@@ -194,7 +179,6 @@ class Lines:
         )
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints a line."""
         print_styled(self._console, text, style)
 
 

@@ -21,7 +21,6 @@ class Provenance(NamedTuple):
 
     @classmethod
     def collect(cls) -> Provenance:
-        """Collects it from package metadata, git and the host, in milliseconds."""
         return cls(
             parallel3d=version_of("parallel3d"),
             git_commit=git_commit(Path(__file__).resolve()),
@@ -56,7 +55,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a checkpoint stores."""
     found = {package: version_of(package) for package in ("torch", "parallel3d")}
     return {package: version or "source" for package, version in found.items()}
 

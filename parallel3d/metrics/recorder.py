@@ -43,7 +43,6 @@ from parallel3d.sizes.model import FLOPS_FORMULA, MFU_FORMULA, parameter_count
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: Peak, world_size: int) -> float:
-    """Returns the fraction of the devices' peak that a throughput uses."""
     return tokens_per_s * flops_per_token / (world_size * peak.flops)
 
 
@@ -77,14 +76,12 @@ def held_out(evaluations: Sequence[Evaluation], reads_bytes: bool) -> dict[str, 
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, int]:
-    """Returns the sizes of the parallel dimensions, dp as derived."""
     dp = world_size // (config.tp * config.pp * config.cp)
     sizes = {"tp": config.tp, "pp": config.pp, "dp": dp, "cp": config.cp}
     return sizes | {"world_size": world_size}
 
 
 def paths_of(run_dir: Path, is_drawn: bool) -> dict[str, str]:
-    """Returns the run directory and its files for readers."""
     files = ["metrics.jsonl", "config.yaml", "summary.json"]
     if is_drawn:
         files.append("breakdown.svg")
@@ -215,22 +212,9 @@ class Recorder:
         self._tokens += tokens
         rate = tokens / step_time_s
         share = mfu(rate, self._flops_per_token, self._peak, self._world_size)
-        record = StepRecord(
-            step,
-            loss,
-            grad_norm,
-            lr,
-            self._tokens,
-            rate,
-            share,
-            step_time_s,
-            skipped,
-            loss_scale,
-            times,
-            memory,
-            noise,
-            profiled,
-        )
+        record = StepRecord(step, loss, grad_norm, lr, self._tokens, rate, share, step_time_s)
+        record = record._replace(skipped=skipped, loss_scale=loss_scale, profiled=profiled)
+        record = record._replace(times=times, memory=memory, noise=noise)
         self._count(record)
         if not profiled:
             self._throughput.add(tokens, step_time_s)
@@ -255,10 +239,7 @@ class Recorder:
     def evaluation(
         self, step: int, eval_loss: float | None, of_parts: Mapping[str, float | None] = {}
     ) -> None:
-        """Records the held-out loss (nats per token) after `step` steps, and a blend's parts'.
-
-        None where they have no token to predict.
-        """
+        """Records held-out losses (nats per token, None without tokens) after `step` steps."""
         self._evaluations.append(Evaluation(step, eval_loss))
         parts = {"eval_losses": finite(of_parts)} if of_parts else {}
         self._metrics.write({"step": step, "eval_loss": eval_loss, "tokens": self._tokens, **parts})
@@ -268,7 +249,6 @@ class Recorder:
             self._wandb.evaluation(step, eval_loss, self._tokens, of_parts)
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
-        """Records the tokens and epochs read of each part of a blend after `step` steps."""
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
     def waiting(self) -> tuple[str, ...]:
@@ -277,10 +257,7 @@ class Recorder:
         return self._metrics.waiting()
 
     def breakdown(self, ranks: Sequence[RankTimes], memory: Sequence[PeakMemory] = ()) -> None:
-        """Sets the times of every rank, for the summary, its panel and breakdown.svg.
-
-        `memory`: peaks of the ranks' accelerators.
-        """
+        """Sets times and peak memory of all ranks, for summary, panel and breakdown.svg."""
         self._ranks, self._memory = ranks, memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
@@ -352,7 +329,6 @@ class Recorder:
         replace_durably(path, picture.encode())
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Writes a file at the run's end; logs a failing disk."""
         try:
             write(self._run_dir / name)
         except OSError as error:

@@ -61,7 +61,6 @@ def header_facts(config: Config, world_size: int, peak: Peak) -> dict[str, str]:
 
 
 def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    """Prints a panel of labelled lines."""
     _panel(console, title, _table(console, facts), "cyan")
 
 
@@ -125,7 +124,6 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the paths and addresses of the run's output, by label."""
     run_dir = Path(summary["paths"]["run_dir"])
     names = [Path(p).name for k, p in summary["paths"].items() if k != "run_dir"]
     rows = {"run directory": f"{run_dir}/", "": "  ".join(names)}

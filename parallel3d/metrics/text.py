@@ -56,7 +56,6 @@ def encodable(text: str, encoding: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws finite `values` as one row of at most `width` blocks; empty without values."""
     rows = chart(values, width, 1)
     return rows[0] if rows else ""
 

@@ -68,10 +68,7 @@ def run_id(run_dir: Path) -> str:
 
 
 def last_row(run_dir: Path) -> Row | None:
-    """Returns the last row of earlier sessions in `run_dir`/wandb; None without any.
-
-    Raises OSError if a session's file cannot be read.
-    """
+    """Returns the last row of earlier sessions in `run_dir`/wandb, or None. Raises OSError."""
     rows = [_last_row_of(path) for path in run_dir.glob(SESSIONS)]
     return max((row for row in rows if row is not None), default=None)
 

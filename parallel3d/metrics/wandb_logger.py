@@ -63,10 +63,7 @@ def has_credentials() -> bool:
 
 
 def resolve_mode(mode: str) -> str:
-    """Resolves `auto`: WANDB_MODE, else online with a key, else offline.
-
-    "disabled", by that variable only, is no W&B run at all.
-    """
+    """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline."""
     if mode != "auto":
         return mode
     wanted = os.environ.get("WANDB_MODE")
@@ -78,8 +75,7 @@ def resolve_mode(mode: str) -> str:
 
 
 class WandbLogger:
-    """One W&B run. Errors of W&B are never raised: the first is logged by `say`, after which every
-    call does nothing."""
+    """One W&B run; its first error is logged by `say` and disables all further calls."""
 
     def __init__(
         self,
@@ -111,22 +107,17 @@ class WandbLogger:
             self.url = None if self.mode == "offline" else self._run.url
 
     def step(self, record: StepRecord) -> None:
-        """Logs a training step, unless W&B has it from an earlier session."""
         self._step(record.row())
 
     def evaluation(
         self, step: int, eval_loss: float | None, tokens: int, of_parts: Mapping[str, float | None]
     ) -> None:
-        """Logs held-out losses, unless W&B has them from an earlier session."""
         row = {"step": step, "tokens": tokens, "eval/loss": eval_loss}
         row |= {f"eval/loss of {name}": loss for name, loss in of_parts.items()}
         self._log(Row(step, evaluation=True), row)
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Attaches the summary, without paths of this machine, and closes the run.
-
-        Online, this waits until W&B has everything.
-        """
+        """Attaches the summary, without paths, and closes the run; online, waits for W&B."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -147,7 +138,6 @@ class WandbLogger:
         return self.url or f"{self.mode}, project {self._run.project}"
 
     def place(self) -> dict[str, str | None]:
-        """Returns the run's mode, address and folder."""
         folder = str(self.folder) if self.folder else None
         return {"mode": self.mode, "url": self.url, "folder": folder}
 

@@ -1,1 +1,1 @@
-"""A run's ranks: how they meet, where they write, how they end."""
+"""Ranks of a run: rendezvous, run directory, failures, exit codes."""

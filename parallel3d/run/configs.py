@@ -36,10 +36,7 @@ NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, Recursion
 def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
-    """Writes the whole resolved configuration durably; `comment` is its first line.
-
-    Raises OSError, and UserError for text that could not be read back as it is.
-    """
+    """Writes the whole resolved configuration durably, after the line `comment`."""
     replace_durably(directory / name, f"{comment}{_text(config)}".encode())
 
 
@@ -60,10 +57,7 @@ def _text(config: Config) -> str:
 
 
 def load_config(directory: Path) -> Config:
-    """Returns the configuration of a run's newest start, checked against the schema.
-
-    Raises OSError and NO_CONFIG.
-    """
+    """Returns the configuration of a run's newest start. Raises OSError and NO_CONFIG."""
     return _read(config_files(directory)[-1])
 
 
@@ -95,7 +89,6 @@ def config_files(directory: Path) -> list[Path]:
 
 
 def next_name(directory: Path) -> str:
-    """Returns the file name of the next start's configuration."""
     newest = CONFIGS.fullmatch(config_files(directory)[-1].name)
     assert newest is not None  # config_files returns such names only
     return f"config-{int(newest[1] or 1) + 1}.yaml"

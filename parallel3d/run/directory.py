@@ -59,10 +59,7 @@ def new_folder(runs: Path) -> Path:
 
 
 def remove_temporary(runs: Path) -> None:
-    """Removes temporary run directories of this user's killed starts.
-
-    Only if the creator is dead: asked of the kernel on this host, assumed after a day on another.
-    """
+    """Removes temporary run directories of this user whose creator is dead, or a day old."""
     with suppress(OSError):  # leftovers do no harm
         for path in runs.iterdir():
             if maker := _NAME.fullmatch(path.name):
@@ -118,10 +115,7 @@ def make_run_directory(
 
 
 def _make(config: Config, directory: Path) -> bool:
-    """Creates a run directory with its config.yaml atomically; False: another start was faster.
-
-    Raises OSError, and UserError if `runs_dir` is not a folder.
-    """
+    """Creates a run directory atomically; False if another start was faster. Raises OSError."""
     runs = directory.parent
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -150,10 +144,7 @@ def _maker() -> str:
 
 
 def check_run(config: Config, job_number: int | None = None, *, may_go_on: bool = False) -> None:
-    """Raises UserError, before anything starts, if a given `run` is taken; creates nothing.
-
-    With `may_go_on` a run that can continue with this configuration is not taken.
-    """
+    """Raises UserError if a given `run` is taken (with `may_go_on`: and cannot continue)."""
     if config.run is None:
         return
     number = "" if job_number is None else f"-{job_number}"
@@ -191,10 +182,7 @@ def take_run(config: Config, directory: Path) -> int | None:
 
 
 def _locked(path: Path) -> int | None:
-    """Returns the descriptor that holds a lock on a file, None without locks.
-
-    Raises BlockingIOError if another process holds it, and OSError.
-    """
+    """Returns the descriptor of a locked file, None without locks. Raises BlockingIOError."""
     lock = no_link(path, os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,10 +212,7 @@ def status(directory: Path) -> str | None:
 
 
 def discard_unused(directory: Path) -> None:
-    """Removes a run directory in which nothing was computed, so that its name is free again.
-
-    Only in the process that created it: another process may be about to start in it.
-    """
+    """Removes a run directory that this process created and in which nothing was computed."""
     ours = {FAILURES, PLACEMENT_FILE}
     claimed = directory / CHECKPOINTS
     # The disk may be what ended the run: then the folder stays, and the run can continue in it.

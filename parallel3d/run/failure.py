@@ -165,10 +165,7 @@ def innermost_place(trace: TracebackType | None) -> str:
 
 
 def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
-    """Returns the same for frames (file, line, function), outermost first.
-
-    Uses no file system, as the working directory's may be the one that hangs.
-    """
+    """Returns the same for frames (file, line, function), without asking a file system."""
     place = ""
     for file, line, _ in stack:
         path = Path(file)
@@ -215,10 +212,7 @@ def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str,
 
 
 def read_all(run_dir: Path) -> list[RankFailure]:
-    """Returns the records that ranks left in the run directory, oldest first.
-
-    Skips unreadable ones: a rank may be killed, or its disk full, while it writes.
-    """
+    """Returns the readable records that ranks left in the run directory, oldest first."""
     failures, paths = [], []
     with suppress(OSError):
         paths = [*(run_dir / FAILURES).glob("rank-*.json")]
@@ -229,10 +223,7 @@ def read_all(run_dir: Path) -> list[RankFailure]:
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Returns the failure that caused the others: the first that is no echo of another.
-
-    Ties in kind keep the given order. `failures` must not be empty.
-    """
+    """Returns the failure that caused the others; `failures` must not be empty."""
     found = list(failures)
     # The peers of a diverged rank met its wrong calls; unless all diverged, as at a skipped step.
     diverged = [f for f in found if f.diverged]

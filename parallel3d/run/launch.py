@@ -47,10 +47,7 @@ def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
 
 @contextmanager
 def or_end(seconds: float, sentence: str) -> Iterator[None]:
-    """Ends the process with `sentence` and code 1 if the block takes longer.
-
-    A call to a file system whose server is gone never returns, and no exception ends it.
-    """
+    """Ends the process with `sentence` and code 1 if the block hangs, as dead file systems do."""
 
     def end() -> None:
         print_line(sentence)
@@ -207,7 +204,6 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    """Returns the variable that counts this step's tasks; the step's own is exact."""
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
@@ -260,10 +256,7 @@ def _number(
 
 
 def first_host(node_list: str) -> str:
-    """Returns the first host of a Slurm node list: "node[01-03,7],gpu1", "rack[1-2]n[0-3]".
-
-    Raises UserError if the list cannot be read.
-    """
+    """Returns the first host of a Slurm list: "node[01-03,7],gpu1", "rack[1-2]n[0-3]"."""
     first = ""
     depth = 0
     for character in node_list.strip():

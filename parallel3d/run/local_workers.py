@@ -52,14 +52,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Restarts:
-    """Decides on restarts of one launcher's ranks.
+    """Decides on restarts of one launcher's ranks; `say` logs a sentence for the user.
 
     A restart needs a checkpoint, and a cause that may not recur: no user error, no decision of the
     run, and no error as at the same step before. (A kill comes from outside.)
-
-    Args:
-        limit: restarts at most.
-        say: logs a sentence for the user.
     """
 
     run_dir: Path
@@ -135,10 +131,7 @@ class LocalRanks:
     hang_up: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))
 
     def run(self, started: Callable[[], None] = lambda: None) -> dict[int, int]:
-        """Returns the exit codes of the ranks that failed by themselves; empty if none did.
-
-        `started` is called once the first ranks are forked. Raises Stopped.
-        """
+        """Runs the ranks, with `started` after the first forks; returns failed exit codes."""
         starts = 0
         try:
             while True:
@@ -190,7 +183,6 @@ class LocalRanks:
                 raise Stopped(self.asked)
 
     def _end(self) -> None:
-        """Ends the ranks that still run."""
         running = [process for process in self.ranks if process.exitcode is None]
         for process in running:
             _signal_session(_pid(process), END_SIGNAL)
@@ -251,10 +243,7 @@ DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
 class LocalStore:
-    """Port and store of the rendezvous of this host's ranks, on loopback.
-
-    Raises UserError if the port of `launch.master_port` is taken.
-    """
+    """Rendezvous port and store of this host's ranks. Raises UserError if the port is taken."""
 
     def __init__(self, port: int) -> None:
         try:
@@ -270,7 +259,6 @@ class LocalStore:
         self.store: TCPStore | None = None
 
     def open(self) -> None:
-        """Starts the store, for ranks that are waiting and later ones."""
         self.store = serve(LOCALHOST, self.listening)
 
     def leave(self) -> None:
@@ -328,7 +316,6 @@ def run_local_workers(
 
 
 def _rank_environment(host: LocalStore, rank: int, world_size: int, starts: int) -> dict[str, str]:
-    """Returns the variables that torchrun's agent would set for a rank."""
     size = str(world_size)
     return {
         "RANK": str(rank),
@@ -414,7 +401,6 @@ def _defaults_for_workers(config: Config, world_size: int, kind: str) -> dict[st
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables for the length of the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

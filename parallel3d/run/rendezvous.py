@@ -88,7 +88,6 @@ def _decide(
     needs_cluster: bool,
     moves: bool,
 ) -> None:
-    """Decides the rank mapping on launch rank 0: sends, logs and saves it."""
     keys = [f"{PROCESS_KEY}/{launch_rank}" for launch_rank in range(worker.world_size)]
     processes = [Process(*fields) for fields in get_all(store, keys)]
     try:
@@ -110,10 +109,7 @@ def _store_bytes(store: Store, key: str, value: bytes) -> None:
 
 
 def find_cluster(config: Config, processes: list[Process], environ: Mapping[str, str]) -> Cluster:
-    """Returns the cluster by the configuration or its discovery.
-
-    Without a configured number of nodes: one a host, or as many as the ranks need.
-    """
+    """Returns the configured or discovered cluster; its default number of nodes fits the ranks."""
     settings = config.cluster
     if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})
@@ -150,10 +146,7 @@ class RankZerosError(UserError):
 
 
 def rendezvous(config: Config, place: RankAssignment) -> PrefixStore:
-    """Connects to the store of rank 0 or, under torchrun, of its agent.
-
-    Raises UserError if rank 0's port is taken.
-    """
+    """Connects to the store of rank 0 or torchrun's agent; UserError if rank 0's port is taken."""
     with nothing_collected():
         import torch.distributed as dist
 
@@ -208,7 +201,6 @@ def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
 
 
 def _attempt() -> int:
-    """Returns how often torchrun's agent has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

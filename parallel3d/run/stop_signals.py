@@ -64,10 +64,7 @@ class StopSignals:
 
     @property
     def requeues(self) -> bool:
-        """Returns whether the stopped run is to be requeued: not if a user typed Ctrl-C.
-
-        True on a rank that got no signal itself: only schedulers signal a single rank.
-        """
+        """Returns whether the stopped run is to be requeued: not if a user typed Ctrl-C here."""
         return self.number != signal.SIGINT
 
     @property
@@ -97,10 +94,7 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 def blocked_signals(
     numbers: Sequence[signal.Signals] = ASKING,
 ) -> Iterator[set[int | signal.Signals]]:
-    """Blocks these signals, also in processes started meanwhile; yields the mask before.
-
-    A signal that comes before the new process has its handlers is delivered then.
-    """
+    """Blocks these signals, also in processes started meanwhile; yields the mask before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield before

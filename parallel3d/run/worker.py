@@ -88,10 +88,7 @@ def run_here(
 
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
-    """Runs a world of one rank in this process, on a device of type `kind`.
-
-    Returns the exit code, after logging failures.
-    """
+    """Runs a world of one rank in this process; returns the exit code, after logging failures."""
     os.environ.update(gpu_environment(config, kind, os.environ) | one_host_environment(os.environ))
     with blocked_signals(), nothing_collected():
         begin_on(kind)
@@ -164,11 +161,7 @@ def local_worker_main(
     kind: str,
     lost_terminal: Callable[[], bool],
 ) -> int:
-    """Runs a rank that our own launcher forked and returns its exit code.
-
-    The launcher has chosen the device type of all its ranks, also after a restart. Failures are
-    recorded, and the launcher logs the one that caused the others.
-    """
+    """Runs a forked rank: failures are recorded, and the launcher logs the one that counts."""
     _die_with(launcher_pid)
     drop_failed_output()
     begin_on(kind)
