@@ -93,7 +93,7 @@ def sensible(first: Key, rng: random.Random) -> list[str]:
 
 def large(first: Key, rng: random.Random) -> list[str]:
     """Sizes far beyond any machine, that divide each other or do not."""
-    numeric = [key for key in all_keys().values() if key.type in (int, float)]
+    numeric = [key for key in all_keys().values() if key.kind in (int, float)]
     sizes = [key for key in numeric if "." not in key.name or key.name.startswith("model.")]
     unit = rng.choice(HUGE)
     words = [_assign(first, _any_value(rng) if rng.random() < 0.1 else str(unit), rng)]
@@ -128,7 +128,7 @@ def sensible_value(key: Key, rng: random.Random) -> str:
             ("{}", "{a:1}", "{a:.5,b/c:tokens}", "{a:-1}", "{9:{a:1}}", "{a:}")
         ),
     }
-    return str(makers[key.type]())
+    return str(makers[key.kind]())
 
 
 def _whole(key: Key, rng: random.Random) -> int:

@@ -131,7 +131,7 @@ def _sections() -> str:
 
 def _refused_example(key: Key, flag: str = "") -> str | None:
     """The sentence for the value that `flag` stands for, or for the first value refused."""
-    values = key.meta["choices"] or ((0.1,) if key.type is float else (1, 2))
+    values = key.meta["choices"] or ((0.1,) if key.kind is float else (1, 2))
     named = [value for value in values if str(value) in flag]
     sentences = (refusal(key.name, value) for value in named or values)
     return next((sentence for sentence in sentences if sentence), None)

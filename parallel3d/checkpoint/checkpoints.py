@@ -275,7 +275,8 @@ class Checkpoints:
     def _say_what_changed(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
         parts = [f"goes on at step {manifest.step + 1}"]
-        for word, some in (("layout", identity.layout(found)), ("changed", identity.said(found))):
+        named = (("layout", identity.layout(found)), ("changed", identity.reported(found)))
+        for word, some in named:
             if some:
                 shown = ", ".join(f"{c.key} {plain(str(c.there))} → {c.here}" for c in some)
                 parts.append(f"{word}: {shown}")

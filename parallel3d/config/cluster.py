@@ -1,4 +1,4 @@
-"""The sections that describe the cluster, and what `topology` and `bench` show of it."""
+"""The keys that describe the cluster, and those of `topology`, `bench` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel3d.config.sections import key
 
 @dataclass
 class ClusterConfig:
-    """The machines and their wires. Choose a preset: `cluster=dgx_h100`."""
+    """The machines and their network. Choose a preset: `cluster=dgx_h100`."""
 
     name: str = key("custom", "name of the preset, for logs")
     source: str = key(
@@ -81,7 +81,7 @@ class ClusterConfig:
 
 @dataclass
 class TopologyConfig:
-    """What `parallel3d topology` shows."""
+    """Options of `parallel3d topology`."""
 
     rank: int = key(0, "the rank whose groups are highlighted", minimum=0)
     svg: str | None = key(None, "file for a picture of the cluster, as SVG")
@@ -91,7 +91,7 @@ class TopologyConfig:
 
 @dataclass
 class BenchConfig:
-    """What `parallel3d bench comm` measures."""
+    """Options of `parallel3d bench comm`."""
 
     sizes: list[int] = key(  # noqa: RUF009
         [4096, 262144, 4194304], "bytes of each message"
@@ -107,7 +107,7 @@ class BenchConfig:
 
 @dataclass
 class CalibrateConfig:
-    """What `parallel3d calibrate` measures, in the type of `precision`."""
+    """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
 
     file: str = key("calibrated.yaml", "the cluster file that it writes")
     replace: bool = key(False, "whether a file of that name may be written anew")

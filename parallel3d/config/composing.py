@@ -1,4 +1,4 @@
-"""A configuration from the words of a command line, for who calls parallel3d from Python."""
+"""Composes a configuration from overrides, for callers in Python."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from parallel3d.config.schema import Config, conf_dir, register_schema
 
 
 def compose(*overrides: str, world_size: int | None = None) -> Config:
-    """The checked configuration that `parallel3d train` would make of the same words.
+    """Returns the checked configuration that `parallel3d train` makes of the same overrides.
 
     Args:
-        overrides: as they are typed: "tp=2", "model=llama_tiny", "train.steps=100".
-        world_size: how many ranks there are, of which `dp` is what tp, pp and cp leave; None: as
-            many as the layout has, with one replica unless `dp` is given.
+        overrides: as typed: "tp=2", "model=llama_tiny", "train.steps=100".
+        world_size: number of ranks, from which `dp` follows; None: as many as the layout has, with
+            one replica unless `dp` is given.
 
-    Raises:
-        UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
     register_schema()
     for word in overrides:
@@ -27,6 +26,7 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = OmegaConf.to_object(hydra.compose("config", overrides=list(overrides)))
-    except Exception as error:  # Hydra passes on what Python's own conversions raise as well
+    except Exception as error:  # Hydra passes on errors of Python's conversions too
         raise explain_override_error(error, overrides) from None
+    assert isinstance(config, Config)
     return check_config(config, world_size)

@@ -1,4 +1,4 @@
-"""Where tokens come from, and how samples are cut from them."""
+"""The keys of the `data` section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel3d.config.sections import key
 
 @dataclass
 class DataConfig:
-    """Where tokens come from: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
+    """Source of tokens: Python's sources (`data=stdlib`), text, a corpus, a blend, a chat."""
 
     name: str = key(
         "stdlib", "kind of source", choices=("stdlib", "text", "corpus", "blend", "chat")
@@ -88,7 +88,7 @@ class DataConfig:
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether tokens are bytes, as far as the keys tell."""
+        """Whether tokens are bytes, as far as the keys determine it."""
         return self.tokenizer == "byte" or (
             self.tokenizer is None and self.name in ("stdlib", "text")
         )

@@ -1,5 +1,5 @@
-"""The sections of the engines: tensor parallelism, the pipeline, precision, the loss, checkpoints,
-recovery, generation, the dry run and the plan."""
+"""The keys of the engines: tensor parallelism, pipeline, precision, loss, checkpoints, recovery,
+generation, dry run and plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel3d.config.sections import key
 
 @dataclass
 class TensorParallelConfig:
-    """How the tensor-parallel layers compute and communicate; the results are the same."""
+    """Computation and communication of tensor-parallel layers; does not change results."""
 
     attention: str = key(
         "heads",
@@ -54,7 +54,7 @@ class LossConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What is kept of a run so that it can go on: `checkpoint.every=500 checkpoint.keep=3`."""
+    """Saving of checkpoints: `checkpoint.every=500 checkpoint.keep=3`."""
 
     every: int = key(
         500,
@@ -81,7 +81,7 @@ class CheckpointConfig:
 
 @dataclass
 class RecoveryConfig:
-    """What happens when something goes wrong, and what is looked for."""
+    """Detection of failures, and reactions to them."""
 
     max_restarts: int = key(
         3,
@@ -122,7 +122,7 @@ class RecoveryConfig:
 
 @dataclass
 class GenerateConfig:
-    """What `parallel3d generate` writes."""
+    """Options of `parallel3d generate`."""
 
     max_tokens: int = key(200, "tokens to write", minimum=1)
     temperature: float = key(
@@ -136,7 +136,7 @@ class GenerateConfig:
 
 @dataclass
 class DryrunConfig:
-    """What `parallel3d dryrun` looks at and writes."""
+    """Options of `parallel3d dryrun`."""
 
     rank: int | None = key(
         None,
@@ -155,14 +155,14 @@ class DryrunConfig:
 
 @dataclass
 class PlanConfig:
-    """What `parallel3d plan` writes."""
+    """Options of `parallel3d plan`."""
 
     html: str | None = key(None, "plan: file for the whole plan as one page, with pictures")
 
 
 @dataclass
 class ScheduleConfig:
-    """The pipeline schedule, `schedule=1f1b`, and what `parallel3d schedule` shows of it."""
+    """The pipeline schedule, `schedule=1f1b`, and the output of `parallel3d schedule`."""
 
     name: str = key(
         "1f1b",

@@ -1,7 +1,4 @@
-"""One key at a time: the list of all keys, their types and ranges, and the keys that come later.
-
-Everything is read off the dataclasses, so that checks, error messages and docs cannot disagree.
-"""
+"""All keys with types and ranges, read off the dataclasses; checks and messages for one key."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from parallel3d.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the configuration: its dotted name, default, type and metadata."""
+    """One key of the configuration: dotted name, default, type and metadata."""
 
     name: str
     default: Any
-    type: type  # int, float, bool, str, list, or dict for what is typed in braces
-    item: type | None  # the type of a list's items
+    kind: type  # int, float, bool, str, list, or dict for values typed in braces
+    item: type | None  # of a list
     optional: bool
     meta: dict[str, Any]
 
@@ -37,32 +34,31 @@ class Key:
 
 @dataclass(frozen=True)
 class NotYet:
-    """A value that the schema knows and whose engine comes with a later version."""
+    """A value that the schema has and a later version implements."""
 
     key: str
     predicate: Callable[[Any], bool]
     instead: str
 
     def sentence(self, value: Any) -> str:
-        """The one sentence that refuses it."""
+        """Returns the sentence that refuses the value."""
         return f"{spell(self.key, value)} comes with a later version of parallel3d; {self.instead}."
 
 
-# Deleting a row enables the value. The names of the rows are what the documentation prints.
+# Removing a row enables the value. The documentation lists the names of the rows.
 NOT_YET: dict[str, NotYet] = {
     "cp > 1": NotYet("cp", lambda v: v > 1, "cp=1 works, with sp=true to split the sequence"),
     "precision=fp8": NotYet("precision.name", lambda v: v == "fp8", "precision=bf16 works"),
 }
 
-
-# Keys of earlier versions, with the ones that took their place.
+# Keys of earlier versions, by their new names.
 RENAMED = {"trace": "schedule.timeline"}
 
 _TEXTBOOK_FORMS = (
     "the textbook forms of collectives are an example of the repository now: "
     "torchrun --nproc-per-node 4 -m examples.collectives.compare"
 )
-# Keys of earlier versions that are gone, with what to use instead.
+# Removed keys, with what to use instead.
 REMOVED = {
     "bench.algorithms": _TEXTBOOK_FORMS,
     "algorithms": _TEXTBOOK_FORMS,
@@ -72,7 +68,7 @@ REMOVED = {
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """The sentence that refuses `value` of key `name` for now, or None if it is there."""
+    """Returns the sentence that refuses `value` of key `name` for now; None if it works."""
     for row in NOT_YET.values():
         if row.key == name and row.predicate(value):
             return row.sentence(value)
@@ -80,11 +76,11 @@ def refusal(name: str, value: Any) -> str | None:
 
 
 def show(value: Any) -> str:
-    """A value as it is typed on the command line, always on one line."""
+    """Returns a value as typed on the command line, on one line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, int) and not fits_64_bits(value):
-        return f"{value:#x}"  # Python refuses to spell long ones in decimals
+        return f"{value:#x}"  # Python refuses to print long ones in decimals
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(v) for v in value)}]"
     if isinstance(value, dict):
@@ -96,24 +92,24 @@ def show(value: Any) -> str:
 
 
 def fits_64_bits(number: int) -> bool:
-    """Whether torch and files could hold it; beyond that even a float cannot, in the end."""
+    """Returns whether torch and files can hold a number."""
     return -(2**63) <= number < 2**63
 
 
 def spell(name: str, value: Any) -> str:
-    """`key=value` as it is typed: the name of a preset goes by its group, `precision=fp16`."""
+    """Returns `key=value` as typed; presets by their group, `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 
 def typed_name(name: str) -> str:
-    """The group that sets a key, for the keys whose choices are presets, else the key itself."""
+    """Returns the typed name of a key: for presets the group, else the key."""
     key = all_keys().get(name)
     return name.removesuffix(".name") if key and key.meta["choices"] else name
 
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every leaf of the configuration by its dotted name, in the order of the dataclasses."""
+    """Returns all keys by their dotted names, in the order of the dataclasses."""
     return {key.name: key for key in _walk(Config, "")}
 
 
@@ -129,16 +125,19 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
         if dataclasses.is_dataclass(hint):
             yield from _walk(typing.cast(type, hint), f"{prefix}{f.name}.")
             continue
-        # Hydra takes a new mapping for a key of any type alone, so those in braces are declared so.
+        # Hydra accepts a new mapping only for keys of any type, so keys typed in braces are Any.
         braces = str if f.metadata["list_of"] else dict | None
         hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        default = f.default
+        if default is dataclasses.MISSING:
+            assert f.default_factory is not dataclasses.MISSING
+            default = f.default_factory()
         yield Key(
             name=prefix + f.name,
             default=default,
-            type=typing.get_origin(kind) or kind,
+            kind=typing.get_origin(kind) or kind,
             item=(typing.get_args(kind) or (None,))[0],
             optional=type(None) in arms,
             meta=dict(f.metadata),
@@ -146,15 +145,15 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
 
 
 def megatron_flags(key: Key) -> list[str]:
-    """The flags of Megatron-LM that mean the same as a key."""
+    """Returns the flags of Megatron-LM with a key's meaning."""
     return (key.meta["megatron"] or "").split()
 
 
 def nearest_key(word: str) -> str | None:
-    """The key that `word` was most likely meant to be, or None if nothing is close.
+    """Returns the key that `word` most likely means; None if nothing is close.
 
-    Tried in turn: the key itself, a flag of Megatron-LM, a key of any section by its last name,
-    and whatever is spelled nearly so. Dashes count as underscores and leading ones not at all.
+    Tries the key itself, Megatron-LM's flags, the last names of keys, and similar spellings. Dashes
+    count as underscores; leading ones are ignored.
     """
     word = word.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys()
@@ -183,7 +182,7 @@ def nearest_key(word: str) -> str | None:
 
 
 def unknown_key(word: str, value: Any = None) -> str:
-    """The sentence for a key that does not exist, with the nearest one that does."""
+    """Returns the sentence for a key that does not exist, with the nearest one."""
     if word.startswith("hydra."):
         return f"{word} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
     typed = word if value is None else f"{word}={show(value)}"
@@ -209,13 +208,13 @@ NOUNS[dict] = "names and values in braces"
 
 
 def allowed(key: Key) -> str:
-    """What a key takes, in words: "a whole number of at least 1"."""
+    """Returns the allowed values of a key: "a whole number of at least 1"."""
     choices = key.meta.get("choices")
     if choices:
-        text, words = f"one of {', '.join(choices)}", key.meta["list_of"]
-        return f"{text} or a list of {', '.join(words)}" if words else text
-    noun = NOUNS[key.type]
-    if key.type in (int, float):
+        text, items = f"one of {', '.join(choices)}", key.meta["list_of"]
+        return f"{text} or a list of {', '.join(items)}" if items else text
+    noun = NOUNS[key.kind]
+    if key.kind in (int, float):
         noun = f"a {noun}"
     if key.item is not None:
         noun = f"a list of {NOUNS[key.item]}s".replace("texts", "words")
@@ -243,7 +242,7 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def _nearest_in_range(key: Key, value: Any) -> str:
-    """The bound that was passed, if it may be used itself, else the default; begins with "; "."""
+    """Returns "; " with the bound that was passed, if that is allowed, else with the default."""
     low, high = key.meta.get("minimum"), key.meta.get("maximum")
     if low is not None and value < low and not refusal(key.name, low):
         return f"; the nearest is {spell(key.name, low)}"
@@ -257,7 +256,7 @@ def _default(key: Key) -> str:
 
 
 def _check_value(key: Key, value: Any) -> None:
-    """Type, choice and range of one value; raises UserError."""
+    """Raises UserError for a value of the wrong type, choice or range."""
     if value is None and key.optional:
         return
     close = _nearest_to(key, value)
@@ -266,11 +265,11 @@ def _check_value(key: Key, value: Any) -> None:
 
 
 def _nearest_to(key: Key, value: Any) -> str | None:
-    """None for a value that the key may have, else what is nearest, in words."""
+    """Returns None for an allowed value, else the text with the nearest one."""
     if key.meta.get("wrong"):
         near = key.meta["wrong"](value)
         return None if near is None else f"; the nearest is {spell(key.name, near)}"
-    right_type = _has_type(value, key.type) and (
+    right_type = _has_type(value, key.kind) and (
         key.item is None or all(_has_type(item, key.item) for item in value)
     )
     if not right_type:
@@ -278,7 +277,7 @@ def _nearest_to(key: Key, value: Any) -> str | None:
     choices = key.meta.get("choices")
     if choices and value not in choices:
         return f"; the nearest is {spell(key.name, nearest(value, choices) or key.default)}"
-    if key.type not in (int, float):
+    if key.kind not in (int, float):
         return None
     if isinstance(value, int) and not fits_64_bits(value):
         return f", and fit into 64 bits{_default(key)}"
@@ -294,10 +293,9 @@ def _nearest_to(key: Key, value: Any) -> str | None:
 
 
 def check_fields(config: Config, without_engine: tuple[str, ...] = ()) -> None:
-    """Every key on its own: it exists, has its type and range, and its engine is there.
+    """Checks each key alone: it exists, has its type and range, and is implemented.
 
-    `without_engine` names keys of which the caller needs no engine. Raises UserError for the first
-    that is wrong. Pure.
+    `without_engine` names keys that need not be implemented. Raises UserError for the first error.
     """
     _check_section(config, "")
     for key in all_keys().values():
@@ -309,12 +307,13 @@ def check_fields(config: Config, without_engine: tuple[str, ...] = ()) -> None:
 
 
 def _check_section(section: Any, prefix: str) -> None:
-    """Refuse attributes that no dataclass declares (`+foo=3`) and sections of another type."""
+    """Raises UserError for undeclared attributes (`+foo=3`) and sections of another type."""
     known = [f.name for f in dataclasses.fields(section)]
     for name in vars(section):
         if name not in known:
             raise UserError(unknown_key(prefix + name, getattr(section, name)))
-    hints = _hints(type(section))
+    cls: type = type(section)
+    hints = _hints(cls)
     for f in dataclasses.fields(section):
         if dataclasses.is_dataclass(hints[f.name]):
             value = getattr(section, f.name)

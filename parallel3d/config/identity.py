@@ -1,9 +1,9 @@
-"""Which keys of a configuration a run may change when it goes on: arithmetic on nested dicts.
+"""Decides which keys may change when a run continues.
 
-Three kinds. Where and how a run computes (layout, schedule, launcher, logger, …) changes nothing
-but rounding: free. What the next steps do (learning rate, batch, length, precision, …) may change
-and is said. What the weights and the order of the samples are made of (model, data, seed, kind of
-optimizer) is the run itself: another one needs another name.
+Free keys change nothing but rounding: where and how a run computes (layout, schedule, launcher,
+logger). Reported keys change the next steps (learning rate, batch, length, precision). Refused keys
+define the weights and the order of samples (model, data, seed, optimizer): another value needs
+another run name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.schema import Config
 
-# Keys, or sections with a dot at the end. The longest that fits decides; what none fits is said.
+# Keys, or sections with a trailing dot. The longest match decides; unmatched keys are reported.
 REFUSED = ("model.", "data.", "seed", "optim.name", "optim.momentum")
 FREE = (
     *("run", "runs_dir", "device", "compile", "deterministic", "placement", "rank_file", "prompt"),
@@ -32,21 +32,21 @@ FREE = (
     *("schedule.", "tensor_parallel.", "ddp.", "cluster.", "launch.", "logger.", "profile."),
     *("checkpoint.", "recovery.", "generate.", "topology.", "bench.", "calibrate.", "verify."),
     "plan.",
-    # Of the model: its name, and how its tables are laid out. Of the data: the fingerprint of the
-    # text decides, not where it lies.
+    # Of the model its name and the layout of its tables. Of the data the fingerprint of the text
+    # decides, not its location.
     *("model.name", "model.vocab_multiple", "model.embedding", "model.parallel_output"),
-    # The tokenizer's digest decides as well, beside the text's.
+    # The tokenizer's digest decides too.
     *("model.init_std", "data.path", "data.name", "data.cache_dir", "data.tokenizer"),
     *("data.most_epochs", "data.held_out_sets", "data.block_cache_gb"),
 )
-# Said, though their section is refused or free: weights of a blend are, where they have been read
-# by; hooks that compress gradients change them.
+# Reported although their section is refused or free: weights of a blend take effect from where the
+# run is; hooks that compress gradients change them.
 REPORTED = (
     *("model.dropout", "data.blend", "data.blend_stages"),
     *("ddp.comm_hook", "ddp.powersgd_rank", "ddp.powersgd_start"),
 )
 BRACES = ("blend", "blend_stages")  # keys whose values have names of their own
-# Keys that older checkpoints do not have, with what their models and samples are.
+# Keys that older checkpoints lack, with their values there.
 LATER = {
     "data.packing": "concat",
     "data.document_mask": False,
@@ -59,7 +59,7 @@ LAYOUT = ("tp", "pp", "dp", "cp", "sp", "vpp", "zero", "micro_batch_size", "sche
 
 
 class ConfigChange(NamedTuple):
-    """A key with its value there (in the checkpoint) and here."""
+    """A key with its values in the checkpoint and now."""
 
     key: str
     there: Any
@@ -70,8 +70,8 @@ class ConfigChange(NamedTuple):
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
-    """Every key that differs, of those that both know or that came `LATER`; `there` is a
-    configuration as dicts."""
+    """Returns every differing key that both configurations have, or that came `LATER`; `there` is
+    nested dicts."""
     old, new = LATER | flat(there), flat(dataclasses.asdict(here))
     common = sorted(old.keys() & new.keys())
     return [
@@ -80,27 +80,27 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
 
 
 def refused(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Those with which a run cannot go on.
+    """Returns the changes with which a run cannot continue.
 
-    Momentum may change, but not come or go: its state is there or not.
+    Momentum may change but not switch on or off: its state exists or not.
     """
     kept = [c for c in found if _kind(c.key) == "refused"]
     return [c for c in kept if c.key != "optim.momentum" or bool(c.there) != bool(c.here)]
 
 
-def said(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Those that change what the next steps do."""
+def reported(found: list[ConfigChange]) -> list[ConfigChange]:
+    """Returns the changes that affect the next steps."""
     refusals = refused(found)
     return [c for c in found if _kind(c.key) != "free" and c not in refusals]
 
 
 def layout(found: list[ConfigChange]) -> list[ConfigChange]:
-    """Those of the layout, which change nothing but rounding."""
+    """Returns the changes of the layout, which affect nothing but rounding."""
     return [c for c in found if c.key in LAYOUT]
 
 
 def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
-    """The sentence that refuses to go on, with the differing keys, or None."""
+    """Returns the sentence that refuses to continue, with the changed keys; None if none is."""
     bad = refused(found)
     if not bad:
         return None
@@ -113,9 +113,9 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
 
 def _kind(key: str) -> str:
     rules = [("refused", r) for r in REFUSED] + [("free", f) for f in FREE]
-    rules += [("said", s) for s in REPORTED]
+    rules += [("reported", s) for s in REPORTED]
     fitting = [(len(rule), kind) for kind, rule in rules if _fits(key, rule)]
-    return max(fitting)[1] if fitting else "said"
+    return max(fitting)[1] if fitting else "reported"
 
 
 def _fits(key: str, rule: str) -> bool:
@@ -123,20 +123,18 @@ def _fits(key: str, rule: str) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Lists and tuples of equal items are the same: one of them came out of JSON."""
+    """Compares values, one of which came from JSON: as lists, and with text as keys."""
     sequences = (list, tuple)
     if isinstance(a, sequences) and isinstance(b, sequences):
         return list(a) == list(b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):  # of numbers JSON makes words
-        words = {str(k): v for k, v in a.items()}, {str(k): v for k, v in b.items()}
-        return words[0].keys() == words[1].keys() and all(
-            _same(v, words[1][k]) for k, v in words[0].items()
-        )
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        left, right = {str(k): v for k, v in a.items()}, {str(k): v for k, v in b.items()}
+        return left.keys() == right.keys() and all(_same(v, right[k]) for k, v in left.items())
     return a == b
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted names."""
+    """Flattens nested dicts by dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and key not in BRACES:

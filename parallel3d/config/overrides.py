@@ -1,7 +1,7 @@
-"""What Hydra and OmegaConf say of a bad override, turned into one sentence for the user.
+"""Turns Hydra's and OmegaConf's errors about an override into one sentence.
 
-Both are met by what they print, not by their classes: Hydra wraps OmegaConf's errors, and
-`@hydra.main`, `compose` and the argument parser each word the same mistake.
+They are recognised by their text: Hydra wraps OmegaConf's errors, and `@hydra.main`, `compose` and
+the argument parser word the same mistake differently.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from parallel3d.config.fields import (
 from parallel3d.config.schema import conf_dir
 from parallel3d.errors import UserError, nearest, readable
 
-MOST_ENTRIES = 1000  # of a list: Hydra reads a thousand in a quarter of a second
+MOST_ENTRIES = 1000  # of a list: Hydra parses a thousand in a quarter of a second
 
 
 def check_length(override: str) -> None:
-    """Raises UserError for a list that would be read for long, before it is."""
+    """Raises UserError for a list that would take long to parse."""
     key, _, value = override.partition("=")
     if value.count(",") > MOST_ENTRIES and not value.startswith(("'", '"')):
         raise UserError(
@@ -35,25 +35,24 @@ def check_length(override: str) -> None:
 
 
 def presets(group: str) -> list[str]:
-    """Names of the options of a config group: the files of `conf/<group>/`, sorted."""
+    """Returns the options of a config group: the files of `conf/<group>/`, sorted."""
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
 def groups() -> list[str]:
-    """Names of the config groups: the folders of `conf/`, sorted."""
+    """Returns the config groups: the folders of `conf/`, sorted."""
     return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 
 
 def explain_override_error(error: BaseException | str, overrides: Sequence[str] = ()) -> UserError:
-    """The one sentence for an error of Hydra or OmegaConf; the caller raises it.
+    """Returns a UserError for an error of Hydra or OmegaConf.
+
+    It names the key, the value, what is allowed and the nearest key or preset. An unknown error
+    keeps its own words, on one line.
 
     Args:
-        error: the exception, or the text that was printed for it.
-        overrides: what was typed, for the errors that do not quote the override at fault.
-
-    Returns:
-        A UserError that names the key, the value, what is allowed and the nearest known key or
-        preset. An error that is not known here is passed on in its own words, on one line.
+        error: the exception, or its printed text.
+        overrides: as typed, for errors that do not quote the override.
     """
     if isinstance(error, UserError):
         return error
@@ -77,7 +76,7 @@ def explain_override_error(error: BaseException | str, overrides: Sequence[str] 
 
 
 def _no_key(overrides: Sequence[str]) -> str | None:
-    """The first override of a key that does not exist, where the error says nothing of use."""
+    """Returns the sentence for the first override of an unknown key, as a last resort."""
     for override in overrides:
         name, equals, value = override.lstrip("+~").partition("=")
         if equals and name not in all_keys() and not re.match("-|hydra[./]", name):
@@ -167,7 +166,7 @@ def _deleted(text: str) -> str | None:
 
 
 def _value(text: str, overrides: Sequence[str]) -> str | None:
-    """A key that exists with a value that it cannot take."""
+    """Explains an existing key with an invalid value."""
     found = re.search(r"full_key: (\S+)", text)
     if not found:
         return None
@@ -205,7 +204,7 @@ def _not_allowed(typed: str, key: Key) -> str:
 
 
 def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
-    """What `${…}` came to is not said: it may be of the environment."""
+    """Explains `${…}` without its value, which may be a secret of the environment."""
     typed = f"{key.name}={_typed(key.name, overrides) or '${…}'}"
     if "While dereferencing" in text:
         return _not_allowed(f"{typed} comes to what it cannot be", key)
@@ -214,13 +213,13 @@ def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
 
 
 def _typed(name: str, overrides: Sequence[str]) -> str | None:
-    """The value that was typed last for a key."""
+    """Returns the last value typed for a key."""
     values = (word.lstrip("+").partition("=") for word in overrides)
     return next((value for key, _, value in reversed(list(values)) if key == name), None)
 
 
 def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
-    """Python's own limit on digits, which names nothing."""
+    """Explains Python's limit on digits, whose error names no key."""
     if "for integer string conversion" not in text:
         return None
     word, _, value = max(overrides, key=len, default="").partition("=")
@@ -229,7 +228,7 @@ def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
 
 
 def _syntax(text: str, override: str | None) -> str | None:
-    """Something that is not KEY=VALUE: a flag, a missing or a second equals sign, a quote."""
+    """Explains what is not KEY=VALUE: a flag, a missing or second equals sign, a quote."""
     quoted = re.search(r"Error parsing override '([^\n]*)'", text)
     lexed = re.search(r"LexerNoViableAltException: ([^\n]*)", text)
     flags = re.search(r"unrecognized arguments: (\S+)", text)
@@ -259,7 +258,7 @@ def _syntax(text: str, override: str | None) -> str | None:
         advice = f"the nearest is {_one_line(typed)} without quotes around it, as two overrides"
     elif key is None and word not in groups():
         return unknown_key(word.strip("+~"), _one_line(value))
-    elif key is not None and key.type in (bool, int, float):
+    elif key is not None and key.kind in (bool, int, float):
         return _not_allowed(_one_line(typed), key)
     else:
         plain = value.replace('"', "").replace("'", "")
@@ -268,7 +267,7 @@ def _syntax(text: str, override: str | None) -> str | None:
 
 
 def _not_a_preset(text: str, overrides: Sequence[str]) -> str | None:
-    """Hydra quotes no override when the value of a group is no name, as in `=3` or `model=3`."""
+    """Explains a group whose value is no name (`model=3`), for which Hydra quotes no override."""
     for override in overrides:
         name, _, value = override.lstrip("+~").partition("=")
         if not name.strip():

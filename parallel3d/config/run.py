@@ -1,5 +1,4 @@
-"""The sections that say how a run goes: gradient buckets, logs, length, profile, launch,
-verification."""
+"""The keys of a run: gradient buckets, logs, length, profile, launch, verification."""
 
 from __future__ import annotations
 
@@ -130,7 +129,7 @@ class TrainConfig:
 
 
 def wrong_ranks(ranks: object) -> str | None:
-    """None for what `profile.ranks` may be, else the nearest, as it is typed."""
+    """Returns None for a valid `profile.ranks`, else the nearest one, as typed."""
     if ranks == "all":
         return None
     if not isinstance(ranks, (list, tuple)):
@@ -170,7 +169,7 @@ class ProfileConfig:
 
 @dataclass
 class LaunchConfig:
-    """How the local workers start and fail."""
+    """Start and failure of local workers."""
 
     master_port: int = key(
         0,
@@ -227,6 +226,6 @@ class LaunchConfig:
 
 @dataclass
 class VerifyConfig:
-    """What `parallel3d verify` runs."""
+    """Options of `parallel3d verify`."""
 
     steps: int = key(5, "steps of each comparison", minimum=1)

@@ -1,8 +1,7 @@
-"""The configuration of a run: every key with its default, its range and its meaning, once.
+"""The whole configuration: every key with its default, range and meaning, declared once.
 
 Hydra composes `conf/` over these dataclasses, `docs/configuration.md` is generated from them, and
-`checks.py` proves a whole configuration consistent before anything starts. No torch here:
-a bad key must be answered before torch could even be imported.
+`config.checks` checks a whole configuration. Without torch, so that a bad key is refused at once.
 """
 
 from __future__ import annotations
@@ -215,10 +214,7 @@ class Config:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches that one data-parallel rank runs in an optimizer step; needs `dp`.
-
-        Raises ValueError while `dp` is null: `check_config` fills it in.
-        """
+        """Micro-batches of a data-parallel rank in a step. Raises ValueError while dp is null."""
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return self.global_batch_size // (self.micro_batch_size * self.dp)
@@ -230,19 +226,17 @@ SECTIONS = tuple(
 
 
 def register_schema() -> None:
-    """Make `Config` known to Hydra as `schema`, the first of conf/config.yaml's defaults.
-
-    May be called any number of times.
-    """
+    """Registers `Config` with Hydra as `schema`, the first of conf/config.yaml's defaults; may be
+    called repeatedly."""
     from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
 
     store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:  # to make a node of it takes a quarter of composing
+    if "schema.yaml" not in store.repo:  # building the node takes a quarter of composing
         store.store(name="schema", node=Config)
 
 
 def conf_dir() -> Path:
-    """Folder of the Hydra groups: inside the installed package, else beside it in a checkout."""
+    """Returns the folder of the Hydra groups: in the package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"

@@ -1,4 +1,4 @@
-"""The values of `attention_kernel`, without torch."""
+"""The keys of model and optimizer, and the values of `attention_kernel` and `recompute`."""
 
 from __future__ import annotations
 
@@ -10,32 +10,28 @@ from typing import Any
 from parallel3d.errors import nearest
 
 AUTO, FLASH, CUDNN, MATH = "auto", "flash", "cudnn", "math"
-# Flash attention by another package than torch: its name in torch's registry, the module that
-# torch imports for it.
+# Flash attention of other packages: name in torch's registry, module that torch imports.
 PACKAGES = {"fa3": ("FA3", "flash_attn_interface"), "fa4": ("FA4", "flash_attn.cute")}
 KERNELS = (AUTO, FLASH, CUDNN, MATH, *PACKAGES)
 HALF_PRECISION = ("bf16", "fp16")
-# Kernels that GPUs have for half precision alone. (Flash attention on a CPU takes all types.)
+# Kernels that GPUs have in half precision only. (Flash attention on a CPU takes all types.)
 NARROW = (FLASH, CUDNN, *PACKAGES)
 
 
 def in_other_precision(kernel: str) -> str:
-    """What computes in fp32 or fp64 beside a run with this kernel: `verify` and `generate` do."""
+    """Returns the kernel for a run's computations in fp32 or fp64 (`verify`, `generate`)."""
     return AUTO if kernel in NARROW else kernel
 
 
-# `recompute`: the parts of a layer that are made again in the backward, by name.
-#
-# What each of them keeps and makes again is said in `models/recompute.py`.
-
+# `recompute`: the parts of a layer that are recomputed in the backward (`models/recompute.py`)
 
 PARTS = ("norm", "activation", "attention", "mlp", "layer")
 WORDS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
 _IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
 
 
-def listed(recompute: str | Sequence[str]) -> tuple[str, ...]:
-    """The parts that a word, a part, a list of parts or one that is spelled `[norm,mlp]` names."""
+def named_parts(recompute: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the parts named by a word, a part, a list of parts, or text such as `[norm,mlp]`."""
     if not isinstance(recompute, str):
         return tuple(recompute)
     if recompute in WORDS:
@@ -44,8 +40,8 @@ def listed(recompute: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
-    """Those that are named, without what others of them imply."""
-    return _least(listed(recompute))
+    """Returns the named parts without those that others imply."""
+    return _least(named_parts(recompute))
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,15 +50,15 @@ def _least(parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def spelled(recompute: str | Sequence[str]) -> str:
-    """As it is typed: the word for it where there is one, else `parts_of` in the order of PARTS."""
+    """Returns `recompute` as typed: a word if there is one, else `parts_of` in PARTS' order."""
     least = tuple(sorted(parts_of(recompute), key=PARTS.index))
     return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 
 
 def wrong_parts(recompute: object) -> str | None:
-    """None for what `recompute` may be, else the nearest, as it is typed."""
+    """Returns None for a valid `recompute`, else the nearest one, as typed."""
     if isinstance(recompute, str):
-        if recompute in WORDS or (recompute and set(listed(recompute)) <= {*PARTS}):
+        if recompute in WORDS or (recompute and set(named_parts(recompute)) <= {*PARTS}):
             return None
         return nearest(recompute, (*WORDS, *PARTS)) or "none"
     if not isinstance(recompute, (list, tuple)):
@@ -76,9 +72,7 @@ def wrong_parts(recompute: object) -> str | None:
     return spelled(near)
 
 
-# What is trained, as typed dataclasses: every key, its default, range and meaning.
-#
-# `schema.py` puts them together; `fields` and `checks` enforce what they say.
+# Keys of the model and the optimizer
 
 
 def key(
@@ -95,12 +89,12 @@ def key(
     megatron: str | None = None,
     differs: str | None = None,
 ) -> Any:
-    """One configuration key: default, range and help beside each other.
+    """Declares a key with default, range and help.
 
-    `choices`, `minimum` and `maximum` (inclusive), `above` and `below` (exclusive) are enforced by
-    `fields`; where a list of words (`list_of`) may stand for a choice, `wrong` gives the nearest to
-    what is neither, None for what is. `megatron` names the flag of Megatron-LM that means the same
-    (or several, with spaces between), and `differs` says in which way it does not quite.
+    `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
+    (exclusive). With `list_of`, a list of such words may stand for a choice, and `wrong` returns
+    the nearest allowed value, None for an allowed one. `megatron` names Megatron-LM's flags of the
+    same meaning, `differs` in which way they differ.
     """
     meta = {
         "help": help,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from parallel3d.config.identity import changes, layout, refusal, refused, said
+from parallel3d.config.identity import changes, layout, refusal, refused, reported
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfig, ScheduleConfig
 
 
@@ -22,7 +22,7 @@ def test_layout_and_launcher_are_free() -> None:
         data=DataConfig(path="moved"),
     )  # fmt: skip
     found = changes(there(old), new)
-    assert refused(found) == [] and said(found) == []
+    assert refused(found) == [] and reported(found) == []
     assert refusal("x", found) is None
     assert {c.key for c in layout(found)} == {"tp", "pp", "zero", "micro_batch_size"}
 
@@ -33,7 +33,7 @@ def test_what_the_next_steps_do_is_said() -> None:
     new.precision.name = "bf16"
     found = changes(there(Config()), new)
     assert refused(found) == []
-    assert {c.key for c in said(found)} == {
+    assert {c.key for c in reported(found)} == {
         *("global_batch_size", "optim.lr", "optim.clip_grad", "train.steps", "precision.name")
     }
 
@@ -43,7 +43,7 @@ def test_hooks_that_change_gradients_are_said() -> None:
     new.ddp.comm_hook, new.ddp.powersgd_rank, new.ddp.bucket_order = "powersgd", 2, "measured"
     found = changes(there(Config()), new)
     assert refused(found) == []
-    assert {c.key for c in said(found)} == {"ddp.comm_hook", "ddp.powersgd_rank"}
+    assert {c.key for c in reported(found)} == {"ddp.comm_hook", "ddp.powersgd_rank"}
 
 
 def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
@@ -60,7 +60,7 @@ def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
         found = changes(there(old), new)
         assert [c.key for c in refused(found)] == [key]
         assert f"{key} is " in (refusal("mine", found) or "")
-        assert said(found) == []
+        assert reported(found) == []
 
 
 def test_weights_of_a_blend_are_said_as_they_were_typed() -> None:
@@ -70,7 +70,7 @@ def test_weights_of_a_blend_are_said_as_they_were_typed() -> None:
     assert str(change) == "data.blend is None there, now {'a': 1}"
     new.blend_stages = {90: {"b": 1}}
     found = changes(old, Config(data=new))
-    assert not refused(found) and [c.key for c in said(found)] == [
+    assert not refused(found) and [c.key for c in reported(found)] == [
         "data.blend",
         "data.blend_stages",
     ]
@@ -81,7 +81,7 @@ def test_momentum_may_change_but_not_come_or_go() -> None:
         there(Config(optim=OptimConfig(momentum=0.8))), Config(optim=OptimConfig(momentum=0.9))
     )
     assert refused(found) == []
-    assert [c.key for c in said(found)] == ["optim.momentum"]
+    assert [c.key for c in reported(found)] == ["optim.momentum"]
 
 
 def test_keys_that_a_checkpoint_does_not_know_are_no_difference() -> None:

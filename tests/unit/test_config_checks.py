@@ -400,7 +400,7 @@ def test_a_bad_configuration_ends_in_one_sentence_with_key_value_and_nearest_cho
 def test_each_row_of_the_not_yet_table_is_refused_by_some_value(label: str) -> None:
     row = NOT_YET[label]
     key = all_keys()[row.key]
-    values = key.meta["choices"] or ((0.5,) if key.type is float else (1, 2))
+    values = key.meta["choices"] or ((0.5,) if key.kind is float else (1, 2))
     refused = [v for v in values if row.predicate(v)]
     assert refused
     assert not row.predicate(key.default), "the default must work"
@@ -532,7 +532,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
                 continue  # already given beside it, or another file as well
-            typed = value == "true" if key.type is bool else key.type(value)
+            typed = value == "true" if key.kind is bool else key.kind(value)
             typed = None if value == "null" else typed
             fixed = config(**{**changes, key.name: typed})
             check_config(fixed, world_size)

@@ -1,1 +1,1 @@
-"""Cross-checks of a configuration: what one key says must fit what another one says."""
+"""Cross-checks of the keys of a configuration."""

@@ -1,4 +1,4 @@
-"""Cross-checks of the data of pairs, and what a blend's weights say (see `checks`)."""
+"""Cross-checks of the data of corpora, and the weights of a blend."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from parallel3d.config.data import DataConfig
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError, nearest
 
-TOKENS = "tokens"  # in the place of a weight: as many as the data set has
+TOKENS = "tokens"  # as a weight: the data set's number of tokens
 PACKED = ("corpus", "blend")
-# What `data.path` is, by the kind of source that needs one.
+# The meaning of `data.path`, by the kind of source.
 PATHS = {
     "text": "a file, a folder or a glob, as in data.path=book.txt, or leave data=stdlib",
     "corpus": "the prefix of a pair, its name without .bin and .idx, as in data.path=corpora/web",
@@ -22,9 +22,9 @@ PATHS = {
 
 
 class Weights(NamedTuple):
-    """From token `first` of the run on, weights by prefix, as exact as they were typed.
+    """Exact weights by prefix, from token `first` of the run on.
 
-    None: as many as the data set has tokens, beside which numbers are numbers of tokens.
+    None: the data set's number of tokens; the other weights are then numbers of tokens.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Weights(NamedTuple):
 
 
 def check_corpora(data: DataConfig) -> None:
-    """`data.path`, the blend and the packing go together; raises UserError."""
+    """Checks `data.path`, blend and packing against each other; raises UserError."""
     if data.name in PATHS and not data.path:
         raise UserError(
             f"data={data.name} needs data.path, which is {show(data.path)}; give "
@@ -55,7 +55,7 @@ def check_corpora(data: DataConfig) -> None:
 
 
 def blend_weights(data: DataConfig) -> list[Weights]:
-    """The weights of a blend and of its later stages, in order; raises UserError."""
+    """Returns the weights of a blend and its later stages, in order; raises UserError."""
     if not data.blend:
         raise UserError(
             f"data=blend needs data.blend, which is {show(data.blend)}; give weights by prefix, as "
@@ -81,7 +81,7 @@ def blend_weights(data: DataConfig) -> list[Weights]:
 
 
 def _token(typed: Any) -> int:
-    """A number of tokens as it was typed, 1000000000 or 1e9; -1 for what is none."""
+    """Returns a number of tokens, typed as 1000000000 or 1e9; -1 for other text."""
     try:
         number = Fraction(str(typed))
     except (ValueError, ZeroDivisionError):
@@ -108,10 +108,10 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
                 f"{show(str(prefix))} out."
             )
         weights[str(prefix)] = Fraction(repr(typed))
-    small = next((p for p, w in weights.items() if w is not None and w < 1), None)
+    small = next(((p, w) for p, w in weights.items() if w is not None and w < 1), None)
     if small is not None and None in weights.values():
         raise UserError(
-            f"{name} gives {show(small)} the weight {float(weights[small]):g}: beside {TOKENS} it "
+            f"{name} gives {show(small[0])} the weight {float(small[1]):g}: beside {TOKENS} it "
             f"must be a number of tokens, at least 1; the nearest is {TOKENS}."
         )
     return weights

@@ -1,4 +1,4 @@
-"""Cross-checks of the model, and of what splits it over tp; part of `check_config`."""
+"""Cross-checks of the model, and of its split over tp."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from parallel3d.errors import UserError, closest
 
 
 def check_chunks(config: Config) -> None:
-    """Pieces of the sequence are equal, and there is a sequence to cut.
-
-    Raises:
-        UserError: pieces without sequence parallelism, or that do not come out even.
-    """
+    """Raises UserError for chunks without sequence parallelism, or of unequal length."""
     chunks, local = config.tensor_parallel.chunks, config.model.seq_length // config.tp
     if chunks > 1 and not config.sp:
         raise UserError(
@@ -32,8 +28,8 @@ def check_chunks(config: Config) -> None:
 
 
 def check_attention(config: Config) -> None:
-    """Gathered heads are an eager path, and a kernel is one of the device, the type and the mask;
-    raises UserError. What needs the device itself is asked by `models.attention_kernel`."""
+    """Raises UserError for a kernel that device, type or mask exclude; `models.attention_kernel`
+    checks the device itself."""
     if config.tensor_parallel.attention == "gather_qk" and config.compile:
         raise UserError(
             "tensor_parallel.attention=gather_qk is for comparison and is not compiled; the "
@@ -93,7 +89,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _refuse_rotary(model: ModelConfig) -> None:
-    """RoPE turns pairs of dimensions: fewer than two turn nothing."""
+    """Raises the UserError for fewer than two dimensions, since RoPE rotates pairs."""
     if model.head_dim == 1:
         raise UserError(
             "model.position_embedding=rope needs heads at least 2 wide, but model.head_dim=1; the "
@@ -106,7 +102,7 @@ def _refuse_rotary(model: ModelConfig) -> None:
             f"them {model.head_size}; the nearest is model.hidden_size="
             f"{2 * model.num_attention_heads}."
         )
-    # Rounded up, so that the product with head_dim is not a hair below 2.
+    # Rounded up, so that its product with head_dim is not just below 2.
     least = math.ceil(2 / model.head_size * 1e4) / 1e4
     raise UserError(
         f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE fewer than 2 of the "
@@ -115,7 +111,7 @@ def _refuse_rotary(model: ModelConfig) -> None:
 
 
 def _tp_dividends(config: Config) -> dict[str, int]:
-    """Everything that tp must divide; the padded vocabulary comes last."""
+    """Returns the sizes that tp must divide; the padded vocabulary comes last."""
     model = config.model
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
@@ -129,27 +125,27 @@ def _tp_dividends(config: Config) -> dict[str, int]:
 
 
 def tp_splits(config: Config) -> Callable[[int], bool]:
-    """Whether a tensor-parallel size splits this model."""
+    """Returns the function that tells whether a tensor-parallel size splits this model."""
     divides = divides_all(_tp_dividends(config))
     return lambda tp: divides(tp) and _splits_key_value_heads(config.model, tp)
 
 
 def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
-    """Each rank has whole key-value heads, or each head is on equally many ranks."""
+    """Returns whether each rank has whole key-value heads, or each head equally many ranks."""
     return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 
 
 def _nearest_tp(config: Config) -> int:
-    """The tensor-parallel size closest to the one asked for that this model can be split by."""
+    """Returns the closest tensor-parallel size that splits this model."""
     close = closest(config.tp, tp_splits(config), min(_tp_dividends(config).values()))
-    return close or 1  # which splits everything
+    return close or 1  # 1 splits everything
 
 
 def check_tensor_parallel(config: Config) -> None:
     tp, model = config.tp, config.model
     sizes = _tp_dividends(config)
     vocabulary = sizes.pop("the padded vocabulary")
-    sizes.pop("model.seq_length", None)  # has a sentence of its own, which names sp
+    sizes.pop("model.seq_length", None)  # `check_sequence` has its sentence, which names sp
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if not _splits_key_value_heads(model, tp):
         wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
@@ -172,7 +168,7 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def check_sequence(config: Config) -> None:
-    """With sp the sequence is split over tp; sp=true with tp=1 splits nothing and is accepted."""
+    """Raises UserError if sp does not split the sequence evenly; with tp=1 sp splits nothing."""
     tp, length = config.tp, config.model.seq_length
     if config.sp and length % tp:
         raise UserError(
@@ -182,6 +178,6 @@ def check_sequence(config: Config) -> None:
 
 
 def nearest_multiple(value: int, unit: int) -> int:
-    """The multiple of `unit`, at least one, that is closest to `value` (ties: the smaller)."""
+    """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
     below = value // unit * unit
     return max(unit, below if value - below <= below + unit - value else below + unit)

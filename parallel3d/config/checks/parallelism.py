@@ -1,4 +1,4 @@
-"""Checks of the keys that place ranks and set up their groups."""
+"""Cross-checks of rank placement, process groups and data parallelism."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, closest, nearest
 
 GROUP_KINDS = ("tp", "dp", "pp", "embedding")
-# ncclConfig_t's fields and what NCCL takes for them.
+# Fields of ncclConfig_t and their ranges.
 NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0, 8)}
 
 
 def check_groups(config: Config) -> None:
-    """Placement, rank file and NCCL settings fit each other. Raises UserError for the first."""
+    """Checks placement, rank file and NCCL settings; raises UserError."""
     if config.placement == "file" and config.rank_file is None:
         raise UserError(
             "placement=file needs rank_file=…, a file with a line `rank host local_index` for each "
@@ -40,10 +40,8 @@ def _check_kind(key: str, word: str, kind: str) -> None:
 
 
 def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
-    """(kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`.
-
-    Raises UserError for a word that cannot be read or is out of NCCL's range.
-    """
+    """Returns (kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`. Raises
+    UserError."""
     key = "launch.nccl_settings"
     settings = []
     for word in words:
@@ -63,22 +61,19 @@ def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
             )
         low, high = NCCL_LIMITS[name]
         if not low <= value <= high:
-            close = min(max(value, low), high)
+            near = min(max(value, low), high)
             raise UserError(
                 f"{key}={show(word)} must be {low} to {high}; the nearest is "
-                f"{key}=[{kind}.{name}:{close}]."
+                f"{key}=[{kind}.{name}:{near}]."
             )
         settings.append((kind, name, value))
     return settings
 
 
 def parse_nccl_env(words: list[str]) -> dict[str, str]:
-    """Value by variable of each `NCCL_CROSS_NIC:0`; a value may have colons of its own.
+    """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
 
-    Besides NCCL's variables those of torch's part of it pass: TORCH_NCCL_… and the flight
-    recorder's TORCH_FR_….
-
-    Raises UserError for a word that cannot be read or names a variable of something else.
+    Also accepts torch's TORCH_NCCL_… and TORCH_FR_…. Raises UserError for other words.
     """
     variables = {}
     for word in words:
@@ -92,18 +87,18 @@ def parse_nccl_env(words: list[str]) -> dict[str, str]:
     return variables
 
 
-# Cross-checks of data parallelism: what travels, in which order, and what is sharded.
+# Data parallelism
 
 
 def check_data_parallel(config: Config, dp: int) -> None:
-    """Hooks, bucket order and shards fit the engine of `zero`; raises UserError."""
+    """Checks hooks, bucket order and shards against `zero`; raises UserError."""
     _check_hook(config)
     _check_fully_sharded(config, dp)
     _check_noise_scale(config, dp)
 
 
 def _check_noise_scale(config: Config, dp: int) -> None:
-    """Gradients of a part of the batch, and the exact sum, are seen."""
+    """Raises UserError unless gradients of a part of the batch and exact sums are available."""
     asked = "train.noise_scale=true"
     if not config.train.noise_scale:
         return
@@ -126,7 +121,7 @@ def _check_noise_scale(config: Config, dp: int) -> None:
 
 
 def _check_fully_sharded(config: Config, dp: int) -> None:
-    """What FSDP2 (zero=2 and 3) works with."""
+    """Raises UserError for what FSDP2 (zero=2 and 3) does not support."""
     size = config.ddp.shard_size
     if config.zero > 1 and config.compile:
         raise UserError(

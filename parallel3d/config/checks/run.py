@@ -1,4 +1,4 @@
-"""Cross-checks of the data, the learning rate, the profile and the run's name (see `checks`)."""
+"""Cross-checks of data, learning rate, precision, profile and the run's name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end of text
-LONGEST_RUN_NAME = 200  # bytes; file systems take 255, and a sweep adds the job's number
+LONGEST_RUN_NAME = 200  # bytes; file systems allow 255, and a sweep adds the job's number
 
 
 def check_samples(config: Config) -> None:
-    """The `data` section against the vocabulary; raises UserError."""
+    """Checks the `data` section against the vocabulary; raises UserError."""
     data, vocabulary = config.data, config.model.vocab_size
     if data.reads_bytes and vocabulary < BYTE_VOCABULARY:
         raise UserError(
@@ -33,7 +33,7 @@ def check_samples(config: Config) -> None:
 
 
 def check_learning_rate(config: Config) -> None:
-    """Rate, warm-up and decay against each other; raises UserError."""
+    """Checks rate, warm-up and decay against each other; raises UserError."""
     optim = config.optim
     if optim.min_lr > optim.lr:
         raise UserError(
@@ -64,7 +64,7 @@ def check_learning_rate(config: Config) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """The loss scale and the loss in half precision are fp16's; raises UserError."""
+    """Raises UserError for a loss scale or half-precision loss without fp16."""
     precision = config.precision
     if precision.lm_cross_entropy == "fp16" and precision.name != "fp16":
         raise UserError(
@@ -85,7 +85,7 @@ def check_precision(config: Config) -> None:
 
 
 def check_profile(config: Config, world_size: int | None) -> None:
-    """Steps and ranks that the run has; of no known world size any rank. Raises UserError."""
+    """Checks steps and ranks to profile, ranks only if `world_size` is known; raises UserError."""
     profile, last_step = config.profile, config.train.steps
     if not profile.steps:
         if profile.memory:
@@ -118,7 +118,7 @@ def check_profile(config: Config, world_size: int | None) -> None:
 
 
 def check_run_name(config: Config) -> None:
-    """`run` as a plain folder name; raises UserError."""
+    """Raises UserError unless `run` is a plain folder name."""
     run = config.run
     if run is None:
         return
@@ -140,7 +140,7 @@ def check_run_name(config: Config) -> None:
 
 
 def check_plain(config: Config) -> None:
-    """No text that a stored configuration would take for a reference; raises UserError."""
+    """Raises UserError for text that config.yaml would read as a reference."""
     content = dataclasses.asdict(config)
     if "${" not in json.dumps(content):
         return

@@ -1,7 +1,7 @@
-"""Cross-checks of a whole configuration: a bad one ends here, in one sentence, before any group.
+"""Cross-checks of a whole configuration: one sentence for an error, before any process group.
 
-The checks live in the library, not in the command line: who builds a `Config` by hand gets them
-as well. Nothing here imports torch, so that an answer takes milliseconds.
+Library callers who build a `Config` get the same checks. Without torch, so that they take
+milliseconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallel3d.schedules.schedule import IN_ORDER, NAMED_SCHEDULES, check_vpp
 
 __all__ = ["NOT_YET", "NotYet", "check_config", "explain_override_error"]
 
-MOST_STAGES = 256  # whose layers are proposed one by one
+MOST_STAGES = 256  # up to which an even split is proposed
 
 
 def check_config(
@@ -48,17 +48,15 @@ def check_config(
     own_samples: bool = False,
     communication_only: bool = False,
 ) -> Config:
-    """Prove a whole configuration consistent and return it with its derived values filled in.
+    """Checks a whole configuration and returns it with derived values filled in.
 
-    Filled in: `dp` (what is left of `world_size` ranks; 1 where that is None),
-    `model.num_query_groups`, `model.ffn_hidden_size` and `model.max_position_embeddings`; a list of
-    `recompute` is spelled as text.
-    Pure: the argument is left as it is, and a checked configuration passes unchanged. With
-    `own_samples` the caller brings samples of its own and the `data` section is not read. With
-    `communication_only` (`bench comm`) neither data nor model is read; only `dp` is filled in.
+    Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
+    `model.ffn_hidden_size`, `model.max_position_embeddings`; a list of `recompute` becomes text.
+    The argument is not changed; a checked configuration passes unchanged. `own_samples`: the caller
+    has samples, and `data` is not checked. `communication_only` (`bench comm`): neither data nor
+    model is checked; only `dp` is filled in.
 
-    Raises:
-        UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
     if not isinstance(config, Config):
         kind = type(config).__name__
@@ -97,7 +95,7 @@ def check_config(
 
 
 def _check_given(config: Config) -> None:
-    """A layout is there: `parallel3d train` puts one in the place of auto before it checks."""
+    """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
     if config.layout != "given":
         raise UserError(
             f"layout={config.layout} must be given but for parallel3d train, which asks the "
@@ -111,7 +109,7 @@ def _check_given(config: Config) -> None:
 
 
 def _check_communication(config: Config, world_size: int | None) -> Config:
-    """What `bench comm` needs: ranks that add up, at least two of them, and sizes to measure."""
+    """Checks what `bench comm` needs: at least two ranks that add up, and sizes to measure."""
     dp = _data_parallel_size(config, world_size)
     check_run_name(config)
     check_groups(config)
@@ -134,15 +132,8 @@ def _check_communication(config: Config, world_size: int | None) -> Config:
     return dataclasses.replace(config, dp=dp)
 
 
-# --- the model -------------------------------------------------------------------------------
-
-
-# --- the dimensions --------------------------------------------------------------------------
-
-
 def _check_pipeline(config: Config) -> None:
-    """The schedule has the chunks, and every stage a layer; of auto and file that is known once
-    there is a schedule (`_check_schedule`)."""
+    """Checks the virtual stages of a named schedule; for auto and file see `_check_schedule`."""
     name = config.schedule.name
     if name not in NAMED_SCHEDULES:
         return
@@ -151,9 +142,9 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_schedule(config: Config) -> None:
-    """There is something to search, what a file holds can run, split backwards have an engine."""
+    """Checks search, file and ZeRO against the schedule; raises UserError."""
     keys, zero = config.schedule, config.zero
-    if zero > 1 and config.dp > 1 and keys.name not in IN_ORDER:
+    if zero > 1 and (config.dp or 1) > 1 and keys.name not in IN_ORDER:
         raise UserError(
             f"zero={zero} frees parameters behind each backward, so it must have one chunk and "
             f"whole backwards, and schedule={keys.name} may not; the nearest is zero=1, or "
@@ -161,9 +152,9 @@ def _check_schedule(config: Config) -> None:
         )
     check_work(config)
     sizes = config.pp, config.num_microbatches, config.vpp
-    if keys.name == "auto":  # which finds what fits the model (`sizes.run_schedule`)
+    if keys.name == "auto":  # `sizes.run_schedule` later finds what fits the model
         check_search(*sizes, 1.0 if keys.memory is None else keys.memory)
-        _check_recomputed(config, 1)  # how many stages there will be is not known yet
+        _check_recomputed(config, 1)  # the number of stages is not known yet
         given = len(keys.layers_per_stage or ()) // config.pp
         _check_stages(
             config, StageAssignment(config.pp, given if given in (1, 2, config.vpp) else 1)
@@ -173,7 +164,7 @@ def _check_schedule(config: Config) -> None:
 
 
 def check_work(config: Config) -> None:
-    """`schedule.costs` are three positive numbers; raises UserError."""
+    """Raises UserError unless `schedule.costs` are three positive numbers."""
     costs = config.schedule.costs
     if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
         raise UserError(
@@ -183,7 +174,7 @@ def check_work(config: Config) -> None:
 
 
 def _check_recomputed(config: Config, stages: int) -> None:
-    """`recompute_layers` are layers of a stage, of each or of all."""
+    """Checks `recompute_layers` against the layers of stages; raises UserError."""
     given, layers = config.recompute_layers, config.model.num_layers
     if given is None:
         return
@@ -237,7 +228,7 @@ def _check_stages(config: Config, placement: StageAssignment) -> None:
 
 
 def _data_parallel_size(config: Config, world_size: int | None) -> int:
-    """dp as given or as left over by the others; raises UserError if the ranks do not add up."""
+    """Returns dp, given or derived; raises UserError if the ranks do not add up."""
     if world_size is None:
         return config.dp or 1
     is_number = isinstance(world_size, int) and not isinstance(world_size, bool)
@@ -261,7 +252,7 @@ def _data_parallel_size(config: Config, world_size: int | None) -> int:
 
 
 def _fitting_sizes(config: Config, world_size: int) -> list[str]:
-    """The changes of one size alone, of dp, tp or pp, that make the product `world_size`."""
+    """Returns the changes of dp, tp or pp alone that make the product `world_size`."""
     tp, pp, cp, dp = config.tp, config.pp, config.cp, config.dp
     splits = tp_splits(config)
 
