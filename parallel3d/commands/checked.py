@@ -1,7 +1,6 @@
-"""`parallel3d train layout=auto`: the planner's best layout that fits, in the configuration.
+"""Checks a configuration for its command before any rank starts, and chooses layout=auto.
 
-Nothing here imports torch: it is chosen before any rank starts. Under torchrun and srun every rank
-chooses for itself, by the same file, the same.
+Without torch. Under torchrun and srun each rank chooses by the same file, so all choose the same.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from parallel3d.topology.assumptions import chosen_keys
 
 
 def take_layout(config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
-    """The configuration with the best layout of the launcher's ranks, or of this host's.
+    """Returns the configuration with the best layout of the launcher's ranks, or of this host's.
 
-    The first rank says which and why. Raises UserError where nothing tells how fast the machine is,
-    where no layout divides the batch, and where none fits.
+    Rank 0 logs the layout and the reason. Raises UserError if the machine's speed is unknown, if no
+    layout divides the batch, or if none fits.
     """
     check_fields(config)
     keys = chosen_keys(typed)
@@ -44,12 +43,12 @@ def take_layout(config: Config, typed: Sequence[str], place: RankAssignment | No
         raise UserError(fits_nowhere(config, sizes, priced, fixed, 1))
     best, found = _first_allowed(config, keys, priced, ranks)
     if place is None or place.rank == 0:
-        print_line(f"layout=auto: {_said(priced, best, ranks, keys)}")
+        print_line(f"layout=auto: {_summary(priced, best, ranks, keys)}")
     return found
 
 
 def _ranks_here(config: Config, keys: set[str]) -> int:
-    """As many as what was typed needs of this host, or as it has GPUs or cores."""
+    """Returns as many ranks as this host has GPUs or cores, in multiples of the typed sizes."""
     least = 1
     for key in ("tp", "pp", "dp"):
         least *= (getattr(config, key) or 1) if key in keys else 1
@@ -59,11 +58,11 @@ def _ranks_here(config: Config, keys: set[str]) -> int:
 
 
 def _check_known(config: Config, kind: str, several: bool) -> None:
-    """What the planner is told of is what the ranks compute on; `several` hosts."""
+    """Raises UserError unless `cluster` describes the devices of the ranks; `several` hosts."""
     file = config.cluster.file
     if file is not None:
         machine = read(file)
-        # A launcher may have bound this rank to some of the host's cores.
+        # This rank may be bound to some of the host's cores.
         whole = os.cpu_count() == machine.made.count
         count = machine.made.count if whole else cores()
         check_device(machine, file, kind, device_name(kind), count)
@@ -82,7 +81,7 @@ def _check_known(config: Config, kind: str, several: bool) -> None:
 
 
 def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
-    """Raises UserError for what was typed and no layout of so many ranks has."""
+    """Raises UserError for typed values that no layout of so many ranks has."""
     name = fixed.get("schedule", "1f1b")
     if name not in NAMED_SCHEDULES:
         raise UserError(
@@ -95,7 +94,7 @@ def _check_held(fixed: dict[str, int | str], ranks: int) -> None:
 def _first_allowed(
     config: Config, keys: set[str], priced: Priced, ranks: int
 ) -> tuple[int, Config]:
-    """The best that the run's own checks let through. Raises UserError of the best if none."""
+    """Returns the best layout that passes the run's checks. Raises the best one's UserError."""
     refused: UserError | None = None
     for i in priced.order:
         found = configure(config, priced.choices[i])
@@ -111,8 +110,8 @@ def _first_allowed(
     raise refused or UserError(f"no layout of {ranks} ranks can run")
 
 
-def _said(priced: Priced, best: int, ranks: int, keys: set[str]) -> str:
-    """Which, and why, in one line."""
+def _summary(priced: Priced, best: int, ranks: int, keys: set[str]) -> str:
+    """Returns one line with the chosen layout, its price, and the runner-up."""
     c = priced.choices[best]
     words = [f"tp={c.tp} pp={c.pp} dp={c.dp} micro_batch_size={c.micro_batch}"]
     words += [f"schedule={c.schedule}"] * (c.pp > 1) + [f"vpp={c.vpp}"] * (c.vpp > 1)
@@ -133,17 +132,11 @@ def _shape(priced: Priced, index: int) -> tuple[int, int]:
     return choice.tp, choice.pp
 
 
-# A configuration that is proved right for its command, before any rank starts; no torch.
-
-
 NEED_DATA = ("train", "verify")
 
 
 def checked(app: str, config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
-    """`config` for `app`, with what it leaves open decided; `typed` are the overrides.
-
-    Raises UserError.
-    """
+    """Returns `config` for the command `app` with open choices made. Raises UserError."""
     world_size = place.world_size if place else None
     if app == CALIBRATE:
         return calibrate_config(config, typed, world_size)

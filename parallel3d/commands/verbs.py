@@ -1,7 +1,6 @@
-"""Subcommands of verbs, `parallel3d checkpoint VERB key=value …`: words in, keys and values out.
+"""Parses commands with verbs, `parallel3d checkpoint VERB key=value …`.
 
-No Hydra: a verb has a handful of keys. Nothing here imports torch, so that every refusal and help
-answers at once.
+Without Hydra and torch, so that help and refusals are immediate.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ HELP = frozenset(("-h", "--help"))
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: its keys with their help, which of them must be given, and what is said of it.
+    """A verb: its keys with their help, the required ones, its description and examples.
 
-    `names` of positional words may be typed without their key; `free`: other keys go on to the
-    configuration, if it has them.
+    `names`: keys that may be given by position. `free`: other keys are passed on as configuration
+    overrides.
     """
 
     about: str
@@ -37,9 +36,9 @@ class Verb:
 
 
 def choose(word: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> str | None:
-    """The verb that was typed after `word`; None where only help was wanted, which is printed.
+    """Returns the verb typed after `word`; None if help was asked for, which it prints.
 
-    Raises UserError for a word that is none.
+    Raises UserError for an unknown verb.
     """
     if not words or words[0] in ("help", *HELP):
         print(_overview(word, verbs))
@@ -58,10 +57,10 @@ def choose(word: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> str | 
 
 
 def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The verb's own keys with their values, and the words for the configuration.
+    """Returns the verb's own keys with their values, and the overrides of the configuration.
 
-    `command` is how both are typed, "checkpoint ls". Raises UserError, naming the nearest key, for
-    a word that the verb does not know, for a key that is given twice and for one that is missing.
+    `command` is the typed command, "checkpoint ls". Raises UserError for a key that is unknown,
+    given twice or missing.
     """
     given: dict[str, str] = {}
     overrides = []
@@ -96,7 +95,7 @@ def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """What the system refuses inside is a UserError; `command` is how the verb is typed."""
+    """Turns OSError and MemoryError into UserError; `command` is the typed command."""
     try:
         yield
     except OSError as error:
@@ -109,7 +108,7 @@ def refusing(command: str) -> Iterator[None]:
 def whole_number(
     key: str, given: Mapping[str, str], least: int = 0, most: int | None = None
 ) -> int | None:
-    """The number that was typed for a key, or None. Raises UserError for what is none."""
+    """Returns the number given for a key, or None. Raises UserError for other text."""
     text = given.get(key)
     if text is None:
         return None

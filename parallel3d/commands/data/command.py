@@ -1,4 +1,4 @@
-"""`parallel3d data tokenize|train-tokenizer|show key=value …`: words in, exit code out."""
+"""Parses `parallel3d data tokenize|train-tokenizer|show key=value …` and runs the verb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.data.preprocess.formats import KINDS, PACKED
 from parallel3d.errors import UserError, nearest
 
 DATA = "data"
-SMALLEST, LARGEST = 257, 1 << 24  # tokens to train: the bytes and the end of a text are there
+SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
     f"parquet, or text, a file a document; {' and '.join(PACKED)} are unpacked",
@@ -66,10 +66,7 @@ VERBS = {
 
 
 def data(words: Sequence[str]) -> int:
-    """Run one `parallel3d data …` line. Returns its exit code.
-
-    Raises UserError for a line that makes no sense, and for what the system refuses.
-    """
+    """Runs one `parallel3d data …` line; returns its exit code. Raises UserError."""
     name = choose(DATA, VERBS, words)
     if name is None:
         return 0
@@ -100,7 +97,7 @@ def _run(name: str, given: Mapping[str, str]) -> int:
 
 
 def share(key: str, text: str) -> float:
-    """A number from 0 to 1. Raises UserError for what is none."""
+    """Returns a number from 0 to 1. Raises UserError for other text."""
     try:
         number = float(text)
     except ValueError:

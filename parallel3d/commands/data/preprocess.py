@@ -1,4 +1,4 @@
-"""How far a command over many bytes has come: a bar on a terminal, else a line now and then."""
+"""Runs `parallel3d data tokenize` and `train-tokenizer`, with a progress bar over bytes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LINE_EVERY_S = 10
 
 
 class BytesBar:
-    """`what` is being done to `total` bytes. Time left by the pace since this start."""
+    """Shows progress over `total` bytes: a bar on a terminal, else a line now and then."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total, self.read, self.facts = what, max(1, total), 0, ""
         self.console = make_console()
-        self.begun = self.said = time.monotonic()
+        self.begun = self.logged = time.monotonic()
         self.first: int | None = None
         live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live = (
@@ -56,19 +56,19 @@ class BytesBar:
             self.live.stop()
 
     def update(self, read: int, facts: str) -> None:
-        """`read` bytes are done in all, those of earlier starts included; `facts` of them."""
+        """Sets the bytes done, earlier starts included, and the text after them."""
         self.first = read if self.first is None else self.first
         self.read, self.facts = read, facts
-        if not self.live and time.monotonic() - self.said > LINE_EVERY_S:
-            self.said = time.monotonic()
-            print_styled(self.console, f"{self.what} {self.share()} %  {self.words()}")
+        if not self.live and time.monotonic() - self.logged > LINE_EVERY_S:
+            self.logged = time.monotonic()
+            print_styled(self.console, f"{self.what} {self.share()} %  {self.status()}")
 
     def share(self) -> int:
-        """Not done before it is: 299 of 300 is 99 %."""
+        """Returns whole percents, rounded down: 100 only when all is done."""
         return math.floor(100 * min(self.read, self.total) / self.total)
 
-    def words(self) -> str:
-        """Bytes, pace, time left, facts."""
+    def status(self) -> str:
+        """Returns bytes, pace and time left by the pace of this start, and `facts`."""
         seconds = time.monotonic() - self.begun
         pace = (self.read - (self.first or 0)) / max(seconds, 1e-9)
         left = (self.total - self.read) / pace if pace > 0 else math.nan
@@ -76,28 +76,25 @@ class BytesBar:
         return f"{sizes} · {si(pace)}B/s · {duration(left)} left · {self.facts}"
 
     def render(self) -> Table:
-        """What the screen shows now."""
+        """Returns the bar and the status line."""
         top = Table.grid(padding=(0, 1))
         top.width = min(MAX_WIDTH, self.console.width)
         top.add_column(no_wrap=True)
         top.add_column(ratio=1)
         top.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=self.total, completed=min(self.read, self.total))
-        words = Text(encodable(self.words(), self.console.encoding), style="cyan")
+        status = Text(encodable(self.status(), self.console.encoding), style="cyan")
         top.add_row(Text(self.what, style="bold"), bar, f"{self.share():3d} %")
         both = Table.grid()
         both.add_row(top)
-        both.add_row(words)
+        both.add_row(status)
         return both
-
-
-# `parallel3d data tokenize` and `train-tokenizer`.
 
 
 def tokenize_corpus(
     given: str, kind: str | None, text_key: str, tokenizer: str, to: Path, workers: int, bad: float
 ) -> int:
-    """Make a corpus, or go on with one, and say what came of it. Returns the exit code."""
+    """Makes or continues a corpus and prints a summary. Returns the exit code."""
     if not to.name or to.suffix in (".bin", ".idx"):
         raise UserError(
             f"to={show(str(to))} must be a prefix; the nearest is to={to.stem or 'web'}"
@@ -112,8 +109,8 @@ def tokenize_corpus(
     job = PreprocessJob(inputs, tokenizer, to, text_key, bad, workers)
     with BytesBar("tokenize", sum(each.size for each in inputs)) as bar:
         facts, done = tokenize(job, lambda done: bar.update(done.read, _so_far(done)))
-    for word in _left_out(done.count):
-        print_line(word)
+    for sentence in _left_out(done.count):
+        print_line(sentence)
     print(
         f"{to}: {facts.documents:,} documents, {facts.tokens:,} tokens of {done.count.size:,} bytes"
     )
@@ -128,21 +125,21 @@ def _so_far(done: JournalEntry) -> str:
 
 
 def _left_out(count: Count) -> list[str]:
-    """What was not taken as it was, a sentence each."""
-    said = []
+    """Returns a sentence for each kind of rows left out or changed."""
+    sentences = []
     if count.bad:
         shown = "; ".join(count.shown)
         more = " …" if count.bad > len(count.shown) else ""
-        said.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
+        sentences.append(f"{count.bad:,} of {count.rows:,} rows hold no document: {shown}{more}")
     if count.empty:
-        said.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
+        sentences.append(f"{count.empty:,} of {count.rows:,} documents are empty and left out")
     if count.broken:
-        said.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
-    return said
+        sentences.append(f"{count.broken:,} documents have broken UTF-8, now U+FFFD")
+    return sentences
 
 
 def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
-    """Train a tokenizer and write it, as a file or a folder. Returns the exit code."""
+    """Trains a tokenizer and writes it, as a file or a folder. Returns the exit code."""
     if os.path.lexists(to):
         raise UserError(f"to={show(str(to))} is there and stays as it is: choose another")
     inputs = find_inputs(given, kind)
@@ -154,8 +151,8 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
             text_key,
             lambda read, count: bar.update(read, f"{count.rows:,} documents"),
         )
-    for word in _left_out(count):
-        print_line(word)
+    for sentence in _left_out(count):
+        print_line(sentence)
     tokenizer = FileTokenizer(str(to), content, None, "to")
     to.parent.mkdir(parents=True, exist_ok=True)
     if to.suffix == ".json":

@@ -1,4 +1,4 @@
-"""`parallel3d data show`: what is in a corpus, and whether every byte of it is as it was made."""
+"""Runs `parallel3d data show`: prints a corpus, and checks every byte of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ BARS = 40  # characters
 
 
 def show(prefix: str, given: str | None, documents: int) -> int:
-    """Print the corpus at `prefix`; `given`: its tokenizer, None for the one beside it.
+    """Prints the corpus at `prefix`; `given`: a tokenizer to use instead of the corpus's own.
 
-    Returns the exit code, 0, or 1 where its bytes are not those that were written. Raises
-    UserError for what is no corpus.
+    Returns the exit code, 1 for a damaged corpus. Raises UserError for an invalid one.
     """
     prefix = os.path.expanduser(prefix)
     corpus, facts = IndexedCorpus.open(prefix), facts_beside(prefix)
@@ -38,18 +37,19 @@ def show(prefix: str, given: str | None, documents: int) -> int:
     lengths, counts = length_counts(_lengths(corpus))
     _print(f"{prefix}: {corpus.documents:,} documents, {len(corpus):,} tokens, {corpus.dtype}")
     if tokenizer is not None:
-        words = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
-        _print(f"tokenizer: {tokenizer.name}, {words}")
+        sizes = f"{tokenizer.vocab_size:,} tokens, {tokenizer.eot} ends a document"
+        _print(f"tokenizer: {tokenizer.name}, {sizes}")
     for line in _statistics(lengths, counts):
         _print(line)
     _print("")
     for line in histogram(lengths, counts):
         _print(line)
-    for number in range(min(documents, corpus.documents) if tokenizer is not None else 0):
-        _print("")
-        _print(f"document {number}: {_text(corpus, tokenizer, number)}")
     if tokenizer is None:
         print_line("no tokenizer lies beside it: give tokenizer=… to see text")
+    else:
+        for number in range(min(documents, corpus.documents)):
+            _print("")
+            _print(f"document {number}: {_text(corpus, tokenizer, number)}")
     return _proved(corpus, facts, tokenizer)
 
 
@@ -68,7 +68,7 @@ def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tok
 def length_counts(
     parts: Iterable[npt.NDArray[np.integer]],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Each length that occurs, ascending, and how often; in a memory that does not grow with n."""
+    """Returns each length that occurs, ascending, and its count; memory grows with neither n."""
     values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for part in parts:
         more, times = np.unique(part, return_counts=True)
@@ -80,7 +80,7 @@ def length_counts(
 
 
 def _lengths(corpus: IndexedCorpus) -> Iterator[npt.NDArray[np.int64]]:
-    """The documents' lengths, a part at a time."""
+    """Yields the documents' lengths, a part at a time."""
     for first in range(0, corpus.documents, READ):
         last = min(first + READ, corpus.documents)
         begins = corpus.index.begins(first, min(last + 1, corpus.documents))
@@ -104,7 +104,7 @@ def _statistics(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -
 
 
 def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> list[str]:
-    """Documents and their share of the tokens, a line for each power of two of lengths."""
+    """Returns a line for each power of two of lengths: documents, and their share of the tokens."""
     kinds = np.array([int(length).bit_length() for length in lengths], dtype=np.int64)
     tokens = int((lengths * counts).sum())
     rows = []
@@ -122,16 +122,16 @@ def histogram(lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> 
 
 
 def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
-    """The beginning of a document, on one line."""
+    """Returns the beginning of a document, on one line."""
     begin, *more = corpus.index.begins(number, min(number + 2, corpus.documents)).tolist()
     end = more[0] if more else len(corpus)
-    # A character is at most four tokens, but for what no text has.
+    # A character of real text is at most four tokens.
     text = tokenizer.decode(corpus.read(begin, min(end, begin + 4 * SHOWN)))
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
 
 
 def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokenizer | None) -> int:
-    """Reads every token; says whether they are those that were written. Returns the exit code."""
+    """Reads every token and prints whether the bytes are as written. Returns the exit code."""
     digest, largest = hashlib.blake2b(digest_size=16), -1
     width = corpus.dtype.itemsize
     with BytesBar("prove", len(corpus) * width) as bar:
@@ -158,6 +158,6 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
 
 
 def _print(line: str) -> None:
-    """A line in characters that stdout has, not wider than a terminal."""
+    """Prints a line in stdout's characters, cut to a terminal's width."""
     width = shutil.get_terminal_size((100, 40)).columns if sys.stdout.isatty() else None
     print(encodable(line, sys.stdout.encoding or "ascii")[:width])
