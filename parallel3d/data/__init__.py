@@ -1,5 +1,4 @@
-"""Text in, micro-batches out: sources, byte tokenizer, token cache, sampler, batches.
+"""Turns text into micro-batches: sources, tokenizers, token cache, samplers, loader.
 
-Only `batches`, `documents` and `agreement` import torch: the launcher must be able to refuse bad
-data before torch is loaded.
+Only `loader`, `documents` and `reading` import torch: the launcher checks data before torch loads.
 """

@@ -1,13 +1,13 @@
-"""An endless row of slots shared out by weights: whose slot i is, in O(log) steps and no table.
+"""Interleaves data sets by weight; maps sample i to a data set in O(log sets), without a table.
 
-Two share a row by Webster's rule: of the first n slots the left one has w·n, rounded. More than two
-share it through Huffman's tree, whose nodes split their slots so between two children. No node with
-children then has more than 2/3 of its parent's weight: the rounding of all levels above adds up to
-less than 1.5 slots, and the last one to 0.5 more.
+Two owners share a row of slots by Webster's rule: of the first n slots the left one has w·n,
+rounded. More than two share it through Huffman's tree, whose nodes split their slots between two
+children. A node with children has at most 2/3 of its parent's weight, so the rounding of all levels
+above adds up to less than 1.5 slots, and the last level adds 0.5.
 
-So after every n slots, every one has had its share of n to within 2: Webster's rule for all at once
-(the slot's order by (j + 1/2) / w) does not keep that. Beside a weight of 1/2, a thousand of 1/2000
-would all wait for their first slot until the heavy one has had 500.
+So after every n slots each owner has its share of n to within 2. Webster's rule for all owners at
+once (slots ordered by (j + 1/2) / w) does not guarantee that: next to a weight of 1/2, a thousand
+owners of 1/2000 would wait for their first slot until the heavy one has had 500.
 
 Sources: M. Balinski and H. P. Young, Fair Representation, 1982 (Webster's rule; quotas); D. A.
 Huffman, "A Method for the Construction of Minimum-Redundancy Codes", Proc. IRE 1952.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """The smallest whole numbers in the same proportions; `weights` > 0."""
+    """Returns the smallest whole numbers in the same proportions; `weights` > 0."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     common = math.gcd(*whole)
@@ -51,20 +51,20 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 class Shares:
-    """Slots shared out by whole weights > 0. Integers alone: no slot hangs on a rounded float."""
+    """Shares slots out by whole weights > 0, in integers: no slot depends on a rounded float."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """`weights` of at least one; else, or with one below 1, ValueError."""
+        """Raises ValueError without weights, or for a weight below 1."""
         if not weights or min(weights) < 1:
             raise ValueError("shares need weights, whole numbers of at least 1")
         self.owners = len(weights)
-        # Per node with children: twice the left child's weight, its own weight, its children: nodes
-        # by their number, owner k as -1 - k. A child comes before its parent.
+        # Nodes with children, a child before its parent: twice the left child's weight, the node's
+        # own weight, and its children (a node's number, or -1 - k for owner k).
         self._twice_left: list[int] = []
         self._weight: list[int] = []
         self._left: list[int] = []
         self._right: list[int] = []
-        # Of equal weights who comes first in the row of owners, then who was joined first.
+        # Ties: owners in their order, then nodes in the order in which they were made.
         heap = [(weight, k, -1 - k) for k, weight in enumerate(weights)]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -78,7 +78,7 @@ class Shares:
         self._root = heap[0][2]
 
     def at(self, slot: int) -> tuple[int, int]:
-        """Whose slot this is, and how many slots were theirs before it."""
+        """Returns the owner of a slot, and how many slots it had before this one."""
         node = self._root
         while node >= 0:
             twice, weight = self._twice_left[node], self._weight[node]
@@ -90,7 +90,7 @@ class Shares:
         return -1 - node, slot
 
     def counts(self, slots: int) -> list[int]:
-        """Of the first `slots`, how many are each owner's; their sum is `slots`."""
+        """Returns how many of the first `slots` each owner has; their sum is `slots`."""
         counts, inside = [0] * self.owners, [0] * len(self._weight)
         if self._root < 0:
             return [slots]
@@ -109,11 +109,11 @@ class Shares:
         return counts
 
 
-# Samples of several data sets as one endless row of samples.
+# Samples of several data sets as one endless sequence
 
 
 class DatasetOrder(Protocol):
-    """A data set's own row of samples: epoch after epoch, each in an order of its own."""
+    """The samples of one data set, epoch after epoch, each epoch in its own order."""
 
     seq_length: int
     windows: int  # samples of an epoch
@@ -127,24 +127,24 @@ class DatasetOrder(Protocol):
 
 
 class PartRead(NamedTuple):
-    """What a run has read of a part of its blend."""
+    """How much a run has read of one part of its blend."""
 
     tokens: int
     epochs: float
 
 
 class WeightPeriod(NamedTuple):
-    """From sample `first` of the run on, these data sets have these whole weights > 0."""
+    """Whole weights > 0, by the number of the data set, from sample `first` of the run on."""
 
     first: int
-    weights: Mapping[int, int]  # by the number of the data set
+    weights: Mapping[int, int]
 
 
 class Blended:
-    """Sample i is a function of i alone: no state, nothing that grows with the samples.
+    """Maps sample i to a data set, by i alone.
 
-    Within a stage every data set has had, after any number of samples, its share to within 2
-    (`shares`); a data set goes on, from stage to stage, where it stood.
+    Within a stage each data set has had, after any number of samples, its share to within 2
+    (`Shares`); the next stage continues a data set where the last one left it.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Blended:
         stages: Sequence[WeightPeriod],
         names: Sequence[str] = (),
     ) -> None:
-        """The first stage begins at sample 0, each other one after the one before; `names` of the
-        parts, to show."""
+        """`stages`: the first begins at sample 0, each other one after its predecessor; `names` of
+        the parts, for reports. Raises ValueError for stages in another order."""
         firsts = [stage.first for stage in stages]
         if not stages or firsts[0] != 0 or sorted(set(firsts)) != firsts:
             raise ValueError(f"stages from samples {firsts}")
@@ -168,7 +168,7 @@ class Blended:
             self._before.append(self.counts(first))
 
     def at(self, i: int) -> tuple[int, int]:
-        """The data set that sample `i` is from, and which of that set's samples it is."""
+        """Returns the data set of sample `i`, and the sample's number in that set."""
         if i < 0:
             raise IndexError(f"sample {i}: samples count from 0")
         stage = bisect_right(self._firsts, i) - 1
@@ -177,24 +177,24 @@ class Blended:
         return part, self._before[stage][part] + place
 
     def will_read(self, i: int) -> None:
-        """Has the system fetch what sample `i` is made of."""
+        """Prefetches the tokens of sample `i`."""
         part, place = self.at(i)
         self.parts[part].will_read(place)
 
     def sample(self, i: int) -> Sample:
-        """Sample `i` >= 0."""
+        """Returns sample `i` >= 0."""
         part, place = self.at(i)
         return self.parts[part].sample(place)
 
     def read(self, samples: int) -> dict[str, PartRead]:
-        """What the first `samples` of the run read of each part, by its name."""
+        """Returns how much of each part the first `samples` of the run read, by its name."""
         return {
             name: PartRead(count * part.seq_length, round(count / part.windows, 4))
             for name, part, count in zip(self.names, self.parts, self.counts(samples), strict=True)
         }
 
     def counts(self, samples: int) -> list[int]:
-        """Of the first `samples` of the run, how many are from each data set."""
+        """Returns how many of the first `samples` of the run come from each data set."""
         stage = max(0, bisect_right(self._firsts, samples - 1) - 1)
         stage = min(stage, len(self._before) - 1)
         counts = list(self._before[stage])
@@ -204,19 +204,20 @@ class Blended:
         return counts
 
 
-# A blend as it is opened: its pairs, in an order that is theirs, and what each stage weighs.
+# The corpora of a blend, and the weights of its stages
 
 
-_FILES_EACH = 4  # of a pair: tokens, index, two plans
+_FILES_PER_PAIR = 4  # tokens, index, two plans
 _FILES_ELSE = 512
-_OFTEN = 4  # epochs: up to there repeated text is about as good as new
-# N. Muennighoff and others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
+# Epochs up to which repeated text trains about as well as new text. Source: N. Muennighoff and
+# others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
+_REPEATS_WITHOUT_LOSS = 4
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Corpora of one tokenizer, in the order of their fingerprints: that of the names or the line
-    that was typed says nothing."""
+    """Corpora of one tokenizer, ordered by fingerprint: independent of file names and of the order
+    in which they were typed."""
 
     corpora: tuple[Corpus, ...]
     stages: tuple[WeightPeriod, ...]
@@ -251,37 +252,38 @@ class Blend:
 
     @property
     def fingerprint(self) -> str:
-        """Of all stages: what is read, in which shares."""
+        """A digest of the corpora and weights of all stages."""
         return hashlib.blake2b(self.history.encode(), digest_size=16).hexdigest()
 
     @property
     def history(self) -> str:
-        """Each stage as its first sample and a digest, as a manifest keeps them."""
-        words = []
+        """Each stage as its first sample and a digest, in a manifest's format."""
+        stages = []
         for stage in self.stages:
             facts = [[self.corpora[k].fingerprint, weight] for k, weight in stage.weights.items()]
             digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-            words.append(f"{stage.first}:{digest.hexdigest()}")
-        return " ".join(words)
+            stages.append(f"{stage.first}:{digest.hexdigest()}")
+        return " ".join(stages)
 
     def packed(self, with_plans: Callable[[Corpus], Corpus]) -> Blend:
-        """The blend of the same corpora with their plans."""
+        """Returns the blend with packing plans for each corpus."""
         return dataclasses.replace(self, corpora=tuple(with_plans(one) for one in self.corpora))
 
 
 def part_name(prefix: str) -> str:
-    """What errors call a part of a blend."""
+    """Returns the name of a part of a blend for errors."""
     return f"data.blend's {show(prefix)}"
 
 
 def history_until(history: str, samples: int) -> list[str]:
-    """The stages of a `Blend.history` that had a part in the first `samples`."""
-    return [word for word in history.split() if int(word.partition(":")[0]) < max(1, samples)]
+    """Returns the stages of a `Blend.history` that contributed to the first `samples`."""
+    stages = history.split()
+    return [stage for stage in stages if int(stage.partition(":")[0]) < max(1, samples)]
 
 
 def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | None = None) -> Blend:
-    """The blend of `data`, without plans; `limit`: the model's vocabulary; `folder`: of blocks of
-    what lies elsewhere. Raises UserError."""
+    """Opens the blend of `data`, without plans; `limit`: the model's vocabulary; `folder`: for the
+    blocks of remote files. Raises UserError."""
     weights = blend_weights(data)
     prefixes = list(dict.fromkeys(prefix for stage in weights for prefix in stage.by_prefix))
     _allow_files(len(prefixes))
@@ -294,16 +296,16 @@ def open_blend(data: DataConfig, seq_length: int, folder: Path, limit: int | Non
     corpora.sort(key=lambda corpus: corpus.fingerprint)
     _check_alike(corpora)
     stages = (_stage(stage, corpora, seq_length) for stage in weights)
-    last = {stage.first: stage for stage in stages}  # of those that begin at the same sample
+    last = {stage.first: stage for stage in stages}  # of several at one sample, the last counts
     return Blend(tuple(corpora), tuple(last.values()))
 
 
 def check_epochs(
     blend: Blend, windows: Sequence[int], samples: int, most: float | None
 ) -> list[str]:
-    """Sentences about parts that a run of `samples` reads often; `windows`: samples of an epoch.
+    """Returns warnings for parts that `samples` repeat often; `windows`: samples of an epoch.
 
-    Raises UserError for one that is read more than `most` times.
+    Raises UserError for a part that would be read more than `most` times.
     """
     counts = [0] * len(blend.corpora)
     ends = [*(stage.first for stage in blend.stages[1:]), samples]
@@ -312,7 +314,7 @@ def check_epochs(
         inside = shares.counts(max(0, min(end, samples) - stage.first))
         for part, had in zip(stage.weights, inside, strict=True):
             counts[part] += had
-    said = []
+    warnings = []
     for corpus, had, epoch in zip(blend.corpora, counts, windows, strict=True):
         times = had / epoch
         small = (
@@ -324,13 +326,13 @@ def check_epochs(
                 f"{small}, more than data.most_epochs={most:g}; give it a weight of about "
                 f"{math.floor(most / times * 100)} % of this, or more text"
             )
-        if times > _OFTEN:
-            said.append(small)
-    return said
+        if times > _REPEATS_WITHOUT_LOSS:
+            warnings.append(small)
+    return warnings
 
 
 def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
-    """Whole weights by number, of the pairs of this stage alone."""
+    """Returns a stage with whole weights, by the numbers of its corpora."""
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
@@ -355,8 +357,8 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
 
 
 def _allow_files(pairs: int) -> None:
-    """Lets this process have as many files open as there are pairs. Raises UserError."""
-    needed = _FILES_EACH * pairs + _FILES_ELSE
+    """Raises this process's limit of open files as the pairs need it. Raises UserError."""
+    needed = _FILES_PER_PAIR * pairs + _FILES_ELSE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

@@ -1,4 +1,10 @@
-"""Of several processes that want the same token cache one builds it, and the others wait."""
+"""The token cache: one file per text, built by one process and read by all others.
+
+    header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
+
+A build writes a temporary file in the same folder, flushes it and renames it, so a name never
+stands for half a file. The kernel drops a builder's lock when the builder dies.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +41,9 @@ _PAUSE_S = 0.02
 
 @contextlib.contextmanager
 def build_lock(path: Path, report: Report) -> Iterator[bool]:
-    """Holds the lock file; yields False where the file system (some network ones) has no locks.
+    """Holds the lock file; yields False on a file system without locks (some network ones).
 
-    Without a lock two runs may both build: that costs time, the rename still keeps the file whole.
+    Without a lock two runs may both build; the rename still keeps the file whole.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -45,8 +51,7 @@ def build_lock(path: Path, report: Report) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             report("another run is building the token cache: waiting for it")
-            # Asked again and again, for hours if need be: a process that is held in a call would
-            # look to its watchdog like one whose disk is dead.
+            # Polled: a watchdog takes a process blocked in a system call for one with a dead disk.
             while not _locks(descriptor):
                 time.sleep(_PAUSE_S)
         except OSError as error:
@@ -57,7 +62,7 @@ def build_lock(path: Path, report: Report) -> Iterator[bool]:
             return
         yield True
     finally:
-        os.close(descriptor)  # which unlocks; the file stays, to remove it would race
+        os.close(descriptor)  # unlocks; removing the file would race with other processes
 
 
 def _locks(descriptor: int) -> bool:
@@ -66,15 +71,6 @@ def _locks(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-# The token cache: one file per text, built once, whole or not there.
-#
-#     header (64 bytes) | tokens, little-endian uint16 | CRC-32 of every 4 MiB block of tokens
-#
-# A build goes to a temporary file in the same folder, is flushed to disk and renamed, so that a
-# name never stands for half a file. The kernel drops a builder's lock when it dies. Nothing is
-# unpickled.
 
 
 _MAGIC = b"P3DTOKEN"
@@ -88,7 +84,7 @@ _CHECKED_BLOCKS = 64
 
 
 class Cached(NamedTuple):
-    """Tokens on disk, in `files`; `digest` is of the tokens alone."""
+    """Tokens on disk; `digest` is of the tokens alone."""
 
     tokens: Tokens
     digest: str
@@ -96,9 +92,10 @@ class Cached(NamedTuple):
 
 
 def default_folder() -> Path:
-    """`$XDG_CACHE_HOME/parallel3d`, or `~/.cache/parallel3d`. Raises UserError without a home."""
+    """Returns `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`. Raises UserError without a
+    home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: relative ones are to be ignored
+    if not os.path.isabs(base):  # the XDG specification ignores relative paths
         base = os.path.expanduser("~/.cache")
     if not os.path.isabs(base):
         raise UserError("data.cache_dir is null and this user has no home folder: give a folder")
@@ -106,10 +103,10 @@ def default_folder() -> Path:
 
 
 def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-    """Name of the cache of these files as they are: any change of name, size or time is another.
+    """Returns the cache's name, which changes with any file's path, size, times or inode.
 
-    Absolute paths count, since images with normalised times hold other text under the same names,
-    and so do inodes and the times that a copy cannot set.
+    Absolute paths count, since container images with normalised times hold different text under
+    the same names; inodes and change times count, since a copy cannot set them.
     """
     listing = [_VERSION, tokenizer.digest]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
@@ -117,23 +114,23 @@ def cache_key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
 
 
 def digest_of(facts: list[Any]) -> str:
-    """A name for what is made of `facts`, which JSON can spell."""
+    """Returns a digest of `facts`, which JSON can represent."""
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def token_count(documents: Sequence[Document]) -> int:
-    """Tokens of the packed stream: the bytes, and an end-of-text after each document."""
+    """Returns the length of the byte stream: all bytes, and an end-of-text after each document."""
     return sum(d.size for d in documents) + len(documents)
 
 
 def check_folder(folder: Path, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
-    """Raises UserError if there is no cache yet and `folder` cannot take one. Writes nothing."""
+    """Raises UserError if there is no cache yet and `folder` cannot hold one. Writes nothing."""
     end = "tokens" if isinstance(tokenizer, ByteTokenizer) else "bin"
-    check_room_for(folder / f"{cache_key(documents, tokenizer)}.{end}")
+    check_can_store(folder / f"{cache_key(documents, tokenizer)}.{end}")
 
 
-def check_room_for(path: Path) -> None:
-    """Raises UserError if there is no file of ours at `path`, and its folder cannot take one."""
+def check_can_store(path: Path) -> None:
+    """Raises UserError if there is no file of ours at `path` and its folder cannot hold one."""
     existing = folder = path.parent
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -152,11 +149,10 @@ def check_room_for(path: Path) -> None:
 def cached_tokens(
     folder: Path, documents: Sequence[Document], tokenizer: ByteTokenizer, report: Report
 ) -> Cached:
-    """The packed tokens of `documents`, from the cache in `folder`, which is built if need be.
+    """Returns the packed tokens of `documents`, from `folder`'s cache, which is built if missing.
 
-    Of several processes that come at the same time one builds, the others wait for it. `report`
-    takes a sentence when there is something to wait for. Raises UserError if the folder or a
-    document cannot be used.
+    `report` receives a sentence when there is something to wait for. Raises UserError if the
+    folder or a document cannot be used.
     """
     path = folder / f"{cache_key(documents, tokenizer)}.tokens"
     count = token_count(documents)
@@ -164,12 +160,12 @@ def cached_tokens(
         check_owner(folder)
         cached = _load(path, count, report)
         if cached is None:
-            # Private: the text may be. A folder that is already there is the user's own choice.
+            # Private, as the text may be. An existing folder keeps the permissions its user chose.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with build_lock(path.with_suffix(".lock"), report) as locked:
-                cached = _load(path, count, report)  # somebody else may have just built it
+                cached = _load(path, count, report)  # another process may just have built it
                 if cached is None:
-                    if locked:  # else they may be another builder's, alive
+                    if locked:  # without a lock they may belong to a live builder
                         _remove_leftovers(path)
                     _build(path, documents, tokenizer, report)
                     cached = _load(path, count, report)
@@ -190,7 +186,7 @@ def unusable(folder: Path, reason: str) -> UserError:
 
 
 def check_owner(folder: Path) -> None:
-    """Raises UserError if the folder is there and another user's, who could put any text in it."""
+    """Raises UserError if the folder is another user's, who could put any text in it."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -200,15 +196,15 @@ def check_owner(folder: Path) -> None:
 
 
 def is_trusted(status: os.stat_result, folder: Path) -> bool:
-    """Whether a file in `folder` is this user's or root's, and nobody else can write into it."""
+    """Returns whether a file is this user's or root's, and nobody else can write to it."""
     ours = status.st_uid == 0 or is_ours(status, folder)
     return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)
 
 
 def _load(path: Path, count: int, report: Report) -> Cached | None:
-    """The cache at `path`, or None if there is none of ours that is intact with `count` tokens."""
+    """Opens the cache at `path`; None without one of ours that is intact and has `count` tokens."""
     try:
-        file = open(path, "rb", opener=no_link)  # noqa: SIM115  as long as its tokens live
+        file = open(path, "rb", opener=no_link)  # noqa: SIM115  open as long as its tokens
     except (FileNotFoundError, NotADirectoryError):
         return None
     digest, problem = None, "is damaged"
@@ -231,12 +227,12 @@ def _load(path: Path, count: int, report: Report) -> Cached | None:
 
 
 def _verify(file: BinaryIO, count: int) -> str | None:
-    """The tokens' digest if the file is intact, else None.
+    """Returns the tokens' digest if the file is intact, else None.
 
-    Up to 256 MiB every byte of it is checked, of larger files an even choice of blocks, the first
-    and the last among them: each rank of a job pays for this at its start.
+    Checks every byte up to 256 MiB; of a larger file evenly spaced blocks with the first and the
+    last, as each rank of a job pays for this at its start.
     """
-    header = _piece(file, _TOKENS_AT, 0)
+    header = _read_at(file, _TOKENS_AT, 0)
     if len(header) < _TOKENS_AT:
         return None
     magic, version, width, stored, digest = _HEADER.unpack_from(header)
@@ -247,18 +243,18 @@ def _verify(file: BinaryIO, count: int) -> str | None:
         return None
     if (magic, version, width, stored) != (_MAGIC, _VERSION, 2, count):
         return None
-    crcs = np.frombuffer(_piece(file, 4 * blocks, _TOKENS_AT + 2 * count), dtype="<u4")
+    crcs = np.frombuffer(_read_at(file, 4 * blocks, _TOKENS_AT + 2 * count), dtype="<u4")
     checked = min(blocks, _CHECKED_BLOCKS)
     for block in sorted({i * (blocks - 1) // max(1, checked - 1) for i in range(checked)}):
         start = block * _BLOCK
         size = min(_BLOCK, 2 * count - start)
-        if zlib.crc32(_piece(file, size, _TOKENS_AT + start)) != crcs[block]:
+        if zlib.crc32(_read_at(file, size, _TOKENS_AT + start)) != crcs[block]:
             return None
     return digest.hex()
 
 
-def _piece(file: BinaryIO, size: int, at: int) -> bytes:
-    """Bytes of a file as they are on the disk now, not in a buffer; fewer only at the end."""
+def _read_at(file: BinaryIO, size: int, at: int) -> bytes:
+    """Reads bytes past the file object's buffer, as they are on disk now; fewer only at the end."""
     content = bytearray(size)
     return bytes(content[: read_into(file.fileno(), memoryview(content), at)])
 
@@ -281,7 +277,7 @@ def _build(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # an interrupt too must not leave gigabytes behind
+    except BaseException:  # an interrupt must not leave gigabytes behind either
         Path(temporary).unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
@@ -294,10 +290,10 @@ def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokeniz
     end = np.array([tokenizer.eot], dtype="<u2")
     file.write(bytes(_TOKENS_AT))
     for document in documents:
-        for text in pieces(document):
+        for text in blocks_of(document):
             tokens = end if text is None else tokenizer.encode(text)
             count += tokens.size
-            view = memoryview(tokens).cast("B")
+            view = tokens.data.cast("B")
             file.write(view)
             digest.update(view)
             while view:
@@ -316,8 +312,8 @@ def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokeniz
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[FileIO]:
-    """A file to read. That it cannot be closed is no error of what was read, nor of what broke off
-    the reading: raised where nobody is left to catch it, it would be printed as a traceback."""
+    """Opens a file to read, and ignores an error of its close, which says nothing about the bytes
+    read and could not be caught by a caller that already failed."""
     file = open(path, "rb", buffering=0)  # noqa: SIM115  closed below
     try:
         yield file
@@ -326,8 +322,8 @@ def _opened(path: str) -> Iterator[FileIO]:
             file.close()
 
 
-def pieces(document: Document) -> Iterator[bytes | None]:
-    """The document's bytes piece by piece, then None for its end. Raises UserError."""
+def blocks_of(document: Document) -> Iterator[bytes | None]:
+    """Yields the document's bytes block by block, then None for its end. Raises UserError."""
     try:
         with _opened(document.path) as file:
             left = document.size
@@ -345,7 +341,7 @@ def pieces(document: Document) -> Iterator[bytes | None]:
 
 
 def check_unchanged(document: Document, status: os.stat_result, complete: bool = True) -> None:
-    """Raises UserError for a document that was not read whole, or is not as it was found."""
+    """Raises UserError for a document that was not read whole, or changed since it was listed."""
     if not complete or Document.of(document.name, document.path, status) != document:
         raise UserError(
             f"data file {document.path} changed while it was being read: start again when it is "

@@ -1,6 +1,7 @@
-"""Chat templates of Hugging Face, run in jinja2's sandbox as transformers runs them.
+"""Reads chat conversations: Hugging Face templates, their tokens, and which of them to learn.
 
-But for the clock: a template that asks for today's date would make other tokens tomorrow.
+Templates run in jinja2's sandbox as in transformers, except that they see no clock: a template with
+today's date would make other tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ Message = Mapping[str, Any]
 
 
 class Refused(ValueError):
-    """A template does not take these messages."""
+    """Messages that a template does not accept, or a row that is not a conversation."""
 
 
 class ChatTemplate:
-    """The template that lies beside a tokenizer.
+    """The chat template of a tokenizer.
 
     Attributes:
-        text: as it is written. has_tags: `{% generation %}` says what the assistant speaks.
+        text: its source.
+        has_tags: whether `{% generation %}` tags mark the assistant's words.
     """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
-        """Raises UserError where there is none, or one that does not parse."""
+        """Raises UserError for a missing template, or one that does not parse."""
         self.named = f"the chat template of {tokenizer.name}"
         self.text = template_text(tokenizer)
         folder, key = tokenizer.folder, self.named
@@ -70,7 +72,7 @@ class ChatTemplate:
         self._names.setdefault("eos_token", tokenizer.eot_text)
         self._names.setdefault("bos_token", "")
         self.has_tags = False
-        self._around = ("", "")  # what `{% generation %}` is written as, and its end
+        self._around = ("", "")  # the text written for `{% generation %}` and its end
         self._template = self._parsed()
 
     def render(
@@ -81,11 +83,11 @@ class ChatTemplate:
         prompt: bool = False,
         around: tuple[str, str] = ("", ""),
     ) -> str:
-        """The messages as text. Raises Refused.
+        """Returns the messages as text. Raises Refused.
 
         Args:
-            prompt: up to where the assistant is to speak.
-            around: what is written where the assistant's words begin and end, if `has_tags`.
+            prompt: ends the text with the opening of an assistant's message.
+            around: markers for begin and end of the assistant's words, if `has_tags`.
         """
         self._around = around
         try:
@@ -96,7 +98,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._names,
             )
-        except Exception as error:  # whatever an expression of the template runs into
+        except Exception as error:  # expressions of a template raise anything
             if isinstance(error, MemoryError):
                 raise
             raise Refused(plain(" ".join(str(error).split()) or type(error).__name__)) from None
@@ -109,9 +111,9 @@ class ChatTemplate:
         template = self
 
         class Generation(Extension):
-            """`{% generation %}`, by which some templates mark the assistant's words."""
+            """`{% generation %}`, with which some templates mark the assistant's words."""
 
-            tags = frozenset(("generation",))
+            tags = {"generation"}  # noqa: RUF012
 
             def parse(self, parser: Any) -> nodes.Node:
                 template.has_tags = True
@@ -138,7 +140,7 @@ class ChatTemplate:
 
 
 def template_text(tokenizer: FileTokenizer) -> str:
-    """The chat template beside a tokenizer, as text. Raises UserError if there is none."""
+    """Returns the chat template of a tokenizer. Raises UserError if there is none."""
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
     if folder is not None:
         try:
@@ -170,37 +172,39 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Writes JSON as transformers does: nothing is spelled for HTML."""
-    how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+    """Writes JSON as transformers does: without HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
-# A conversation as tokens, and which of them the assistant spoke: its words and their end.
-#
-# The template writes the whole conversation, which is encoded as one text, as transformers does it:
-# what a tokenizer makes of a piece depends on what is around it. On the way private characters that
-# the row does not hold mark the special tokens that messages spell out, and what the template's own
-# tags enclose.
+# Conversations as tokens
 
 
 ASSISTANT = "assistant"
 MESSAGES = "messages"
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-PRIVATE = range(0xE000, 0xF900)  # characters to which Unicode gives no meaning
-Turn = tuple[int, int]  # characters [begin, end) of the conversation that the assistant says
-# Around a special token that a message spells out, and around what `{% generation %}` encloses.
-Marks = tuple[str, str, str, str]
+PRIVATE = range(0xE000, 0xF900)  # characters without a meaning in Unicode
+Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
+# Four characters: around a special token that a message spells out, and around the text inside
+# `{% generation %}`.
+Marks = tuple[str, ...]
 
 
 class Conversation(NamedTuple):
-    """tokens (n,) int64; spoken (n,) bool: which of them the assistant says, its end included."""
+    """tokens (n,) int64; spoken (n,) bool: the assistant's tokens with their end token."""
 
     tokens: npt.NDArray[np.int64]
     spoken: npt.NDArray[np.bool_]
 
 
 class Reader:
-    """Makes tokens of rows, by one tokenizer and its template."""
+    """Turns rows into conversations, by one tokenizer and its template.
+
+    The whole conversation is rendered and encoded as one text, as in transformers, since tokens
+    depend on the surrounding text. Private characters that do not occur in the row mark the special
+    tokens that messages spell out, and the text inside the template's own tags.
+    """
 
     def __init__(self, tokenizer: FileTokenizer, template: ChatTemplate) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -209,7 +213,7 @@ class Reader:
         self._stand_ins: dict[str, str] = {}  # special token → a private character
 
     def read(self, row: Any) -> Conversation:
-        """Reads a row. Raises Refused, with what is wrong with it."""
+        """Reads a row. Raises Refused with the reason."""
         messages, tools = _checked(row), row.get("tools")
         held = set(self._template.text).union(*_strings([messages, tools]))
         marks = _unused(held, 4)
@@ -230,7 +234,7 @@ class Reader:
     def _tagged(
         self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
     ) -> list[Turn]:
-        """Finds the turns that a template's own tags enclose."""
+        """Finds the turns inside the template's own tags."""
         _, _, opening, closing = marks
         marked = self._template.render(messages, tools=tools, around=(opening, closing))
         pieces = re.split(f"([{opening}{closing}])", marked)
@@ -249,9 +253,9 @@ class Reader:
     def _untagged(
         self, messages: Sequence[Message], tools: Any, whole: str, marks: Marks
     ) -> list[Turn]:
-        """Finds the turns by what the template writes of the messages before them.
+        """Finds the turns by rendering the messages before each of them.
 
-        Some templates spell a turn otherwise once it is not the last; then it ends behind the
+        Some templates render a turn differently once it is not the last; such a turn ends with the
         first special token after its words.
         """
         turns: list[Turn] = []
@@ -279,25 +283,25 @@ class Reader:
         return turns
 
     def _until_its_end(self, made: Placed, within: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Leaves out the blanks that a template puts behind the last special token of a turn."""
+        """Drops what a template writes after the last special token of a turn, such as blanks."""
         special = np.isin(made.tokens, list(self._tokenizer.special.values()))
         ends = np.flatnonzero(within & special)
         return within & (np.arange(within.size) <= ends[-1]) if ends.size else within
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
-        """Finds special tokens from a character on, `meant` or `spelled`, and marks left alone."""
+        """Finds special tokens from `at` on, `meant` or `spelled`, and single marks."""
         begin, end, *_ = marks
         pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
 
     def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
-        """Encodes a conversation at once; what the tokens stand for is told in `whole`."""
+        """Encodes a whole conversation; places of tokens refer to `whole`."""
         plain = re.sub(f"[{marks[0]}{marks[1]}]", "", whole)
         try:
             plain.encode()
             if plain == whole:
                 return self._tokenizer.place(whole)
-            # Where every special token is meant, the stand-ins must make no difference.
+            # With all special tokens meant, encoding by stand-ins must give the usual tokens.
             every = self._stood_in(whole, marks, held, every=True)
             if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
                 raise Refused("spells out special tokens, which its tokenizer does not keep apart")
@@ -312,12 +316,12 @@ class Reader:
         return made
 
     def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
-        """Encodes a conversation with a private character for each special token that is meant;
-        those that are spelled out are text, but for `every`."""
+        """Encodes a conversation with a private character in place of each special token that is
+        meant; spelled ones stay text unless `every`."""
         if held & set(self._stand_ins.values()):
             self._stand_ins = {}
         parts: list[str] = []
-        begins, sources = [0], [0]  # of each part: where it begins in what is encoded, in `whole`
+        begins, sources = [0], [0]  # of each part: its begin in the encoded text, and in `whole`
         at = size = 0
 
         def put(text: str, source: int) -> None:
@@ -345,13 +349,13 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(points, places, "right") - 1]
 
-        # The last character of a token, as behind it another part may begin.
+        # By the last character, as the next character may belong to another part.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 
 
 def _unused(held: set[str], count: int) -> tuple[str, ...]:
-    """Returns private characters that are not `held`. Raises Refused."""
+    """Returns private characters not in `held`. Raises Refused."""
     found = tuple(islice((c for c in map(chr, PRIVATE) if c not in held), count))
     if len(found) < count:
         raise Refused("holds nearly all of Unicode's private characters")
@@ -359,7 +363,7 @@ def _unused(held: set[str], count: int) -> tuple[str, ...]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings in a value of JSON."""
+    """Yields all strings of a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -370,7 +374,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a value of JSON with its strings changed, but for the keys."""
+    """Returns a JSON value with its strings changed, except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -381,7 +385,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _checked(row: Any) -> list[Message]:
-    """The messages of a row. Raises Refused."""
+    """Returns the messages of a row. Raises Refused."""
     if not isinstance(row, dict):
         raise Refused("is no object")
     if MESSAGES not in row:
@@ -401,8 +405,8 @@ def _checked(row: Any) -> list[Message]:
 
 
 def _as_written(message: Message) -> Message:
-    """Returns a message as transformers gives it to a template: without what is null, and with
-    what was thought under each of the names that templates read."""
+    """Returns a message as transformers passes it to a template: without nulls, its reasoning under
+    each name that templates use."""
     message = {key: value for key, value in message.items() if value is not None}
     thought = next((message[name] for name in THOUGHTS if name in message), None)
     if thought is None:
@@ -410,10 +414,8 @@ def _as_written(message: Message) -> Message:
     return {"thinking": thought, **message, "reasoning_content": thought}
 
 
-# Conversations of a run: a pair of marked tokens in the token cache, and samples of it.
-#
-# A marked token is the token, and SPOKEN besides where the assistant says it: so a conversation
-# goes through the same windows, packs and shuffles as every document.
+# Conversations of a run: a pair of marked tokens in the token cache. A marked token is the token,
+# plus SPOKEN where the assistant wrote it, so windows, packs and shuffles work as for documents.
 
 
 VERSION = 2
@@ -425,7 +427,7 @@ LONGEST = 64 << 20  # bytes of a row
 
 
 class Chat(NamedTuple):
-    """What a run's conversations are made of."""
+    """The inputs of a run's conversations."""
 
     documents: list[Document]
     tokenizer: FileTokenizer
@@ -433,13 +435,13 @@ class Chat(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Another one if anything else would come of it."""
+        """A digest of all inputs: the cache's name."""
         made_of = cache.cache_key(self.documents, self.tokenizer)
         return cache.digest_of(["chat", VERSION, made_of, self.template.text])
 
 
 def find_chat(data: DataConfig) -> Chat:
-    """The files of data=chat, the tokenizer and its template. Raises UserError."""
+    """Finds the files, tokenizer and template of data=chat. Raises UserError."""
     tokenizer = open_tokenizer(data.tokenizer) if data.tokenizer is not None else None
     if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
@@ -450,10 +452,10 @@ def find_chat(data: DataConfig) -> Chat:
 
 
 def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
-    """The conversations of `data`, made tokens of in `folder` if they are not yet.
+    """Opens the conversations of `data`; tokenizes them into `folder` if they are not there.
 
-    The last ones, `data.valid_fraction` of the tokens and at least one, are held out. Raises
-    UserError for a row that is no conversation.
+    The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
+    Raises UserError for a row that is not a conversation.
     """
     chat = find_chat(data)
     build = lambda path: _build(path, chat, report)  # noqa: E731
@@ -469,8 +471,14 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
     split = int(pair.index.begins(last, last + 1)[0])
     tokenizer = chat.tokenizer
     return Corpus(
-        *(pair.tokens.part(0, split), pair.tokens.part(split, len(pair)), digest),
-        *(tokenizer.vocab_size, tokenizer.eot, tokenizer.digest, data.tokenizer, pair),
+        train=pair.tokens.part(0, split),
+        valid=pair.tokens.part(split, len(pair)),
+        fingerprint=digest,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        tokenizer=tokenizer.digest,
+        tokenizer_name=data.tokenizer,
+        documents=pair,
         marked=True,
         files=files,
     )
@@ -479,7 +487,7 @@ def open_chat(data: DataConfig, folder: Path, report: Report) -> Corpus:
 def learned(
     tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Tells which pieces of marked tokens have one behind their first that the assistant says."""
+    """Returns which pieces of marked tokens have a learned token after their first one."""
     begins, ends = starts + 1, starts + lengths
     spoken = np.zeros(starts.size, np.int64)  # in each piece
     for first in range(0, len(tokens), LOOKED_AT):
@@ -489,8 +497,8 @@ def learned(
 
 
 def check_windows(corpus: Corpus, seq_length: int) -> None:
-    """Raises UserError if conversations laid end to end make no sample to train on and none held
-    out, or held-out ones in which nothing is learned."""
+    """Raises UserError if concatenated conversations give no training or no held-out sample, or
+    none with a learned token."""
     for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
         windows = (len(tokens) - 1) // seq_length
         if windows < 1:
@@ -504,7 +512,7 @@ def check_windows(corpus: Corpus, seq_length: int) -> None:
 
 
 def nothing_said(held_out: bool) -> UserError:
-    """The error of a part of a corpus in which nothing is learned."""
+    """Returns the error for a part of a corpus without a learned token."""
     part, share = ("held out", "a larger") if held_out else ("trained on", "a smaller")
     return UserError(
         f"data.path: the assistant says nothing in the samples that are {part}: give {share} "
@@ -513,7 +521,7 @@ def nothing_said(held_out: bool) -> UserError:
 
 
 class ChatSamples:
-    """The samples of marked tokens, without their marks: what the assistant says is learned."""
+    """Samples of marked tokens with the marks removed; learns the assistant's tokens."""
 
     masks = True
 
@@ -522,11 +530,11 @@ class ChatSamples:
         self.seq_length, self.windows = marked.seq_length, marked.windows
 
     def will_read(self, i: int) -> None:
-        """Has the system fetch what sample `i` is made of."""
+        """Prefetches the tokens of sample `i`."""
         self._marked.will_read(i)
 
     def sample(self, i: int) -> Sample:
-        """Sample `i` >= 0. A position is learned where the next token is the assistant's."""
+        """Returns sample `i` >= 0; its mask is set where the next token is the assistant's."""
         sample = self._marked.sample(i)
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
@@ -557,8 +565,8 @@ def _marked(found: Conversation) -> np.ndarray:
 
 
 def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
-    """Where each row stands, and the row. Raises UserError."""
-    # Only here, as fsspec takes its time to load.
+    """Yields each row with its location. Raises UserError."""
+    # Imported here, as fsspec loads slowly.
     from parallel3d.data.preprocess.inputs import Input, of_input, opened
 
     for document in documents:

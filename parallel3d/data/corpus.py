@@ -1,4 +1,4 @@
-"""The plans of a corpus: of what is trained on, and of what is held out."""
+"""Opens the text of a run as streams of tokens, trained on and held out, with packing plans."""
 
 from __future__ import annotations
 
@@ -35,97 +35,6 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
 
 
-def with_plans(
-    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str, report: Report
-) -> Corpus:
-    """The corpus with its two plans from `folder`, which are made if need be. Raises UserError."""
-    room = seq_length + 1
-    fit = one_each if data.packing == "padded" else best_fit
-
-    def plan(held_out: bool) -> PackingPlan:
-        path = _path(corpus, held_out, folder, room, data.packing)
-
-        def make() -> Pieces:
-            pieces = _pieces(corpus, held_out, data, named, room)
-            return _learned(pieces, corpus, held_out, report) if corpus.marked else pieces
-
-        found = kept_plan(path, make, room, report, fit)
-        if found.cut and not data.cut_documents:
-            raise _too_long(named, found.cut, room, data.packing)
-        return found
-
-    plans = plan(False), plan(True)
-    digests = [corpus.fingerprint, *(plan.digest for plan in plans)]
-    files = *corpus.files, *(plan.watched for plan in plans)
-    return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
-
-
-def check_pieces(
-    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str
-) -> None:
-    """Raises the UserError of documents that do not fit a sample, unless there are plans."""
-    for held_out in (False, True):
-        path = _path(corpus, held_out, folder, seq_length + 1, data.packing)
-        cache.check_room_for(path)
-        if not path.exists():
-            _pieces(corpus, held_out, data, named, seq_length + 1)
-
-
-def check_lengths(lengths: Sequence[int], seq_length: int, named: str, packing: str) -> None:
-    """Raises UserError if there is a document that does not fit a sample."""
-    if long := sum(length > seq_length + 1 for length in lengths):
-        raise _too_long(named, long, seq_length + 1, packing)
-
-
-def _path(corpus: Corpus, held_out: bool, folder: Path, room: int, packing: str) -> Path:
-    first = len(corpus.train) if held_out else 0
-    tokens = len(corpus.valid if held_out else corpus.train)
-    how = "" if packing == "best_fit" else f":{packing}"
-    how += ":learned" * corpus.marked
-    # The marks: a fingerprint looks at some places of a pair, a plan comes of all of it.
-    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}:{marks_of(corpus.watched)}"
-    return plan_file(folder, stream, room)
-
-
-def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, room: int) -> Pieces:
-    tokens = len(corpus.valid if held_out else corpus.train)
-    pieces = pieces_of(corpus.begins(held_out), tokens, room)
-    if pieces.cut and not data.cut_documents:
-        raise _too_long(named, pieces.cut, room, data.packing)
-    if not pieces.starts.size:
-        part = "held-out" if held_out else "training"
-        raise UserError(
-            f"{named} has no document of two tokens in its {part} part, and "
-            f"data.packing={data.packing} needs one: give data.packing=concat"
-        )
-    return pieces
-
-
-def _learned(pieces: Pieces, corpus: Corpus, held_out: bool, report: Report) -> Pieces:
-    """Leaves out what holds nothing that is learned. Raises UserError if that is all."""
-    kept = learned(corpus.valid if held_out else corpus.train, pieces.starts, pieces.lengths)
-    if not kept.any():
-        raise nothing_said(held_out)
-    if left_out := int((~kept).sum()):
-        report(
-            f"left out of the {'held-out' if held_out else 'training'} samples: {left_out:,} of "
-            f"{kept.size:,} pieces of conversations, in which the assistant says nothing"
-        )
-    return pieces._replace(starts=pieces.starts[kept], lengths=pieces.lengths[kept])
-
-
-def _too_long(named: str, documents: int, room: int, packing: str) -> UserError:
-    has = f"{documents:,} documents" if documents > 1 else "a document"
-    return UserError(
-        f"{named} has {has} longer than the {room:,} tokens of a sample, which "
-        f"data.packing={packing} does not cut: give data.cut_documents=true, which does, or a "
-        "longer model.seq_length"
-    )
-
-
-# The text of a run, opened: a stream of tokens, or several, to train on and held out.
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -136,12 +45,12 @@ def open_corpus(
     report: cache.Report = _log.info,
     vocab_size: int | None = None,
 ) -> Corpus | Blend:
-    """The text that `data` describes; its token cache and its packs are made if they are not there.
+    """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
     The last `data.valid_fraction` of the tokens of each text, and at least one sample of
-    `seq_length` + 1, is held out. `cache_dir` wins over `data.cache_dir`, which wins over the
-    user's cache folder. `report` takes a sentence when there is something to wait for.
-    `vocab_size`: the model's, which no token of a pair may reach. Raises UserError.
+    `seq_length` + 1, is held out. `cache_dir` overrides `data.cache_dir`, which overrides the
+    user's cache folder. `report` receives a sentence when there is something to wait for.
+    `vocab_size`: the model's, an upper limit of a pair's tokens. Raises UserError.
     """
     folder = _folder(data, cache_dir)
     if data.name == "blend":
@@ -165,6 +74,7 @@ def open_corpus(
 
 
 def _open_one(data: DataConfig, seq_length: int, folder: Path, vocab_size: int | None) -> Corpus:
+    assert data.path is not None, "config.checks refuses data=corpus without data.path"
     remote = remote_of([data.path], folder, data.block_cache_gb)
     return open_pair(data, data.path, origin(data), seq_length, vocab_size, remote=remote)
 
@@ -179,9 +89,16 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path, report: cache.Re
         pair, digest, files = cached_pair(folder, documents, tokenizer, report)
         tokens = pair.tokens
     split = len(tokens) - _held_out(data, seq_length, documents, len(tokens))
-    parts = tokens.part(0, split), tokens.part(split, len(tokens))
-    facts = tokenizer.vocab_size, tokenizer.eot, tokenizer.digest
-    return Corpus(*parts, digest, *facts, data.tokenizer or BYTE, files=files)
+    return Corpus(
+        train=tokens.part(0, split),
+        valid=tokens.part(split, len(tokens)),
+        fingerprint=digest,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        tokenizer=tokenizer.digest,
+        tokenizer_name=data.tokenizer or BYTE,
+        files=files,
+    )
 
 
 def check_data(
@@ -191,19 +108,19 @@ def check_data(
     vocab_size: int | None = None,
     samples: int = 0,
 ) -> list[str]:
-    """Raises the UserError that `open_corpus` would, as far as names, sizes and rights can tell,
-    and for a tokenizer that a model of `vocab_size` tokens cannot take. Returns sentences about
-    parts of a blend that a run of `samples` would read often.
+    """Checks what `open_corpus` would need, as far as names, sizes and permissions tell.
 
-    Opens no file of text, writes nothing and imports no torch: for the launcher, before workers
-    start. How many tokens a text makes is known of bytes and pairs alone.
+    Opens no text file, writes nothing and imports no torch: the launcher calls it before workers
+    start. Token counts are known for bytes and pairs only. Returns warnings about parts of a blend
+    that a run of `samples` would repeat often. Raises UserError, also for a tokenizer that does not
+    fit a model of `vocab_size` tokens.
     """
     if data.name in ("corpus", "blend"):
         return _check_pairs(data, seq_length, cache_dir, vocab_size, samples)
     if data.name == "chat":
         chat = find_chat(data)
         check_vocabulary(chat.tokenizer.vocab_size, vocab_size or TOKEN, data.tokenizer)
-        cache.check_room_for(_folder(data, cache_dir) / f"{chat.key}.json")
+        cache.check_can_store(_folder(data, cache_dir) / f"{chat.key}.json")
         return []
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if vocab_size is not None:
@@ -227,24 +144,25 @@ def _check_pairs(
 ) -> list[str]:
     folder = _folder(data, cache_dir)
     if data.name == "corpus":
-        corpus = _open_one(data, seq_length, folder, vocab_size)
-        corpora: Sequence[Corpus] = [corpus]
-        names = [origin(data)]
+        opened: Corpus | Blend = _open_one(data, seq_length, folder, vocab_size)
     else:
-        corpus = open_blend(data, seq_length, folder, vocab_size)
-        corpora, names = corpus.corpora, [part_name(one.name) for one in corpus.corpora]
+        opened = open_blend(data, seq_length, folder, vocab_size)
+    if isinstance(opened, Blend):
+        corpora, names = opened.corpora, [part_name(one.name) for one in opened.corpora]
+    else:
+        corpora, names = (opened,), [origin(data)]
     epochs = [(len(one.train) - 1) // seq_length for one in corpora]
     if data.packing != "concat":
         for k, (one, name) in enumerate(zip(corpora, names, strict=True)):
             check_pieces(one, data, seq_length, folder, name)
             epochs[k] = max(1, len(one.train) // (seq_length + 1))
-    if isinstance(corpus, Blend):
-        return check_epochs(corpus, epochs, samples, data.most_epochs)
+    if isinstance(opened, Blend):
+        return check_epochs(opened, epochs, samples, data.most_epochs)
     return []
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if tokens 0 … `needed` - 1, of the tokenizer `name`, are not the model's."""
+    """Raises UserError if the model's vocabulary is smaller than tokenizer `name`'s, `needed`."""
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
@@ -258,7 +176,7 @@ def _folder(data: DataConfig, cache_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], tokens: int) -> int:
-    """Tokens of the held-out split. Raises UserError if either split is too short for a sample."""
+    """Returns the tokens of the held-out split. Raises UserError if either split has no sample."""
     held_out = held_out_tokens(tokens, data.valid_fraction, seq_length)
     if held_out is not None:
         return held_out
@@ -273,4 +191,95 @@ def _held_out(data: DataConfig, seq_length: int, documents: Sequence[Document], 
     raise UserError(
         f"{origin(data)} is too short for model.seq_length={seq_length}: it has {there} {unit}, "
         f"one sample to train on and one held out need {2 * sample - len(documents)}, {fits}"
+    )
+
+
+# Packing plans of a corpus
+
+
+def with_plans(
+    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str, report: Report
+) -> Corpus:
+    """Returns the corpus with both plans from `folder`, built if missing. Raises UserError."""
+    capacity = seq_length + 1
+    fit = one_each if data.packing == "padded" else best_fit
+
+    def plan(held_out: bool) -> PackingPlan:
+        path = _path(corpus, held_out, folder, capacity, data.packing)
+
+        def make() -> Pieces:
+            pieces = _pieces(corpus, held_out, data, named, capacity)
+            return _learned(pieces, corpus, held_out, report) if corpus.marked else pieces
+
+        found = kept_plan(path, make, capacity, report, fit)
+        if found.cut and not data.cut_documents:
+            raise _too_long(named, found.cut, capacity, data.packing)
+        return found
+
+    plans = plan(False), plan(True)
+    digests = [corpus.fingerprint, *(plan.digest for plan in plans)]
+    files = *corpus.files, *(plan.watched for plan in plans)
+    return dataclasses.replace(corpus, plans=plans, fingerprint=" ".join(digests), files=files)
+
+
+def check_pieces(
+    corpus: Corpus, data: DataConfig, seq_length: int, folder: Path, named: str
+) -> None:
+    """Raises UserError for documents that do not fit a sample, unless the plans exist already."""
+    for held_out in (False, True):
+        path = _path(corpus, held_out, folder, seq_length + 1, data.packing)
+        cache.check_can_store(path)
+        if not path.exists():
+            _pieces(corpus, held_out, data, named, seq_length + 1)
+
+
+def check_lengths(lengths: Sequence[int], seq_length: int, named: str, packing: str) -> None:
+    """Raises UserError if a document does not fit a sample."""
+    if long := sum(length > seq_length + 1 for length in lengths):
+        raise _too_long(named, long, seq_length + 1, packing)
+
+
+def _path(corpus: Corpus, held_out: bool, folder: Path, capacity: int, packing: str) -> Path:
+    first = len(corpus.train) if held_out else 0
+    tokens = len(corpus.valid if held_out else corpus.train)
+    how = "" if packing == "best_fit" else f":{packing}"
+    how += ":learned" * corpus.marked
+    # Fingerprints sample some places of a pair, a plan depends on all of it: so the marks count.
+    stream = f"{corpus.fingerprint}:{first}:{tokens}{how}:{marks_of(corpus.watched)}"
+    return plan_file(folder, stream, capacity)
+
+
+def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, named: str, capacity: int) -> Pieces:
+    tokens = len(corpus.valid if held_out else corpus.train)
+    pieces = pieces_of(corpus.begins(held_out), tokens, capacity)
+    if pieces.cut and not data.cut_documents:
+        raise _too_long(named, pieces.cut, capacity, data.packing)
+    if not pieces.starts.size:
+        part = "held-out" if held_out else "training"
+        raise UserError(
+            f"{named} has no document of two tokens in its {part} part, and "
+            f"data.packing={data.packing} needs one: give data.packing=concat"
+        )
+    return pieces
+
+
+def _learned(pieces: Pieces, corpus: Corpus, held_out: bool, report: Report) -> Pieces:
+    """Drops pieces without a learned token. Raises UserError if none remains."""
+    kept = learned(corpus.valid if held_out else corpus.train, pieces.starts, pieces.lengths)
+    if not kept.any():
+        raise nothing_said(held_out)
+    if left_out := int((~kept).sum()):
+        report(
+            f"left out of the {'held-out' if held_out else 'training'} samples: {left_out:,} of "
+            f"{kept.size:,} pieces of conversations, in which the assistant says nothing"
+        )
+    return pieces._replace(starts=pieces.starts[kept], lengths=pieces.lengths[kept])
+
+
+def _too_long(named: str, documents: int, capacity: int, packing: str) -> UserError:
+    has = f"{documents:,} documents" if documents > 1 else "a document"
+    return UserError(
+        f"{named} has {has} longer than the {capacity:,} tokens of a sample, which "
+        f"data.packing={packing} does not cut: give data.cut_documents=true, which does, or a "
+        "longer model.seq_length"
     )

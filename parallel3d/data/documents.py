@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch begin, as positions and attention read it."""
+"""Document boundaries of a micro-batch, for positions and attention."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from parallel3d.device import accelerator
 
 @dataclass(frozen=True)
 class Documents:
-    """Of a micro-batch of b samples of s tokens; shapes do not depend on the documents, so that
-    compiled code serves all of them.
+    """The documents of b samples of s tokens, in tensors whose shapes do not depend on them, so
+    that one compilation serves all.
 
-    No tuple: FSDP2 moves the tensors that it finds in the arguments of a forward to the device, and
-    `bounds` has to stay where it is.
+    Not a tuple: FSDP2 moves the tensors of tuples in a forward's arguments to the device, and
+    `bounds` has to stay on the host.
 
     Attributes:
-        starts: (b, s) int32 on the device, `Sample.starts` of each.
-        bounds: (b·s + 3,) int32 on the host, whose code reads it without waiting for the device:
-            the number n of documents, the length of the longest, and n + 1 edges, where each begins
-            and the last one ends in the samples laid end to end. Behind them b·s throughout.
+        starts: (b, s) int32 on the device, `Sample.starts` of each sample.
+        bounds: (b·s + 3,) int32 on the host, readable without a device synchronisation: the number
+            n of documents, the length of the longest, n + 1 edges in the concatenated samples, and
+            b·s as padding.
         edges: bounds[2:] on the device.
     """
 
@@ -42,10 +42,9 @@ class Documents:
 def documents_of(
     samples: Sequence[Sample], numbers: Sequence[int], device: torch.device
 ) -> Documents:
-    """The documents of these samples, which are `numbers` in the run.
+    """Returns the documents of `samples`, which are `numbers` in the run.
 
-    Raises:
-        ValueError: starts that are no positions at which documents begin.
+    Raises ValueError for starts that are not positions where documents begin.
     """
     length = len(samples[0].loss_mask)
     rows = [_starts(sample, i, length) for sample, i in zip(samples, numbers, strict=True)]

@@ -1,5 +1,5 @@
-"""The index of one of Megatron's pairs: `<prefix>.bin` holds tokens, `<prefix>.idx` says where
-documents begin.
+"""Reads and writes Megatron indexed datasets: `<prefix>.bin` holds tokens, `<prefix>.idx` where
+documents begin. The code calls the two files a pair.
 
     .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 sequences
         | u64 documents + 1 | i32 length of each sequence, tokens | i64 byte in .bin of each
@@ -17,6 +17,7 @@ import secrets
 import stat
 import struct
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,34 +31,31 @@ from parallel3d.files import flush_folder, no_link
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-# By Megatron's type code; those of its floating-point numbers are no tokens.
+# By Megatron's type code, integers only.
 TYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 _FLOATS = {6: "float64", 7: "float32"}
 
-_SAMPLED = 4  # places of an index that are looked at when it is opened,
+_SAMPLED = 4  # places of an index checked when it is opened,
 _RUN = 256  # documents at each of them
-_FEW = 4096  # that are all looked at
+_FEW = 4096  # documents up to which all are checked
 _AT_A_TIME = 1 << 20
-_AROUND = 64  # documents that a search looks at together,
-_MOST_SEQUENCES = 16  # and for each of them so many sequences
+_AROUND = 64  # documents that one step of a search reads,
+_MOST_SEQUENCES = 16  # and at most so many sequences for each
 
 
 class PairIndex:
-    """An index whose sequences lie one after another in the .bin; read from the file when asked.
+    """An index whose sequences lie one after another in the .bin; reads the file on demand.
 
-    By reading, not by a map, as `Tokens`; and what a map has touched counts as this process's
-    memory, in pieces far larger than what was asked for.
+    Reads instead of mapping, as `Tokens` does; touched pages of a map would also count as this
+    process's memory.
     """
 
     def __init__(self, file: File, named: str) -> None:
-        """The index in the open `file`, which stays open as long as it lives. Raises UserError.
-
-        Reads the header, proves the size of the file by it, and looks at all documents of a small
-        index, at some evenly chosen ones of another.
-        """
+        """Checks the header, the file's size, and all documents of a small index or some evenly
+        spaced ones of a larger one. `file` stays open as long as the index. Raises UserError."""
         self._named, self._path = named, file.name
         self.dtype, self.sequences, self.documents = _header(file, named)
         pointers_at = HEADER.size + 4 * self.sequences
@@ -77,16 +75,16 @@ class PairIndex:
             self.begins(begin, end)
 
     def begin(self, document: int) -> int:
-        """The token at which a document begins; `tokens` for number `documents`."""
+        """Returns the token at which a document begins; `tokens` for number `documents`."""
         return int(self._near(document, document + 1)[0])
 
     def document_from(self, token: int) -> int:
-        """The first document that begins at `token` or after it, `documents` if none does."""
+        """Returns the first document that begins at `token` or later; `documents` if none does."""
         first, begins = self._block(token)
         return first + int(begins.searchsorted(token))
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """The token at which each of the documents `first` … `last` - 1 begins.
+        """Returns the token at which each of the documents `first` … `last` - 1 begins.
 
         Raises UserError where their sequences do not lie one after another.
         """
@@ -103,10 +101,10 @@ class PairIndex:
         return pointers[sequences[:-1] - begin] // self.dtype.itemsize
 
     def begins_within(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The tokens, of `begin` … `end` - 1, at which documents begin, ascending."""
+        """Returns the tokens within `begin` … `end` - 1 at which documents begin, ascending."""
         block, begins = self._block(begin)
         place, last = begins.searchsorted((begin, end)).tolist()
-        if last < begins.size:  # the usual case: all of them are in what the search has read
+        if last < begins.size:  # the usual case: the search has read all of them
             lengths = self._lengths_of(block + place, block + last)
             if np.array_equal(begins[place + 1 : last + 1] - begins[place:last], lengths):
                 return begins[place:last]
@@ -120,8 +118,7 @@ class PairIndex:
             first, many = first + many, 2 * many
 
     def check_all(self) -> None:
-        """Raises UserError if any sequence lies elsewhere than after the one before it, or if a
-        document does."""
+        """Raises UserError if any sequence or document does not follow the one before it."""
         for begin in range(0, self.sequences, _AT_A_TIME):
             self._checked_pointers(begin, min(begin + _AT_A_TIME, self.sequences))
         for first in range(0, self.documents, _AT_A_TIME):
@@ -132,10 +129,11 @@ class PairIndex:
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
     def _block(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Some documents, by the number of their first, around where those before `token` end.
+        """Searches for `token`; returns the begins of some documents around it, and the first's
+        number.
 
-        Guessed from the mean length, then from what was found there; in halves where that leads
-        nowhere, as with one document that is most of the text.
+        Interpolates by the mean length, and bisects every third step, as one document may be most
+        of the text.
         """
         low, high, tries = 0, self.documents, 0
         guess = token * self.documents // self.tokens
@@ -159,20 +157,20 @@ class PairIndex:
         return low, np.zeros(0, np.int64)
 
     def _lengths_of(self, first: int, last: int) -> npt.NDArray[np.integer]:
-        """Tokens of these documents, each of which is one sequence; else nothing that fits them."""
+        """Returns the lengths of documents, if each is one sequence; else other numbers."""
         if first == last:
             return np.zeros(0, np.int32)
         begin = int(self._firsts[first : first + 1][0])
         return self.lengths[begin : begin + last - first]
 
     def _near(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """As `begins`, unchecked: to search by. Also of number `documents`, the end."""
+        """Returns what `begins` does, unchecked, for searches; `documents` is the end."""
         sequences = self._firsts[first:last]
         begin, end = int(sequences[0]), int(sequences[-1])
         if not 0 <= begin <= end <= self.sequences or end - begin > _MOST_SEQUENCES * _AROUND:
             return np.array([self._slow_begin(int(sequence)) for sequence in sequences])
-        pointers = self._pointers[begin : end + 1]
-        if end == self.sequences:  # behind it nothing begins
+        pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
+        if end == self.sequences:  # the end of the .bin has no pointer
             pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
         if end - begin == last - first - 1:
             return pointers // self.dtype.itemsize
@@ -188,12 +186,10 @@ class PairIndex:
         return int(self._pointers[sequence : sequence + 1][0]) // self.dtype.itemsize
 
     def _checked_pointers(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """The bytes at which sequences `begin` … `end` begin, which lie one after another.
-
-        That number `end` may be the end of the .bin.
-        """
-        pointers = self._pointers[begin : end + 1]
-        if end == self.sequences:  # behind it nothing begins
+        """Returns the bytes at which sequences `begin` … `end` begin; `end` may be the end of the
+        .bin. Raises UserError where they do not lie one after another."""
+        pointers = self._pointers[begin : end + 1].astype(np.int64, copy=False)
+        if end == self.sequences:  # the end of the .bin has no pointer
             pointers = np.append(pointers, self.tokens * self.dtype.itemsize)
         lengths = self.lengths[begin:end].astype(np.int64)
         ends = pointers[:-1] + lengths * self.dtype.itemsize
@@ -228,8 +224,8 @@ class PairIndex:
             )
 
 
-def opened(path: str, named: str) -> BinaryIO:
-    """The regular file at `path`, to read without a buffer. Raises UserError."""
+def opened(path: str, named: str) -> FileIO:
+    """Opens the regular file at `path` to read, unbuffered. Raises UserError."""
     try:
         file = open(path, "rb", buffering=0, opener=_no_wait)  # noqa: SIM115  the caller closes it
     except (FileNotFoundError, NotADirectoryError):
@@ -252,7 +248,7 @@ def _no_wait(path: str, flags: int) -> int:
 
 
 def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
-    """Type of the tokens, sequences and documents. Raises UserError."""
+    """Returns the type of the tokens, and how many sequences and documents. Raises UserError."""
     head = pread(file, HEADER.size, 0)
     if not head.startswith(MAGIC):
         raise UserError(f"{named} is no pair of Megatron's: {file.name} does not begin as an index")
@@ -270,29 +266,26 @@ def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
-    """Begin and end of evenly chosen runs of `count` things: all of them if they are few."""
+    """Returns begin and end of evenly spaced runs of `count` things; one run of all if few."""
     if count <= _FEW:
         return [(0, count)]
     begins = [i * (count - _RUN) // (_SAMPLED - 1) for i in range(_SAMPLED)]
     return [(begin, begin + _RUN) for begin in begins]
 
 
-# Megatron's pairs of files, read and written as one stream of tokens.
+# A pair as one stream of tokens
 
 
-_WRITTEN = 1 << 20  # numbers of an index that are made at a time
+_WRITTEN = 1 << 20  # numbers of an index computed at a time
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """The narrowest of Megatron's types that holds the tokens 0 … `vocab_size` - 1."""
+    """Returns the narrowest of Megatron's types that holds the tokens 0 … `vocab_size` - 1."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
 class IndexedCorpus:
-    """A pair as one stream of tokens in the order of its documents, none of it resident.
-
-    The size of both files is proved first; the rest is read when asked for.
-    """
+    """A pair as one stream of tokens in document order, read on demand, never resident."""
 
     def __init__(self, prefix: str, named: str, index: PairIndex, file: File) -> None:
         self.prefix, self.named, self.index = prefix, named, index
@@ -306,11 +299,11 @@ class IndexedCorpus:
         named: str | None = None,
         opened: Callable[[str, str], File] = opened,
     ) -> IndexedCorpus:
-        """The pair at `prefix`; `named` is what its errors call it, as `data.path=corpora/web`;
+        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
         `opened` opens a file by its name.
 
-        Takes a time and a memory that do not grow with it. Raises UserError for what is missing,
-        cut short, or no pair of tokens whose index fits.
+        Time and memory do not grow with the pair. Raises UserError for a file that is missing, cut
+        short or not a pair of tokens, and for an index that does not fit.
         """
         prefix = os.path.expanduser(os.fspath(prefix))
         named = named or prefix
@@ -325,17 +318,17 @@ class IndexedCorpus:
 
     @property
     def lengths(self) -> Tokens:
-        """Tokens of each sequence, int32, in slices: a document is one, or (sentences) several."""
+        """Tokens of each sequence, int32, read by slices; a document has one or several."""
         return self.index.lengths
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens `begin` … `end` - 1 of the stream. Raises OSError if the file has them no more."""
+        """Returns tokens `begin` … `end` - 1 of the stream. Raises OSError if the file was cut."""
         if not 0 <= begin <= end <= len(self):
             raise IndexError(f"tokens {begin} to {end} of {len(self)}")
         return self.tokens[begin:end]
 
     def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Tokens, of `begin` … `end` - 1, at which a document begins; empty documents have none.
+        """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
 
         Raises UserError where the sequences there do not lie one after another.
         """
@@ -347,12 +340,12 @@ class IndexedCorpus:
         return found
 
     def close(self) -> None:
-        """Closes both files: nothing can be read any more."""
+        """Closes both files."""
         self.tokens.close()
         self.index.lengths.close()
 
     def _prove_size(self) -> None:
-        """The stream is the whole .bin. Raises UserError."""
+        """Raises UserError if the stream is not the whole .bin."""
         size, needed = self.tokens.file_size(), len(self) * self.dtype.itemsize
         if size < needed:
             raise UserError(
@@ -364,18 +357,15 @@ class IndexedCorpus:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document: `close` puts it there whole; without it none is.
+    """Writes a pair, document after document; `close` puts the whole pair in its place.
 
-    Holds no memory that grows: lengths go to a file of their own until the end. As a context, a
-    block that raises leaves nothing behind.
+    Memory does not grow: lengths go to a temporary file. As a context manager, leaves nothing
+    behind if the block raises.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype, replace: bool = False):
-        """Raises UserError if there is such a pair, or half of one, unless it is to be replaced.
-
-        Args:
-            dtype: integers that Megatron's readers know, see `token_type`; else ValueError.
-        """
+        """Raises UserError if any of the pair exists, unless `replace`; ValueError for a `dtype`
+        that is none of Megatron's integers (see `token_type`)."""
         self.prefix, self.dtype = os.path.expanduser(os.fspath(prefix)), np.dtype(dtype)
         if self.dtype not in TYPES.values():
             raise ValueError(f"{self.dtype} is none of {', '.join(map(str, TYPES.values()))}")
@@ -395,13 +385,13 @@ class IndexedWriter:
         return self._digest.hexdigest()
 
     def add(self, tokens: npt.NDArray[np.integer]) -> None:
-        """A document. Raises ValueError for a token that the pair's type cannot hold, OSError."""
+        """Adds a document. Raises OSError, and ValueError for a token that `dtype` cannot hold."""
         self.add_many(tokens, np.array([tokens.size]))
 
     def add_many(
         self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer] | list[int]
     ) -> None:
-        """Documents of these lengths, whose tokens lie in `tokens` one after another."""
+        """Adds documents of these lengths, whose tokens lie in `tokens` one after another."""
         lengths, limits = np.asarray(lengths), np.iinfo(self.dtype)
         if int(lengths.sum()) != tokens.size or (lengths.size and lengths.min() < 0):
             raise ValueError(f"lengths of {int(lengths.sum())} tokens for {tokens.size}")
@@ -417,7 +407,7 @@ class IndexedWriter:
         self.tokens += tokens.size
 
     def close(self) -> None:
-        """Puts the pair in its place, flushed to the disk; the index last. Raises OSError."""
+        """Flushes the pair to the disk and renames it, the index last. Raises OSError."""
         try:
             index = f"{self._partial}.idx.partial"
             self._lengths.flush()
@@ -435,7 +425,7 @@ class IndexedWriter:
             raise
 
     def discard(self) -> None:
-        """Leaves nothing of what was added."""
+        """Removes all that was written."""
         for end in (".bin", ".lengths", ".idx"):
             Path(f"{self._partial}{end}.partial").unlink(missing_ok=True)
         self._bin.close()
@@ -454,7 +444,7 @@ class IndexedWriter:
 def write_index(
     path: str, lengths: str | os.PathLike[str], documents: int, dtype: np.dtype
 ) -> None:
-    """A new index at `path`, flushed, of the documents whose lengths (int32) a file holds."""
+    """Writes and flushes the index of the documents whose lengths (int32) a file holds."""
     code = next(code for code, known in TYPES.items() if known == dtype)
     with _new(path) as index:
         index.write(HEADER.pack(MAGIC, VERSION, code, documents, documents + 1))
@@ -479,5 +469,5 @@ def _read_lengths(path: str | os.PathLike[str]) -> Iterator[bytes]:
 
 
 def _new(path: str) -> BinaryIO:
-    """A new private file to write, which is no link. Raises OSError."""
+    """Opens a new private file to write, which is not a link. Raises OSError."""
     return open(path, "xb", buffering=1 << 20, opener=no_link)

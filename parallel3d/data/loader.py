@@ -1,4 +1,4 @@
-"""Micro-batches as tensors. The global batch of a step is the same samples for every layout."""
+"""Loads micro-batches as tensors; the global batch of a step is the same for every layout."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from parallel3d.device import accelerator
 
 
 class SampleSource(Protocol):
-    """Anything with samples of one length.
+    """Samples of one length.
 
-    A source whose loss masks are all True may say so by an attribute `masks` = False beside
-    `seq_length`; `Batches.token_count` then need not read it.
+    A source whose loss masks are all True may set an attribute `masks` = False, which saves
+    `Batches.token_count` reading them. One with `will_read(i)` prefetches the samples that a thread
+    reads ahead; neither may then change when it is read.
     """
 
+    seq_length: int
+
     def sample(self, i: int) -> Sample:
-        """Sample `i` >= 0, always the same for the same i."""
+        """Returns sample `i` >= 0, always the same for the same i."""
         ...
 
 
 class MicroBatch(NamedTuple):
-    """Tensors of shape (micro batch, seq): tokens and labels int64, loss_mask bool; None on stages
-    that do not read them. samples: (micro batch,) int64, their numbers in the run. documents: on
-    every stage, or None where a sample is one document."""
+    """Tensors (micro batch, seq): tokens and labels int64, loss_mask bool; None where not
+    needed. samples: (micro batch,) int64, their numbers in the run. documents: on every stage,
+    or None where a sample is one document."""
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
@@ -43,18 +46,17 @@ class MicroBatch(NamedTuple):
 
     @property
     def starts(self) -> torch.Tensor | None:
-        """(micro batch, seq) int32: where each token's document begins."""
+        """(micro batch, seq) int32: where each token's document begins in its sample."""
         return None if self.documents is None else self.documents.starts
 
 
 class Batches:
-    """One data-parallel rank's micro-batches.
+    """Micro-batches of one data-parallel rank.
 
-    A step trains on the next global batch of samples, from `first` on, whatever dp and
-    micro_batch_size are; rank d has a contiguous share of them, its micro-batches in order.
-
-    With `reads` false (stages between the ends) micro-batches hold the samples' numbers alone, and
-    with `document_mask` their documents.
+    A step trains on the next global batch of samples from `first` on, whatever dp and
+    micro_batch_size are; rank d has a contiguous share, its micro-batches in order. Without
+    `needs_batch` (middle pipeline stages) micro-batches hold only the samples' numbers, and their
+    documents if `document_mask`.
     """
 
     def __init__(
@@ -64,26 +66,26 @@ class Batches:
         num_microbatches: int,
         dp_rank: int,
         device: torch.device | str,
-        reads: bool = True,
+        needs_batch: bool = True,
         document_mask: bool = False,
         stride: int = 0,
     ) -> None:
-        """`stride` > 0: the samples of a step of all ranks; a thread reads those of the next steps,
-        so `source` must not change when it is read."""
-        self._source, self._reads, self._document_mask = source, reads, document_mask
+        """`stride` > 0: samples of a step of all ranks; a thread then reads ahead."""
+        self._source, self._needs_batch = source, needs_batch
+        self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
         self._num_microbatches = num_microbatches
         self._dp_rank = dp_rank
         self._device = torch.device(device)
         self._ahead: ReadAhead | None = None
-        if stride and (reads or document_mask):
+        if stride and (needs_batch or document_mask):
             share = num_microbatches * micro_batch_size
             self._ahead = ReadAhead(source, dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
-        """The samples of micro-batch `m` of the global batch that begins at sample `first`.
+        """Returns the samples of micro-batch `m` of the global batch that begins at `first`.
 
-        IndexError if there is no such micro-batch.
+        Raises IndexError if there is no such micro-batch.
         """
         if not 0 <= m < self._num_microbatches:
             raise IndexError(f"micro-batch {m} of {self._num_microbatches}")
@@ -92,16 +94,16 @@ class Batches:
         return range(start, start + self._micro_batch_size)
 
     def micro_batch(self, first: int, m: int) -> MicroBatch:
-        """Micro-batch `m` of the global batch from sample `first` on, on the device."""
+        """Returns micro-batch `m` of the global batch from sample `first` on, on the device."""
         indices = self.indices(first, m)
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
-        if not (self._reads or self._document_mask):
+        if not (self._needs_batch or self._document_mask):
             return MicroBatch(None, None, None, numbers)
         samples = [self._sample(first, i) for i in indices]
         documents = None
         if self._document_mask:
             documents = documents_of(samples, indices, self._device)
-        if not self._reads:
+        if not self._needs_batch:
             return MicroBatch(None, None, None, numbers, documents)
         tokens = torch.from_numpy(np.stack([s.tokens for s in samples]))
         mask = torch.from_numpy(np.stack([s.loss_mask for s in samples]))
@@ -114,7 +116,7 @@ class Batches:
         )
 
     def token_count(self, first: int) -> int:
-        """Unmasked tokens of this rank's share of the global batch from sample `first` on."""
+        """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""
         if not getattr(self._source, "masks", True):
             return self._num_microbatches * self._micro_batch_size * self._source.seq_length
         return sum(
@@ -134,18 +136,17 @@ class Batches:
 
 
 class InOrder:
-    """Micro-batches in the order of their forwards; on an accelerator the next is made ahead.
+    """Hands out micro-batches in the order of their forwards, the next one loaded ahead of time.
 
-    One that several chunks of a rank read is made once, and kept until the last has read it.
+    A batch that several virtual stages of a rank use is loaded once and kept until the last use.
 
-    There a forward is queued long before it is done. `look_ahead`, called then, samples, stacks and
-    pins the next micro-batch while the device computes, not between two forwards, when it may have
-    nothing to do. The first of a step is made when it is asked for: the device then still has the
-    optimizer's work of the step before.
+    On an accelerator a forward is queued long before it is done. `look_ahead`, called then, loads
+    and pins the next micro-batch while the device computes instead of between two forwards. The
+    first one of a step is loaded on demand: the device is still busy with the optimizer step.
 
     Args:
         load: micro-batch number → tensors.
-        order: the numbers in the order of their forwards, one for each that reads them.
+        order: the numbers in the order of their forwards, repeated for each virtual stage.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class InOrder:
         self.held: dict[int, MicroBatch] = {}
 
     def take(self, m: int) -> MicroBatch:
-        """Micro-batch `m`, which is the next one or has been read before by another chunk."""
+        """Returns micro-batch `m`, the next one or one that another virtual stage has taken."""
         if m not in self.held:
             batch, self.ahead = self.ahead, None
             self.held[m] = self.load(self.left.popleft()) if batch is None else batch
@@ -166,53 +167,40 @@ class InOrder:
         return self.held[m] if self.readers[m] else self.held.pop(m)
 
     def look_ahead(self) -> None:
-        """Makes the next one, if there is one, and if `looks_ahead`."""
+        """Loads the next micro-batch if there is one and if `looks_ahead`."""
         if self.looks_ahead and self.ahead is None and self.left:
             self.ahead = self.load(self.left.popleft())
 
 
-# Samples that are there when they are asked for: a thread reads the next ones meanwhile.
-#
-# Which ones is known, since sample i is a function of i. The thread first tells the system what it
-# will read, all of it, and then reads: a disk serves the one while the other is taken.
+# A thread that reads the next samples. It first prefetches all of them and then reads: the disk
+# serves the later ones while the first are taken.
 
 
-_BYTES = 256 << 20  # that samples read ahead hold at most
-_EACH = 16  # bytes a token of a sample
-_PAUSE_S = 1e-4  # between two samples, for those who run the same Python
-
-
-class Source(Protocol):
-    """What is read ahead of: by a thread beside others, so it must not change when it is read.
-
-    `will_read(i)`, if it has that, tells the system of a sample that `sample` is to read soon.
-    """
-
-    seq_length: int
-
-    def sample(self, i: int) -> Sample: ...
+_BYTES = 256 << 20  # most bytes of samples read ahead
+_BYTES_PER_TOKEN = 16
+_PAUSE_S = 1e-4  # between two samples, so that the main thread gets the interpreter lock
 
 
 class ReadAhead:
-    """The samples of one rank, step after step: of a step `share`, from `first` + `offset` on.
+    """Reads the samples of one rank ahead: of each step `share`, from `first` + `offset` on.
 
-    As the source that it reads from, but for time: what that raises for a sample is raised where
-    the sample is asked for. The thread ends with this object.
+    An exception of the source is raised where its sample is taken. The thread ends with this
+    object.
     """
 
-    def __init__(self, source: Source, offset: int, share: int, stride: int) -> None:
+    def __init__(self, source: SampleSource, offset: int, share: int, stride: int) -> None:
         """`stride`: samples of a step of all ranks."""
         self.source, self.seq_length = source, source.seq_length
         self.masks = getattr(source, "masks", True)
         self._offset, self._share, self._stride = offset, share, stride
         # Up to the end of the next step.
-        self._most = max(1, min(2 * share, _BYTES // (_EACH * source.seq_length)))
+        self._most = max(1, min(2 * share, _BYTES // (_BYTES_PER_TOKEN * source.seq_length)))
         self._first = -1
         self._order: Iterator[int] = iter(())
         self._shelf: _Shelf | None = None
 
     def step(self, first: int) -> None:
-        """The step that begins at sample `first` is next, or goes on."""
+        """Announces the step that begins at sample `first`."""
         if first == self._first:
             return
         if self._shelf is None:
@@ -227,7 +215,7 @@ class ReadAhead:
         self._fill()
 
     def sample(self, i: int, keep: bool = False) -> Sample:
-        """Sample `i`; `keep`: it will be asked for again."""
+        """Returns sample `i`; `keep`: it will be taken again."""
         found = None if self._shelf is None else self._shelf.take(i, keep)
         if not keep:
             self._fill()
@@ -245,22 +233,22 @@ class ReadAhead:
     def _fill(self) -> None:
         if self._shelf is None:
             return
-        room = self._most - self._shelf.count()
-        if 2 * room >= self._most:  # by and by, not one for each that is taken
-            self._shelf.want([next(self._order) for _ in range(room)])
+        free = self._most - self._shelf.count()
+        if 2 * free >= self._most:  # in bulk, not for each sample taken
+            self._shelf.want([next(self._order) for _ in range(free)])
 
 
 class _Shelf:
-    """What is wanted, what is being read, and what has been."""
+    """Samples that are wanted, being read, or read; shared by the thread and its user."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SampleSource) -> None:
         self.source = source
         self.changed = threading.Condition()
         self.wanted: deque[int] = deque()
         self.pending: set[int] = set()  # wanted, or being read
         self.found: dict[int, Sample | Exception] = {}
         self.ended = False
-        self.waiting = False  # for a sample that is being read
+        self.waiting = False  # the user waits for a sample
 
     def count(self) -> int:
         return len(self.pending) + len(self.found)
@@ -272,7 +260,7 @@ class _Shelf:
             self.changed.notify_all()
 
     def take(self, i: int, keep: bool) -> Sample | Exception | None:
-        """Sample `i`, waited for if it is wanted; None if it is not."""
+        """Returns sample `i`, waiting for it if it is wanted; None if it is not."""
         with self.changed:
             while i in self.pending and not self.ended:
                 self.waiting = True
@@ -305,8 +293,8 @@ class _Shelf:
 
 
 def _read(shelf: _Shelf) -> None:
-    """The thread: reads what is wanted until the end."""
-    tell = getattr(shelf.source, "will_read", None)
+    """Reads what is wanted until the shelf is ended; the thread's target."""
+    prefetch = getattr(shelf.source, "will_read", None)
     while True:
         with shelf.changed:
             while not shelf.wanted and not shelf.ended:
@@ -315,9 +303,10 @@ def _read(shelf: _Shelf) -> None:
                 return
             numbers = list(shelf.wanted)
             shelf.wanted.clear()
-        with suppress(Exception):  # whatever it is, reading will meet it again
-            for i in numbers if tell is not None else ():
-                tell(i)
+        with suppress(Exception):  # reading the sample raises the same error
+            if prefetch is not None:
+                for i in numbers:
+                    prefetch(i)
         for i in numbers:
             if i not in shelf.pending:
                 continue

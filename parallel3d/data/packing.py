@@ -1,8 +1,9 @@
-"""Best-fit decreasing: the longest document first, each into the pack with the least room for it.
+"""Packs documents into samples: best-fit decreasing, and plans of packs in the token cache.
 
-Documents of a length are alike, and so are packs of one content: what is done once is done for all
-of them, so that the work goes with the lengths there are and not with the documents. The packs are
-as many, and as full, as document after document would make them.
+The longest document comes first, each into the pack with the least sufficient space. Documents of
+one length are interchangeable, and so are packs of equal content: all of them are placed in one
+step, so the work grows with the number of lengths instead of documents. The packs are as many, and
+as full, as if documents were placed one by one.
 
 Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
 Truncations Improve Language Modeling", ICML 2024 (packing documents so).
@@ -17,8 +18,9 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,7 @@ from parallel3d.files import flush_folder, no_link
 
 
 class Content(NamedTuple):
-    """What is in a pack: `documents` of `length` tokens, and what was put there before."""
+    """The content of a pack: `documents` of `length` tokens, and what was placed before them."""
 
     length: int
     documents: int
@@ -40,35 +42,37 @@ class Content(NamedTuple):
 
 
 class Packs(NamedTuple):
-    """Packs of which pack p has the items first[p] … first[p + 1] - 1, numbers of documents."""
+    """Packs: pack p has the items first[p] … first[p + 1] - 1, which are numbers of documents."""
 
     first: npt.NDArray[np.int64]
     items: npt.NDArray[np.int64]
 
 
-def one_each(lengths: npt.NDArray[np.integer], room: int) -> Packs:
-    """A pack for each document, filled up with nothing else; none is longer than `room`."""
+def one_each(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
+    """Returns a pack for each document; none is longer than `capacity`."""
     return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
 
 
-def best_fit(lengths: npt.NDArray[np.integer], room: int) -> Packs:
-    """Packs of at most `room` tokens of the documents of these lengths, 0 < length <= `room`."""
-    if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:
-        raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {room}")
-    counts = np.bincount(lengths, minlength=room + 1)
-    # Of one length in their own order, the longest first.
-    narrow = np.uint16 if room < 1 << 16 else np.uint32
-    order = np.argsort((room - lengths).astype(narrow), kind="stable")
-    place = order.size - np.cumsum(counts)  # in `order`, of the next document of a length
-    items, sizes = [], []
-    for packs, content in _groups(counts, room):
+def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
+    """Packs documents with 0 < length <= `capacity` into packs of at most `capacity` tokens."""
+    if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
+        raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {capacity}")
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    # The longest first; equal lengths in their own order.
+    narrow = np.uint16 if capacity < 1 << 16 else np.uint32
+    order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
+    place = order.size - np.cumsum(counts)  # index in `order` of the next document of a length
+    items: list[npt.NDArray[np.int64]] = []
+    sizes: list[npt.NDArray[np.int64]] = []
+    for packs, content in _groups(counts, capacity):
         columns = []
-        while content is not None:
-            taken = packs * content.documents
-            at = int(place[content.length])
-            columns.append(order[at : at + taken].reshape(packs, content.documents))
-            place[content.length] += taken
-            content = content.before
+        layer: Content | None = content
+        while layer is not None:
+            taken = packs * layer.documents
+            at = int(place[layer.length])
+            columns.append(order[at : at + taken].reshape(packs, layer.documents))
+            place[layer.length] += taken
+            layer = layer.before
         rows = np.concatenate(columns[::-1], axis=1)
         items.append(rows.reshape(-1))
         sizes.append(np.full(packs, rows.shape[1]))
@@ -76,22 +80,23 @@ def best_fit(lengths: npt.NDArray[np.integer], room: int) -> Packs:
     return Packs(firsts, np.concatenate([np.zeros(0, np.int64), *items]))
 
 
-def _groups(counts: npt.NDArray[np.integer], room: int) -> Iterator[tuple[int, Content]]:
-    """Numbers of packs that are alike, and their content."""
-    begun: dict[int, list[tuple[int, Content | None]]] = {}  # packs by the room that they have left
-    rooms = 0  # the keys of `begun` as bits
+def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[int, Content]]:
+    """Yields numbers of equal packs, and their content."""
+    # Numbers of equal packs and their content, by free space.
+    begun: dict[int, list[tuple[int, Content | None]]] = {}
+    free_bits = 0  # the keys of `begun` as a bit set
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
-            fitting = rooms >> length
+            fitting = free_bits >> length
             if fitting:
                 free = length + (fitting & -fitting).bit_length() - 1
                 packs, content = begun[free].pop()
                 if not begun[free]:
                     del begun[free]
-                    rooms &= ~(1 << free)
+                    free_bits &= ~(1 << free)
             else:
-                free, packs, content = room, left, None
+                free, packs, content = capacity, left, None
             each = free // length
             full, rest = divmod(left, each)
             filled = min(packs, full)
@@ -100,23 +105,23 @@ def _groups(counts: npt.NDArray[np.integer], room: int) -> Iterator[tuple[int, C
                 made.append((1, rest))
             if content is not None and (untouched := packs - sum(p for p, _ in made)):
                 begun.setdefault(free, []).append((untouched, content))
-                rooms |= 1 << free
+                free_bits |= 1 << free
             for some, documents in made:
                 left -= some * documents
                 now = free - documents * length
                 begun.setdefault(now, []).append((some, Content(length, documents, content)))
-                rooms |= 1 << now
+                free_bits |= 1 << now
     for free in sorted(begun):
         for packs, content in begun[free]:
             if content is not None:
                 yield packs, content
 
 
-# Samples by a plan: whole documents side by side, the rest filled up with end-of-texts.
+# Samples by a plan: whole documents one after another, the rest padded with end-of-text
 
 
 class PackSampler:
-    """Packs, epoch after epoch. No token is told to predict another document, nor the padding."""
+    """Packs, epoch after epoch; padding and the first tokens of documents are no labels."""
 
     masks = True
 
@@ -129,19 +134,20 @@ class PackSampler:
         eot: int,
         name: str = "",
     ) -> None:
-        """`tokens`: the stream that `plan` was made of; the rest as `Sampler`."""
-        self.seq_length, self.windows = plan.room - 1, plan.packs
+        """`tokens`: the stream of `plan`; the rest as for `Sampler`."""
+        self.seq_length, self.windows = plan.capacity - 1, plan.packs
         self._tokens, self._plan, self._eot = tokens, plan, eot
         self._order = Order(plan.packs, seed, shuffle, name)
 
     def will_read(self, i: int) -> None:
-        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        """Prefetches the tokens of sample `i` if they lie on a disk."""
         if isinstance(self._tokens, Tokens):
             for start, length in zip(*self._plan.pack(self._order.at(i)), strict=True):
                 self._tokens.will_read(start, start + length)
 
     def sample(self, i: int) -> Sample:
-        """Sample `i` >= 0 of the endless sequence of epochs. Raises OSError for a damaged plan."""
+        """Returns sample `i` >= 0 of the endless sequence of epochs. Raises OSError for a damaged
+        plan."""
         tokens = np.full(self.seq_length + 1, self._eot, np.int64)
         mask = np.zeros(self.seq_length, np.bool_)
         starts = np.zeros(self.seq_length, np.int32)
@@ -159,14 +165,12 @@ class PackSampler:
         return Sample(tokens, mask, starts)
 
 
-# A plan of packs: which pieces of a stream make each sample, made once and kept in a file.
+# A plan of packs, one file in the token cache's folder:
 #
 #     header (128 bytes) | i64 first piece of each pack, and the number of pieces
 #         | i64 token at which each piece begins | i32 its length
 #
-# Little-endian. The header has a digest of the rest, and its own CRC-32. A plan lies in the folder
-# of the token cache, under a digest of all that it depends on; it is made by one process while
-# others wait, and is there whole or not at all.
+# Little-endian. The header has a digest of the rest, and its own CRC-32.
 
 
 _MAGIC = b"P3DPACKS"
@@ -175,37 +179,37 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQQ16s")
 _HEADER_CRC = struct.Struct("<I")
 _BODY_AT = 128
-_PROVED = 4 << 20  # bytes of a plan that are proved whenever it is opened; of a larger one its size
+_PROVED = 4 << 20  # bytes of a plan up to which its digest is checked at each opening
 
 
-Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, room → packs
+Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → packs
 
 
 class Pieces(NamedTuple):
-    """Pieces of a stream that may each be in any pack: where they begin, and their tokens."""
+    """Pieces of a stream, each of which fits any pack: their begins and lengths in tokens."""
 
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    cut: int  # documents that were longer than a pack
+    cut: int  # documents longer than a pack
 
 
 class PackingPlan:
-    """An open plan: pieces are read from the file when asked for."""
+    """An open plan, read from its file on demand."""
 
-    def __init__(self, file: BinaryIO, room: int, sizes: tuple[int, int, int, int], digest: str):
-        self._file, self.room, self.digest = file, room, digest
+    def __init__(self, file: FileIO, capacity: int, sizes: tuple[int, int, int, int], digest: str):
+        self._file, self.capacity, self.digest = file, capacity, digest
         self.packs, self.pieces, self.tokens, self.cut = sizes
         whole = 8 * (self.packs + 1) + 12 * self.pieces <= _PROVED
 
         def prove() -> Proof:
-            if _header_of(file, room) != (*sizes, digest):
+            if _header_of(file, capacity) != (*sizes, digest):
                 return Proof.CHANGED
             return Proof.SAME if whole else Proof.SAMPLED
 
         self.watched = WatchedFile(file, prove, MAKE_ANEW)
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
-        """Where the pieces of a pack begin, and their lengths. Raises OSError."""
+        """Returns the begins and lengths of a pack's pieces. Raises OSError."""
         first, last = np.frombuffer(self._read(16, _BODY_AT + 8 * number), "<i8").tolist()
         count, starts_at = last - first, _BODY_AT + 8 * (self.packs + 1)
         if not 0 <= first < last <= self.pieces:
@@ -221,49 +225,49 @@ class PackingPlan:
         return content
 
 
-def pieces_of(begins: npt.NDArray[np.int64], tokens: int, room: int) -> Pieces:
-    """The documents that begin at `begins` in a stream of `tokens`, the first at 0, as pieces.
+def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
+    """Cuts a stream of `tokens` with documents at `begins`, the first at 0, into pieces.
 
-    One that is longer than `room` is cut; a piece begins with the last token of the one before, so
-    that every token but a document's first is a label once. A document of one token has no label.
+    A piece starts with the last token of the piece before, so every token but a document's first is
+    a label once. A document of one token has no label and is left out.
     """
     lengths = np.diff(begins, append=tokens)
-    step = room - 1
+    step = capacity - 1
     count = np.maximum(1, -(-(lengths - 1) // step))
     place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     starts = np.repeat(begins, count) + place * step
-    sizes = np.minimum(room, np.repeat(lengths, count) - place * step)
+    sizes = np.minimum(capacity, np.repeat(lengths, count) - place * step)
     kept = sizes > 1
-    return Pieces(starts[kept], sizes[kept], int((lengths > room).sum()))
+    return Pieces(starts[kept], sizes[kept], int((lengths > capacity).sum()))
 
 
-def plan_file(folder: Path, stream: str, room: int) -> Path:
-    """The name of the plan of a stream, which `stream` tells from all others."""
-    facts = json.dumps([_VERSION, stream, room]).encode()
+def plan_file(folder: Path, stream: str, capacity: int) -> Path:
+    """Returns the file name of a stream's plan; `stream` identifies the stream."""
+    facts = json.dumps([_VERSION, stream, capacity]).encode()
     return folder / f"{hashlib.blake2b(facts, digest_size=16).hexdigest()}.packs"
 
 
 def kept_plan(
-    path: Path, make: Callable[[], Pieces], room: int, report: Report, fit: Fit = best_fit
+    path: Path, make: Callable[[], Pieces], capacity: int, report: Report, fit: Fit = best_fit
 ) -> PackingPlan:
-    """The plan at `path`, made of the pieces that `make` gives if there is none. Raises UserError.
+    """Returns the plan at `path`, built of `make`'s pieces if it is missing. Raises UserError.
 
-    Of several processes that come at the same time one makes it, the others wait.
+    One process builds while others wait.
     """
     folder = path.parent
     try:
         cache.check_owner(folder)
-        plan = _load(path, room, report)
+        plan = _load(path, capacity, report)
         if plan is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with build_lock(path.with_suffix(".lock"), report) as locked:
-                plan = _load(path, room, report)  # somebody else may have just made it
+                plan = _load(path, capacity, report)  # another process may just have built it
                 if plan is None:
-                    if locked:  # else they may be another's, alive
+                    if locked:  # without a lock they may belong to a live builder
                         for leftover in folder.glob(f"{path.stem}.*.tmp"):
                             leftover.unlink(missing_ok=True)
-                    _build(path, make(), room, report, fit)
-                    plan = _load(path, room, report)
+                    _build(path, make(), capacity, report, fit)
+                    plan = _load(path, capacity, report)
     except OSError as error:
         raise cache.unusable(folder, error.strerror or str(error)) from error
     if plan is None:
@@ -271,9 +275,9 @@ def kept_plan(
     return plan
 
 
-def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> None:
+def _build(path: Path, pieces: Pieces, capacity: int, report: Report, fit: Fit) -> None:
     report(f"packing {pieces.starts.size:,} pieces of documents into samples")
-    packs = fit(pieces.lengths, room)
+    packs = fit(pieces.lengths, capacity)
     body = (
         packs.first.astype("<i8"),
         pieces.starts[packs.items].astype("<i8"),
@@ -288,7 +292,7 @@ def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> N
                 file.write(part.data)
                 digest.update(part.data)
             sizes = packs.first.size - 1, packs.items.size, int(pieces.lengths.sum()), pieces.cut
-            header = _HEADER.pack(_MAGIC, _VERSION, room, *sizes, digest.digest())
+            header = _HEADER.pack(_MAGIC, _VERSION, capacity, *sizes, digest.digest())
             file.seek(0)
             file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
             file.flush()
@@ -300,14 +304,14 @@ def _build(path: Path, pieces: Pieces, room: int, report: Report, fit: Fit) -> N
     flush_folder(path.parent)
 
 
-def _load(path: Path, room: int, report: Report) -> PackingPlan | None:
-    """The plan at `path`, or None if there is none of ours that is whole."""
+def _load(path: Path, capacity: int, report: Report) -> PackingPlan | None:
+    """Opens the plan at `path`; None if there is none of ours that is intact."""
     try:
         file = open(path, "rb", buffering=0, opener=no_link)  # noqa: SIM115  as long as the plan
     except (FileNotFoundError, NotADirectoryError):
         return None
     if cache.is_trusted(os.fstat(file.fileno()), path.parent):
-        plan = _proved(file, room)
+        plan = _proved(file, capacity)
         problem = "is damaged"
     else:
         plan, problem = None, "is not taken: others than you may write it"
@@ -317,22 +321,22 @@ def _load(path: Path, room: int, report: Report) -> PackingPlan | None:
     return plan
 
 
-def _proved(file: BinaryIO, room: int) -> PackingPlan | None:
-    found = _header_of(file, room)
-    return None if found is None else PackingPlan(file, room, found[:4], found[4])
+def _proved(file: FileIO, capacity: int) -> PackingPlan | None:
+    found = _header_of(file, capacity)
+    return None if found is None else PackingPlan(file, capacity, found[:4], found[4])
 
 
-def _header_of(file: BinaryIO, room: int) -> tuple[int, int, int, int, str] | None:
-    """Sizes and digest of a plan that is whole; of a large one that is its size alone."""
+def _header_of(file: FileIO, capacity: int) -> tuple[int, int, int, int, str] | None:
+    """Returns sizes and digest of an intact plan; checks the digest of a small one only."""
     header = os.pread(file.fileno(), _BODY_AT, 0)
     if len(header) < _BODY_AT:
         return None
-    magic, version, stored_room, *sizes, digest = _HEADER.unpack_from(header)
+    magic, version, stored_capacity, *sizes, digest = _HEADER.unpack_from(header)
     (crc,) = _HEADER_CRC.unpack_from(header, _HEADER.size)
     size = 8 * (sizes[0] + 1) + 12 * sizes[1]
     if zlib.crc32(header[: _HEADER.size]) != crc:
         return None
-    if (magic, version, stored_room) != (_MAGIC, _VERSION, room):
+    if (magic, version, stored_capacity) != (_MAGIC, _VERSION, capacity):
         return None
     if os.fstat(file.fileno()).st_size != _BODY_AT + size:
         return None

@@ -1,4 +1,4 @@
-"""A pair of Megatron's as a corpus: its tokenizer, its fingerprint, its two parts."""
+"""Opens a Megatron indexed dataset as a corpus, with its tokenizer and its fingerprint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from parallel3d.data.remote import Remote
 
 
-_PLACES, _RUN = 8, 512  # of a stream and of an index that the fingerprint is made of
+_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
 
 
 class _Facts(NamedTuple):
-    """What is said of a pair's tokenizer: by the file beside it, or by data.tokenizer."""
+    """A pair's tokenizer, by the pair's .json file or by data.tokenizer."""
 
     digest: str
-    name: str | None  # where the tokenizer lies
+    name: str | None  # location of the tokenizer
     vocab_size: int
     eot: int
     text: str  # a digest of the tokens, or ""
@@ -45,15 +46,18 @@ def open_pair(
     tokenizer: Tokenizer | None = None,
     remote: Remote | None = None,
 ) -> Corpus:
-    """The corpus of the pair at `prefix`, which errors call `named`, without plans.
+    """Opens the pair at `prefix`, which errors call `named`, as a corpus without plans.
 
-    `limit`: the model's vocabulary, which no token may reach. `tokenizer`: data.tokenizer, opened
-    by who opens many pairs. `remote`: for what lies elsewhere (`remote_of`). Time and memory do not
-    grow with the pair. Raises UserError.
+    `limit`: the model's vocabulary, an upper limit of tokens. `tokenizer`: data.tokenizer, if it is
+    open already. `remote`: opens remote files (`remote_of`). Time and memory do not grow with the
+    pair. Raises UserError.
     """
-    if is_elsewhere(prefix):
+    if is_remote(prefix):
+        assert remote is not None, "remote_of was not given this prefix"
         pair = IndexedCorpus.open(prefix, named, remote.opened)
-        pair.index.lengths.file.check()  # both files may have been replaced between their openings
+        index = pair.index.lengths.file
+        assert not isinstance(index, IOBase)
+        index.check()  # both files may have been replaced between their openings
         facts = _facts(data, pair, tokenizer, facts_beside(prefix, remote.read))
     else:
         pair = IndexedCorpus.open(prefix, named)
@@ -75,21 +79,27 @@ def open_pair(
     fingerprint, files = _watched(pair, tokens, facts.text)
     split = len(pair) - held_out
     return Corpus(
-        *(tokens.part(0, split), tokens.part(split, len(pair)), fingerprint),
-        *(facts.vocab_size, facts.eot, facts.digest, facts.name, pair),
+        train=tokens.part(0, split),
+        valid=tokens.part(split, len(pair)),
+        fingerprint=fingerprint,
+        vocab_size=facts.vocab_size,
+        eot=facts.eot,
+        tokenizer=facts.digest,
+        tokenizer_name=facts.name,
+        documents=pair,
         name=prefix,
         files=files,
     )
 
 
-def is_elsewhere(prefix: str) -> bool:
-    """Whether a prefix is an address of fsspec's."""
+def is_remote(prefix: str) -> bool:
+    """Returns whether a prefix is an fsspec address."""
     return "://" in prefix
 
 
 def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote | None:
-    """What opens those that lie elsewhere, their blocks below `folder`; None if none does."""
-    if not any(map(is_elsewhere, prefixes)):
+    """Returns the opener of remote prefixes, with blocks below `folder`; None if all are local."""
+    if not any(map(is_remote, prefixes)):
         return None
     from parallel3d.data.remote import Remote
 
@@ -101,12 +111,12 @@ def _facts(
 ) -> _Facts:
     if data.tokenizer is not None and tokenizer is None:
         tokenizer = open_tokenizer(data.tokenizer)
-    if said is None and tokenizer is None:
-        raise UserError(
-            f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
-            "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
-        )
     if said is None:
+        if tokenizer is None:
+            raise UserError(
+                f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
+                "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+            )
         sizes = tokenizer.vocab_size, tokenizer.eot
         return _Facts(tokenizer.digest, data.tokenizer, *sizes, "")
     if (said.documents, said.tokens) != (pair.documents, len(pair)):
@@ -115,7 +125,9 @@ def _facts(
             f"{said.documents:,} documents of {said.tokens:,} tokens, the .idx {pair.documents:,} "
             f"of {len(pair):,}; make it again"
         )
-    known = ByteTokenizer() if tokenizer is None and said.tokenizer == BYTE else tokenizer
+    known: Tokenizer | None = tokenizer
+    if tokenizer is None and said.tokenizer == BYTE:
+        known = ByteTokenizer()
     if known is not None and known.digest == said.tokenizer and known.eot != said.eot:
         raise UserError(
             f"{pair.named} cannot be read, {pair.prefix}.json has eot={said.eot}, and its "
@@ -136,7 +148,7 @@ def _facts(
 def _watched(
     pair: IndexedCorpus, tokens: Tokens, text: str
 ) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
-    """The fingerprint of a pair, and its files as they were before it was made."""
+    """Returns a pair's fingerprint, and its files with their marks from before it was computed."""
 
     def places() -> Proof:
         is_same = _fingerprint(pair, tokens, text) == fingerprint
@@ -166,7 +178,7 @@ def _watched(
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
-    """A digest of the sizes, of the text's own digest if it is known, and of some places of it."""
+    """Returns a digest of sizes, of the known text digest, and of sampled places."""
     digest = hashlib.blake2b(digest_size=16)
     sizes = [str(pair.dtype), len(pair), pair.documents, pair.index.sequences, text]
     digest.update(json.dumps(sizes).encode())

@@ -1,4 +1,4 @@
-"""All ranks must read the same text: a batch is cut out of it on each of them alone."""
+"""The samples of a run, and the check that all ranks read the same text."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) -> None:
-    """Raises UserError, on every rank alike, if two ranks have other tokens; collective.
+    """Raises UserError, on every rank alike, if two ranks have different tokens; collective.
 
-    A file that grows while the ranks start, or copies of it on the hosts' own disks.
+    They differ if a file grows while the ranks start, or if hosts hold different copies.
     """
     tokens = corpus.train_tokens + corpus.valid_tokens
     facts = [corpus.fingerprint, tokens, corpus.train_tokens, corpus.tokenizer, corpus.eot]
     mine = [*facts, socket.gethostname()]
     said = all_gather_json(mine, world.handle, device)
-    texts = [tuple(word[:-1]) for word in said]
+    texts = [tuple(facts[:-1]) for facts in said]
     usual, _ = Counter(texts).most_common(1)[0]
     odd = next((rank for rank, text in enumerate(texts) if text != usual), None)
     if odd is None:
@@ -48,20 +48,19 @@ def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) 
     )
 
 
-# Samples of a run: what it trains on, and what it is judged by.
+# Samples to train on, and held-out samples
 
 
 class Sources(NamedTuple):
-    """Samples to train on, held-out ones, and those of a blend's heaviest parts by their name."""
+    """Training and held-out samples; `held_out`: those of a blend's heaviest parts, by name."""
 
-    train: Sampler | PackSampler | ChatSamples | Blended
-    valid: Sampler | PackSampler | ChatSamples | Blended
+    train: DatasetOrder | Blended
+    valid: DatasetOrder | Blended
     held_out: Mapping[str, DatasetOrder]
 
 
 def sources_of(corpus: Corpus | Blend, config: Config) -> Sources:
-    """What a run reads of the corpus that its `data` opened. Raises UserError if its model has not
-    the vocabulary for it."""
+    """Returns the samples of a corpus. Raises UserError if the model's vocabulary is too small."""
     data, seq_length, seed = config.data, config.model.seq_length, config.seed
     check_vocabulary(corpus.vocab_size, config.model.vocab_size, data.tokenizer)
 

@@ -1,13 +1,13 @@
-"""A file at any address of fsspec's (s3://, gs://, https://, memory://), read block by block.
+"""Reads files at fsspec addresses (s3://, gs://, https://, memory://) block by block.
 
-Blocks that were fetched lie in a folder that the processes of a host share, each with a digest of
-its bytes behind them: one that was cut short by a kill or a full disk is fetched again, never
-taken. The folder holds a bounded number of bytes; what was not read for longest goes first.
+Fetched blocks lie in a folder shared by the processes of a host, each followed by its digest: a
+block cut short by a kill or a full disk is fetched again. The folder's size is bounded; the least
+recently read blocks are removed first.
 
-A file is the version that was opened. A block is kept only if its file store still has that version
-after the block came; else the run ends. Versions are told by ETags and the like. Times are coarse,
-and a server may give neither: then some places of the file, read at its opening, are read again
-with each block, and without even a time no block is left to another process.
+A run reads the version of a file that it opened. A block is kept only if the store still has that
+version after the block arrived; otherwise the run ends. Versions are ETags and the like. Times are
+coarse, and a server may give neither: then some places of the file, read at its opening, are read
+again with each block, and without even a time blocks are not shared with other processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,24 +37,24 @@ from parallel3d.files import no_link
 T = TypeVar("T")
 
 BLOCK = 256 << 10  # bytes
-_DIGEST = 16  # bytes behind a block
-_AT_ONCE = 8  # blocks that are fetched at the same time
+_DIGEST = 16  # bytes after a block
+_AT_ONCE = 8  # concurrent fetches
 _PAUSES_S = (0.5, 2.0, 5.0)  # before each further try
-_TOUCHED_S = 60.0  # how exactly it is known when a block was read last
-_LEFT_S = 3600.0  # after which an unfinished file is nobody's
-_KEY = 2  # another one where blocks of older versions of this program are not to be taken
-# What the file systems of fsspec call what is another one for each content, and times of change.
+_TOUCHED_S = 60.0  # resolution of the time at which a block was last read
+_LEFT_S = 3600.0  # age after which an unfinished file is abandoned
+_KEY = 2  # increased where blocks of older versions of this program are invalid
+# What fsspec's file systems call a content's version, and times of change.
 _VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 _TIMES = ("Last-Modified", "LastModified", "last_modified", "mtime", "updated", "modify", "created")
-_PLACES, _PLACE = 3, 1 << 10  # of a file without a version that are read again, bytes of each
+_PLACES, _PLACE = 3, 1 << 10  # places of a file without a version that are read again, their bytes
 
 
 class BlockCache:
-    """The folder of blocks; those of one file lie in a folder of their own in it."""
+    """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """`most` bytes are kept, by each process as it sees the folder. Raises OSError, and
-        UserError for a folder of another user, who could put any text in it."""
+        """Keeps `most` bytes, as seen by each process. Raises OSError, and UserError for another
+        user's folder, who could put any text in it."""
         cache.check_owner(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder, self._most = folder, most
@@ -62,7 +63,7 @@ class BlockCache:
         self.pool = ThreadPoolExecutor(_AT_ONCE, "fetch")
 
     def read(self, path: Path, size: int) -> bytes | None:
-        """The block of `size` bytes at `path`, or None if there is none that is whole."""
+        """Returns the block of `size` bytes at `path`; None without an intact one."""
         try:
             with open(path, "rb", buffering=0, opener=no_link) as file:
                 status = os.fstat(file.fileno())
@@ -77,7 +78,7 @@ class BlockCache:
         return block if len(block) == size and _digest(block) == digest else None
 
     def keep(self, path: Path, block: bytes) -> None:
-        """Puts a block there whole; where there is no room for it, nothing is."""
+        """Stores a whole block; nothing where the disk is full."""
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -91,10 +92,10 @@ class BlockCache:
         with self._lock:
             self._held += len(block) + _DIGEST
             if self._held > self._most:
-                self._make_room()
+                self._evict()
 
-    def _make_room(self) -> None:
-        """Removes what was read longest ago until a tenth is free; others may do so as well."""
+    def _evict(self) -> None:
+        """Removes the least recently read blocks until a tenth is free; other processes may too."""
         blocks = sorted(self._blocks())
         self._held = sum(size for _, size, _ in blocks)
         for _, size, path in blocks:
@@ -105,7 +106,7 @@ class BlockCache:
             self._held -= size
 
     def _blocks(self) -> list[tuple[float, int, Path]]:
-        """When each was read last, its bytes, its path. Removes unfinished ones that are old."""
+        """Returns (time of last read, bytes, path) of all blocks; removes old unfinished ones."""
         found = []
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -118,8 +119,8 @@ class BlockCache:
 
 
 class _Version(NamedTuple):
-    """What a file system tells of a file. is_exact: another content has another version. etag: of
-    HTTP, to ask for this version by."""
+    """A file's version. is_exact: each content has its own version. etag: of HTTP, for requests of
+    this version."""
 
     size: int
     marks: list[str]
@@ -129,24 +130,24 @@ class _Version(NamedTuple):
     @classmethod
     def of(cls, info: dict[str, Any]) -> _Version:
         size, known = int(info["size"]), {key: str(info[key]) for key in info if info[key]}
-        # A weak ETag stands for contents that are alike, whatever that is to its server.
+        # Weak ETags are equal for contents that the server calls equivalent.
         exact = [k for k in _VERSIONS if k in known and not known[k].startswith("W/")]
-        # One that is exact is enough: times may differ between the servers of one address.
+        # One exact version suffices: times may differ between the servers of one address.
         keys = exact[:1] or [k for k in (*_VERSIONS, *_TIMES) if k in known]
         etag = known["ETag"] if "ETag" in exact else None
         return cls(size, [f"{k}={known[k]}" for k in keys], bool(exact), etag)
 
 
 class BlockFile:
-    """One file elsewhere, as `Tokens` reads a file: by `pread`, and told ahead by `will_read`.
+    """A remote file, read by `pread` and prefetched by `will_read`, as `Tokens` uses it.
 
     Attributes:
-        mark: the size, and a digest of the version that was opened.
-        is_marked: its server tells one state of it from another.
+        mark: its size, and a digest of the opened version.
+        is_marked: whether the server gives a version or a time.
     """
 
     def __init__(self, address: str, cache: BlockCache, named: str) -> None:
-        """Raises UserError if there is no such file, or it cannot be reached."""
+        """Raises UserError for a missing or unreachable file."""
         self.name, self._cache = address, cache
         try:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
@@ -154,7 +155,7 @@ class BlockFile:
             self.size = self._version.size
             at = [k * max(0, self.size - _PLACE) // (_PLACES - 1) for k in range(_PLACES)]
             kept = [] if self._version.is_exact else sorted({*at})
-            self._places = {at: _retried(lambda at=at: self._place(at)) for at in kept}
+            self._places = {at: _retried(partial(self._place, at)) for at in kept}
         except FileNotFoundError:
             raise UserError(
                 f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
@@ -175,12 +176,12 @@ class BlockFile:
             self._folder = self._folder.with_name(f"{self._folder.name}-{secrets.token_hex(8)}")
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._is_over = False  # another version was seen
-        self._seen: dict[int, bytes] = {}  # digests of blocks, of a file without a version
+        self._seen: dict[int, bytes] = {}  # digests of blocks of a file without a version
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
 
     def pread(self, size: int, at: int) -> bytes:
-        """Up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
+        """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
         end = min(at + size, self.size)
         if end <= at:
             return b""
@@ -191,24 +192,22 @@ class BlockFile:
         return content[at - first * BLOCK : end - first * BLOCK]
 
     def will_read(self, size: int, at: int) -> None:
-        """Begins to fetch what is not here of these bytes, without waiting for it."""
+        """Starts to fetch the missing blocks of these bytes."""
         for number in range(at // BLOCK, (min(at + size, self.size) - 1) // BLOCK + 1):
             if not self._file(number).exists():
                 self._fetched(number)
 
     def check(self) -> None:
-        """Raises UserError if the version that was opened is there no more, OSError if that cannot
-        be known."""
+        """Raises UserError if the opened version is gone, OSError if that cannot be known."""
         self._patiently("checked", self._check)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no connection is held."""
 
     def _check(self) -> None:
         is_same = self._ask() == self._version
         is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
-        # Once it was another one, blocks that are on their way may be that one's, also if the
-        # first is back by now.
+        # Once another version was seen, blocks in flight may be of it, even if the first is back.
         if self._is_over or not is_same:
             raise self._changed()
 
@@ -249,7 +248,7 @@ class BlockFile:
 
     def _fetch(self, number: int) -> bytes:
         try:
-            # A fetch may have ended between its caller's look and this one's start.
+            # The block may have been stored since the caller looked for it.
             block = self._cache.read(self._file(number), self._size(number))
             if block is None:
                 block = self._download(number)
@@ -290,7 +289,7 @@ class BlockFile:
 
 
 def _retried(call: Callable[[], T]) -> T:
-    """What `call` returns at the first try that does not fail; a UserError is not tried again."""
+    """Calls until a call succeeds, with pauses between; a UserError is not retried."""
     for pause in _PAUSES_S:
         try:
             return call()
@@ -310,28 +309,28 @@ def _digest(block: bytes) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST).digest()
 
 
-# The files of a pair at an address, through one cache for all of them.
+# The files of a pair at an address, through one cache
 
 
 _LARGEST = 1 << 20  # bytes of a file that is read whole
 
 
 class Remote:
-    """Opens files elsewhere; their blocks are kept in `folder`, at most `most` bytes of them."""
+    """Opens remote files; keeps at most `most` bytes of their blocks in `folder`."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Raises UserError for a folder that cannot hold them."""
+        """Raises UserError for a folder that cannot hold the blocks."""
         try:
             self._cache = BlockCache(folder, most)
         except OSError as error:
             raise unusable(folder, error.strerror or str(error)) from error
 
     def opened(self, address: str, named: str) -> BlockFile:
-        """The file at `address`; `named` is what errors call it. Raises UserError."""
+        """Opens the file at `address`; errors call it `named`. Raises UserError."""
         return BlockFile(address, self._cache, named)
 
     def read(self, address: str) -> bytes:
-        """A small file's content. Raises FileNotFoundError, and OSError or ValueError."""
+        """Reads a small file. Raises FileNotFoundError, OSError or ValueError."""
         try:
             file = self.opened(address, address)
         except UserError as error:

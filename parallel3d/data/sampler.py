@@ -1,4 +1,4 @@
-"""Which window of the stream is sample i: a pure function of (seed, i), no state, no table."""
+"""Maps sample i to a window of the stream: a pure function of (seed, i), without state or table."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parallel3d.data.tokens import Tokens
 
 _ROUNDS = 8
 
-# First and last + 1 of a piece of a stream → the tokens in it at which a document begins.
+# First and last + 1 token of a range → the tokens in it at which a document begins.
 Starts = Callable[[int, int], npt.NDArray[np.int64]]
 
 
 class Sample(NamedTuple):
     """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
 
-    starts[p], int32 (seq,), is the position at which the document of input p begins in the sample;
+    starts[p], int32 (seq,), is the position in the sample at which the document of input p begins;
     None: the sample is one document.
     """
 
@@ -31,15 +31,15 @@ class Sample(NamedTuple):
 
 
 class Order:
-    """Each of `count` things once an epoch, epoch after epoch, in an order for each of them."""
+    """Orders `count` things, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
-        """`shuffle` false: in their own order. `name`: of what shares a seed with others."""
+        """`shuffle` false: in their own order. `name`: separates orders that share a seed."""
         self.count, self._seed, self._shuffle = count, seed, shuffle
         self._name = f":{name}" if name else ""
 
     def at(self, i: int) -> int:
-        """The thing at place `i` >= 0 of the endless row."""
+        """Returns the thing at place `i` >= 0 of the endless sequence."""
         if i < 0:
             raise IndexError(f"sample {i}: samples count from 0")
         epoch, place = divmod(i, self.count)
@@ -50,11 +50,10 @@ class Order:
 
 
 class Sampler:
-    """Windows of seq_length + 1 tokens that start at multiples of seq_length, epoch after epoch.
+    """Windows of seq_length + 1 tokens at multiples of seq_length, epoch after epoch.
 
-    Neighbours share one token, the last label of one and the first input of the next, so that
-    every token but the first is a label once an epoch. What is left over at the end of the stream
-    is not used.
+    Neighbours share one token, the last label of one and the first input of the next, so every
+    token but the first is a label once an epoch. A remainder of the stream is not used.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class Sampler:
         starts: Starts | None = None,
         name: str = "",
     ) -> None:
-        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an order for each epoch;
-        `document_mask`: samples say where their documents begin, which `starts` knows, else behind
-        each `eot`; `name` of a part of a blend: it has an order of its own."""
+        """`tokens` (n,), n > seq_length, else ValueError; `shuffle`: an own order for each epoch;
+        `document_mask`: samples have `starts`, from the argument `starts` or else after each `eot`;
+        `name`: of a part of a blend, which gets an own order."""
         self.seq_length = seq_length
         self.windows = (len(tokens) - 1) // seq_length
         if self.windows < 1:
@@ -84,21 +83,21 @@ class Sampler:
 
     @property
     def masks(self) -> bool:
-        """Whether a loss mask can have a False in it."""
+        """Whether a loss mask can contain False."""
         return self._eod_mask_loss
 
     def window(self, i: int) -> int:
-        """The window that is sample `i` >= 0; each window comes once in an epoch."""
+        """Returns the window of sample `i` >= 0; each window comes once an epoch."""
         return self._order.at(i)
 
     def will_read(self, i: int) -> None:
-        """Has the system fetch what sample `i` is made of, if it lies on a disk."""
+        """Prefetches the tokens of sample `i` if they lie on a disk."""
         start = self.window(i) * self.seq_length
         if isinstance(self._tokens, Tokens):
             self._tokens.will_read(start, start + self.seq_length + 1)
 
     def sample(self, i: int) -> Sample:
-        """Sample `i` >= 0 of the endless sequence of epochs."""
+        """Returns sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
         starts = None
@@ -109,24 +108,24 @@ class Sampler:
                 begins = self._starts(start, start + self.seq_length) - start
             starts = document_starts(begins, self.seq_length)
         if self._eod_mask_loss:
-            # The label of an end-of-text is the first token of another document: nothing tells it.
+            # The label of an end-of-text is the first token of another document: unpredictable.
             return Sample(tokens, tokens[:-1] != self._eot, starts)
         return Sample(tokens, np.ones(self.seq_length, dtype=np.bool_), starts)
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:
-    """`Sample.starts` of a sample in which documents begin at 0 and at `begins`, each below
-    `seq_length`, in any order."""
+    """Returns `Sample.starts` of a sample whose documents begin at 0 and at `begins`, in any order,
+    each below `seq_length`."""
     starts = np.zeros(seq_length, dtype=np.int32)
     starts[begins] = begins
     return np.maximum.accumulate(starts)
 
 
 def permuted(x: int, n: int, key: bytes) -> int:
-    """Where a pseudo-random permutation of [0, n), chosen by `key`, sends `x`, in O(1) memory.
+    """Maps `x` by a pseudo-random permutation of [0, n), chosen by `key`, in O(1) memory.
 
-    A Feistel network whose halves are numbers modulo a = ⌈√n⌉ permutes [0, a²), barely more than
-    [0, n); walking along its cycle until it is back below n leaves a permutation of [0, n).
+    A Feistel network whose halves are numbers modulo a = ⌈√n⌉ permutes [0, a²); following its cycle
+    until a value is below n again gives a permutation of [0, n).
     Source: J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002.
     """
     a = math.isqrt(n - 1) + 1

@@ -1,8 +1,7 @@
-"""Which files make the text, and in which order: found by name, size and time, none is opened here.
+"""Finds the files of a text and orders them; opens none of them.
 
-The order is a function of the relative names alone, so that two machines which list their folders
-differently pack the same stream. Documents are ordered by a hash of the name: the tail of the
-stream, which is held out, is then a fair sample and not whatever sorts last.
+The order depends on the relative names alone, so two machines pack the same stream. Documents are
+ordered by a hash of the name: the held-out tail of the stream is then a fair sample.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parallel3d.errors import UserError, nearest
 
-if TYPE_CHECKING:  # the configuration drags in omegaconf, which this file can do without
+if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
     from parallel3d.config.schema import DataConfig
 
-# Tests hold broken text on purpose; the others are not part of every Python of the same version.
+# Tests contain broken text on purpose; the others are missing in some installations of a version.
 _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 )
@@ -30,13 +29,13 @@ _HOW = "give files, folders or globs, joined by commas"
 
 
 class Document(NamedTuple):
-    """A file that is not empty. `name` is relative to what the user named, with `/` everywhere."""
+    """A non-empty file. `name` is relative to what the user gave, with `/` everywhere."""
 
     name: str
     path: str
     size: int  # bytes
     mtime_ns: int
-    # What no `touch`, `rsync -t` or `tar` sets: the time of its last change, and which file it is.
+    # Not changed by `touch`, `rsync -t` or `tar`, unlike the time of modification.
     ctime_ns: int
     inode: int
 
@@ -47,15 +46,15 @@ class Document(NamedTuple):
 
 
 def origin(data: DataConfig) -> str:
-    """How to name the source in a message: the key and what the user gave it."""
+    """Returns the name of the source for messages: the key with the user's value."""
     return "data=stdlib" if data.name == "stdlib" else f"data.path={data.path}"
 
 
 def find_documents(data: DataConfig) -> list[Document]:
-    """All documents of the source in the order in which they are packed.
+    """Returns all documents of the source in packing order.
 
-    Raises UserError for what is missing, empty or unreadable, and for a data.path that is absent
-    with data=text or would be ignored with data=stdlib.
+    Raises UserError for what is missing, empty or unreadable, for data=text without data.path and
+    data=stdlib with it.
     """
     if data.name == "stdlib":
         if data.path is not None:
@@ -74,7 +73,7 @@ def _stdlib_documents() -> list[Document]:
     files = [
         (name, path)
         for name, path in _files_below(root, lambda folder: folder in _NOT_STDLIB, "data=stdlib")
-        # A distribution may leave a dangling link here (sitecustomize.py); nobody asked for it.
+        # A distribution may leave a dangling link here (sitecustomize.py).
         if name.endswith(".py") and os.path.exists(path)
     ]
     documents = [d for d in (_document(*f, "data=stdlib") for f in files) if d and d.size]
@@ -89,7 +88,7 @@ def _stdlib_documents() -> list[Document]:
 def _text_documents(path: str | None) -> list[Document]:
     if not path:
         raise UserError(f"data.path is missing, data=text needs it: {_HOW}, or choose data=stdlib")
-    # A name that holds a comma or a bracket is taken as it stands if there is such a file.
+    # A name with a comma or bracket is taken literally if there is such a file.
     whole = os.path.lexists(os.path.expanduser(path))
     items = [path] if whole else [item.strip() for item in path.split(",")]
     if not all(items):
@@ -97,13 +96,13 @@ def _text_documents(path: str | None) -> list[Document]:
     found: dict[str, Document] = {}
     for item in items:
         for document in _documents_of(item):
-            # What is reached twice, by a folder and a glob or by a link, is still one document.
+            # A file reached twice (folder and glob, or a link) is one document.
             found.setdefault(os.path.realpath(document.path), document)
     return list(found.values())
 
 
 def _documents_of(item: str) -> list[Document]:
-    """The documents behind one file, folder or glob of data.path."""
+    """Returns the documents of one file, folder or glob of data.path."""
     key, path = f"data.path={item}", os.path.expanduser(item)
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
@@ -132,7 +131,7 @@ def _documents_of(item: str) -> list[Document]:
 
 
 def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
-    """Name and path of what matches; a folder that matches counts with all that is below it."""
+    """Returns names and paths of matches; a matching folder stands for all files below it."""
     fixed = re.split(r"[*?[]", pattern, maxsplit=1)[0]
     root = os.path.dirname(fixed)
     if "**" in pattern.split("/"):
@@ -149,9 +148,9 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
 
 
 def _recursive_glob(pattern: str, root: str) -> list[tuple[str, str]]:
-    """The same of a pattern with `**`, whose first wildcard is in a name right below `root`.
+    """Returns what `_glob` does for a pattern with `**`, whose first wildcard lies below `root`.
 
-    Each folder is looked into once, also where links lead back: glob would go round in them.
+    Visits each folder once, also where links lead back; glob would follow them repeatedly.
     """
     parts = os.path.relpath(pattern, root or ".").split("/")
     files = _files_below(root or ".", _hidden, None) if os.path.isdir(root or ".") else []
@@ -159,7 +158,7 @@ def _recursive_glob(pattern: str, root: str) -> list[tuple[str, str]]:
 
 
 def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether a path, or a folder on its way, matches the parts of a glob."""
+    """Returns whether a path matches the parts of a glob."""
     if not parts:
         return True
     if parts[0] == "**":
@@ -168,10 +167,10 @@ def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
-    """Name relative to `root` and path of every file below it, sorted; folders by link included.
+    """Returns relative name and path of every file below `root`, sorted; follows linked folders.
 
-    `skip` tells by their name which folders to leave out; hidden files are left out too. A folder
-    that cannot be read is a UserError about `key`, or left out if that is None.
+    Leaves out hidden files and folders whose name `skip` accepts. Raises UserError about `key` for
+    an unreadable folder, or leaves it out if that is None.
     """
     files: list[tuple[str, str]] = []
     pending, seen = [("", root)], set()
@@ -197,7 +196,7 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
 
 
 def _document(name: str, path: str, key: str) -> Document | None:
-    """The document at `path`, perhaps of size 0; None if it is a pipe, a socket or a device."""
+    """Returns the document at `path`, perhaps of size 0; None for a pipe, socket or device."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -209,12 +208,12 @@ def _document(name: str, path: str, key: str) -> Document | None:
     return Document.of(_slashed(name), path, status)
 
 
-def _unreadable(key: str, path: str, reason: str) -> UserError:
+def _unreadable(key: str, path: str, reason: str | None) -> UserError:
     return UserError(f"{key} cannot be read, {path}: {reason}; give text that you may read")
 
 
 def _missing(item: str, path: str) -> str:
-    """The sentence about a path that is not there, with the nearest name where it goes wrong."""
+    """Returns the sentence about a missing path, with the nearest name where the path breaks."""
     wrong = os.path.abspath(path)
     while not os.path.isdir(os.path.dirname(wrong)):
         wrong = os.path.dirname(wrong)
@@ -222,7 +221,7 @@ def _missing(item: str, path: str) -> str:
     try:
         guess = nearest(name, os.listdir(folder))
     except OSError:
-        guess = None  # a folder that we may not list has no suggestion to offer
+        guess = None  # a folder that may not be listed
     if os.path.lexists(wrong):
         reason = "is a dangling link" if os.path.islink(wrong) else "is not a folder"
         return f"data.path={item} does not exist, {wrong} {reason}: {_HOW}"

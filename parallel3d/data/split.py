@@ -1,4 +1,4 @@
-"""One stream of tokens, split by position: training, then held out."""
+"""A stream of tokens, split by position into a training and a held-out part."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _LOOKED_AT = 1 << 22  # tokens at a time
 class Corpus:
     """Packed documents; `train` and `valid` are disjoint, in that order.
 
-    fingerprint: a digest of the stream of tokens, on any machine the same. vocab_size, eot: of the
-    tokenizer that cut it. tokenizer: its digest; tokenizer_name: where it lies, None if nobody
-    knows. documents: where they begin; None: each is followed by `eot`. plans: of the packs of
-    both parts. marked: tokens tell which of them are to be learned, as `chat` marks them.
-    files: all that stay open.
+    fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
+    tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
+    begin; None: after each `eot`. plans: packs of both parts. marked: tokens carry marks of what is
+    learned (`chat`). files: all open files.
     """
 
     train: Tokens
@@ -46,7 +45,7 @@ class Corpus:
 
     @property
     def watched(self) -> dict[str, WatchedFile]:
-        """`files` by keys that are the same wherever this corpus lies."""
+        """`files` by keys that do not depend on the corpus's location."""
         return {f"{self.fingerprint[:16]}.{k}": file for k, file in enumerate(self.files)}
 
     @property
@@ -58,7 +57,7 @@ class Corpus:
         return len(self.valid)
 
     def starts(self, held_out: bool) -> Starts | None:
-        """Where documents begin in a part, counted from its first token."""
+        """Returns the function that finds document begins in a part, from its first token."""
         documents = self.documents
         if documents is None:
             return None
@@ -66,7 +65,7 @@ class Corpus:
         return lambda begin, end: documents.starts(first + begin, first + end) - first
 
     def begins(self, held_out: bool) -> npt.NDArray[np.int64]:
-        """All of them; the first is 0, whether a document begins there or goes on."""
+        """Returns all document begins of a part; the first is 0, even inside a document."""
         tokens, starts = self.valid if held_out else self.train, self.starts(held_out)
         found = [np.zeros(1, np.int64)]
         for first in range(0, len(tokens), _LOOKED_AT):
@@ -74,17 +73,18 @@ class Corpus:
             if starts is not None:
                 found.append(starts(first, last))
             else:
-                last -= last == len(tokens)  # no document begins behind the last end
+                last -= last == len(tokens)  # no document begins after the last end-of-text
                 found.append(np.flatnonzero(tokens[first:last] == self.eot) + first + 1)
         return np.unique(np.concatenate(found))
 
 
 def held_out_tokens(tokens: int, fraction: float, seq_length: int) -> int | None:
-    """The last `fraction`, and at least one sample; None if that leaves no sample to train on."""
+    """Returns the size of the last `fraction`, at least one sample; None if no training sample is
+    left."""
     held_out = max(int(tokens * fraction), seq_length + 1)
     return held_out if tokens - held_out >= seq_length + 1 else None
 
 
 def longest_sample(tokens: int, fraction: float) -> int:
-    """The longest seq_length of which both parts have a sample; below 1 if there is none."""
+    """Returns the longest seq_length with a sample in both parts; below 1 if there is none."""
     return min(tokens // 2, tokens - int(tokens * fraction)) - 1

@@ -1,8 +1,4 @@
-"""Bytes as a tokenizer.json: token i < 256 is byte i, for those who read such files.
-
-GPT-2's letters stand for bytes that do not print (A. Radford et al., "Language Models are
-Unsupervised Multitask Learners", 2019, the code beside it), and no two letters are ever joined.
-"""
+"""Tokenizer files and facts next to a corpus, and the token cache of tokenized texts."""
 
 from __future__ import annotations
 
@@ -26,17 +22,21 @@ from parallel3d.errors import UserError
 from parallel3d.files import parse_json, plain, read_bounded, replace_durably
 
 END, END_TOKEN = "<|endoftext|>", 256
-PRINTED = (range(33, 127), range(161, 173), range(174, 256))  # bytes that are their own letters
+PRINTED = (range(33, 127), range(161, 173), range(174, 256))  # bytes that stand for themselves
 
 
 def byte_tokenizer() -> str:
-    """The content of a tokenizer.json of 257 tokens, which puts the end of a text before one."""
+    """Returns a tokenizer.json of bytes, 257 tokens, with an end-of-text before each text.
+
+    Token i < 256 is byte i. No letters are merged; GPT-2's letters stand for unprintable bytes (A.
+    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, its code).
+    """
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     level |= {"use_regex": False}
     special = {"SpecialToken": {"id": END, "type_id": 0}}
     end: dict[str, Any] = {"id": END_TOKEN, "content": END, "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -70,7 +70,7 @@ def byte_tokenizer() -> str:
 
 
 def _letters() -> list[str]:
-    """The letter of each byte; those that do not print have the letters from U+0100 on."""
+    """Returns the letter of each byte; unprintable ones have letters from U+0100 on."""
     letters, more = [], 256
     for byte in range(256):
         printed = any(byte in own for own in PRINTED)
@@ -80,7 +80,7 @@ def _letters() -> list[str]:
 
 
 def byte_files() -> dict[str, bytes]:
-    """File name → content of a folder that is bytes to transformers."""
+    """Returns file name → content of a byte tokenizer's folder for transformers."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     return {
         "tokenizer.json": byte_tokenizer().encode(),
@@ -89,19 +89,19 @@ def byte_files() -> dict[str, bytes]:
 
 
 def are_bytes(content: bytes) -> bool:
-    """Whether a tokenizer.json is the one above, so that bytes come back as bytes."""
+    """Returns whether a tokenizer.json is `byte_tokenizer`'s."""
     return content == byte_tokenizer().encode()
 
 
-# What stands beside a corpus: `<prefix>.json` and the tokenizer's files, `<prefix>.tokenizer/`.
+# Files of a corpus: `<prefix>.json` and the tokenizer's files, `<prefix>.tokenizer/`
 
 
 LARGEST = 1 << 20  # bytes
 
 
 class CorpusFacts(NamedTuple):
-    """tokenizer: its digest; "byte" for bytes. tokenizer_file: beside the corpus, None for bytes.
-    digest: blake2b-16 of the .bin."""
+    """tokenizer: its digest; "byte" for bytes. tokenizer_file: relative to the corpus, None for
+    bytes. digest: blake2b-16 of the .bin."""
 
     tokenizer: str
     tokenizer_file: str | None
@@ -119,9 +119,9 @@ def _read(path: str) -> bytes:
 def facts_beside(
     prefix: str | os.PathLike[str], read: Callable[[str], bytes] = _read
 ) -> CorpusFacts | None:
-    """What `<prefix>.json` says; None if there is none: the pair was made elsewhere. UserError.
+    """Reads `<prefix>.json`; None without one, as for pairs of other programs. Raises UserError.
 
-    `read`: a file's content by its name, an OSError or a ValueError if it cannot be had.
+    `read`: a file's content by name; raises OSError or ValueError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:
@@ -146,21 +146,18 @@ def facts_beside(
 
 
 def tokenizer_beside(prefix: str | os.PathLike[str], facts: CorpusFacts) -> str:
-    """What to give `open_tokenizer` for the tokenizer of the corpus at `prefix`."""
+    """Returns the name by which `open_tokenizer` opens the corpus's tokenizer."""
     if facts.tokenizer_file is None:
         return "byte"
     return str(Path(os.fspath(prefix)).parent / facts.tokenizer_file)
 
 
-# The token cache of a text with a tokenizer.json: one of Megatron's pairs, a document a file.
-#
-#     <key>.bin, <key>.idx, and <key>.json, which comes last and has their digests
-#
-# Of bytes, which need no index, `cache` keeps a file of its own.
+# The token cache of a text with a tokenizer.json: a pair `<key>.bin`, `<key>.idx` with a document
+# for each file, and `<key>.json`, written last, with their digests
 
 
-LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over
-BATCH = 4 << 20  # bytes of text that are made tokens of at a time
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
+BATCH = 4 << 20  # bytes of text tokenized at a time
 
 
 class CachedPair(NamedTuple):
@@ -174,10 +171,7 @@ class CachedPair(NamedTuple):
 def cached_pair(
     folder: Path, documents: Sequence[Document], tokenizer: FileTokenizer, report: Report
 ) -> CachedPair:
-    """The packed tokens of `documents`, from the pair in `folder`, which is made if need be.
-
-    As `cache.cached_tokens` in all else.
-    """
+    """Returns the packed tokens of `documents` from `folder`, as `cache.cached_tokens` does."""
     key = cache.cache_key(documents, tokenizer)
     return kept_pair(folder, key, lambda path: _build(path, documents, tokenizer, report), report)
 
@@ -185,9 +179,9 @@ def cached_pair(
 def kept_pair(
     folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
 ) -> CachedPair:
-    """The pair `key` in `folder`; `build`, given its path, writes it if need be.
+    """Returns the pair `key` in `folder`; `build`, given its path, writes it if it is missing.
 
-    Of several processes that come at the same time one builds, the others wait for it.
+    One process builds while others wait.
     """
     path = folder / f"{key}.json"
     try:
@@ -196,9 +190,9 @@ def kept_pair(
         if found is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with build_lock(path.with_suffix(".lock"), report) as locked:
-                found = _load(path, report)  # somebody else may have just made it
+                found = _load(path, report)  # another process may just have built it
                 if found is None:
-                    if locked:  # else they may be another's, alive
+                    if locked:  # without a lock they may belong to a live builder
                         for leftover in folder.glob(f".{path.stem}.*.partial"):
                             leftover.unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
@@ -217,7 +211,7 @@ def kept_pair(
 
 
 def _load(path: Path, report: Report) -> CachedPair | None:
-    """The pair beside `path`, or None if there is none of ours that is whole."""
+    """Opens the pair of `path`; None if there is none of ours that is intact."""
     files = [path.with_suffix(end) for end in (".bin", ".idx", ".json")]
     if not path.exists():
         return None
@@ -227,7 +221,7 @@ def _load(path: Path, report: Report) -> CachedPair | None:
             return None
         facts = parse_json(read_bounded(path, 1 << 20))
         pair = IndexedCorpus.open(path.with_suffix(""))
-        digests = facts["digest"], facts.get("index")  # which came later
+        digests = facts["digest"], facts.get("index")  # older caches have no digest of the index
         named = tuple(zip((pair.tokens.file, pair.index.lengths.file), digests, strict=True))
         if len(pair) == facts["tokens"] and all(prove(*one) != Proof.CHANGED for one in named):
             return CachedPair(pair, digests[0], tuple(_watched(*one) for one in named))
@@ -257,7 +251,7 @@ def _build(
 def _encoded(
     tokenizer: FileTokenizer, documents: list[Document], texts: list[str]
 ) -> list[npt.NDArray[np.integer]]:
-    """Makes tokens of documents' texts. Raises UserError, which names the document."""
+    """Tokenizes documents' texts. Raises UserError with the document's name."""
     try:
         return tokenizer.encode_all(texts)
     except Unencodable as error:
@@ -271,7 +265,7 @@ def _encoded(
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[str]]]:
-    """Some documents at a time, in order, and their texts. Raises UserError."""
+    """Yields some documents at a time, in order, with their texts. Raises UserError."""
     some: list[Document] = []
     texts: list[str] = []
     held = 0
@@ -284,7 +278,7 @@ def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[Document], li
         if held and held + document.size > BATCH:
             yield some, texts
             some, texts, held = [], [], 0
-        content = b"".join(piece for piece in cache.pieces(document) if piece)
+        content = b"".join(block for block in cache.blocks_of(document) if block)
         texts.append(content.decode("utf-8", "replace"))
         some.append(document)
         held += document.size

@@ -1,6 +1,7 @@
-"""Which tokens a tokenizer's folder calls the end and the beginning of a text.
+"""Tokenizers: bytes, and tokenizer.json files run by Hugging Face's `tokenizers`.
 
-A tokenizer.json has tokens and no roles: those stand in the files beside it, in three formats.
+A tokenizer.json defines tokens without roles; the files next to it name the end of a text, in three
+formats.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,166 +37,91 @@ GENERATION, MODEL = "generation_config.json", "config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 BESIDE = (TOKENIZER_CONFIG, SPECIAL_MAP, GENERATION, CHAT_TEMPLATE)
 LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token are long
-# Of files that tell nothing: what the widespread families end a text with.
+# End-of-text tokens of widespread model families, for tokenizers without configuration.
 USUAL_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>"),
     "<｜end▁of▁sentence｜>",
 )
 
 
-def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
-    """An object of a file beside the tokenizer; {} if there is none. Raises UserError."""
-    try:
-        content = parse_json(read_bounded(folder / name, LARGEST_BESIDE))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {folder / name} cannot be read ({plain(str(error))})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{key}: {folder / name} must hold an object, not {type(content).__name__}")
-    return content
+BYTE = "byte"
+HOW = "byte, a tokenizer.json or a folder that holds one"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def end_of_text(
-    folder: Path | None, vocabulary: Mapping[str, int], special: Iterable[str], key: str
-) -> str | None:
-    """The token that ends a text; None if nothing tells which.
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Token i < 256 is the byte i; token 256 ends a document. Attributes as `FileTokenizer`'s."""
 
-    Args:
-        folder: with the files that tell; None if the tokenizer came without.
-        vocabulary: token → number. special: the tokenizer's special tokens.
+    name: str = BYTE
+    vocab_size: int = 257
+    eot: int = 256
+    digest: str = BYTE
 
-    Raises:
-        UserError: a file that cannot be read, or that names a token which is not there.
+    @property
+    def ends(self) -> frozenset[int]:
+        """The end of a text."""
+        return frozenset((self.eot,))
+
+    @property
+    def begin(self) -> list[int]:
+        """The end of a text: in training, a text follows the end of another."""
+        return [self.eot]
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
+        """Returns the tokens of `text`, shape (len(text),), without an end-of-text token."""
+        return np.frombuffer(text, dtype=np.uint8).astype("<u2")
+
+    def encode_prompt(self, text: bytes) -> list[int]:
+        """Returns the tokens of a prompt."""
+        return list(text)
+
+    def decode(self, tokens: npt.NDArray[np.integer]) -> str:
+        """Returns readable text without end-of-text; invalid UTF-8 becomes U+FFFD."""
+        tokens = np.asarray(tokens)
+        return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
+    """Opens the tokenizer "byte", a tokenizer.json, a folder with one, or one on the hub.
+
+    `key` is the user's name for it in errors. Raises UserError.
     """
-    if folder is not None:
-        named = role("eos_token", folder, key)
-        if named is not None:
-            if named not in vocabulary:
-                raise UserError(
-                    f"{key}: {folder} calls {plain(named)} the end of a text, which is no token of "
-                    "its tokenizer.json"
-                )
-            return named
-        numbers = {number: token for token, number in vocabulary.items()}
-        for name in (GENERATION, MODEL):
-            number = read_json(folder, name, key).get("eos_token_id")
-            number = number[0] if isinstance(number, list) and number else number
-            if type(number) is int and number in numbers:
-                return numbers[number]
-    known = list(special)
-    ends = [token for token in USUAL_ENDS if token in known]
-    return ends[0] if ends else known[0] if len(known) == 1 else None
+    path = Path(os.path.expanduser(name))
+    if name == BYTE:
+        return ByteTokenizer()
+    if path.is_dir():
+        return FileTokenizer.read(name, path / TOKENIZER, key)
+    if os.path.lexists(path):
+        return FileTokenizer.read(name, path, key)
+    if HUB_NAME.fullmatch(name) and path.suffix != ".json" and not path.parent.is_dir():
+        return from_hub(name, key)
+    raise UserError(f"{key}={show(name)} is not there: it must be {HOW}{_near(path)}")
 
 
-def ends_of_generation(folder: Path, key: str) -> list[int]:
-    """The tokens that end what a model writes, by its generation_config.json. UserError."""
-    found = read_json(folder, GENERATION, key).get("eos_token_id")
-    found = found if isinstance(found, list) else [found]
-    return [number for number in found if type(number) is int and number >= 0]
+def _near(path: Path) -> str:
+    try:
+        there = os.listdir(path.parent)
+    except OSError:
+        there = []
+    close = nearest(path.name, [BYTE, *there])
+    shown = BYTE if close == BYTE else close and str(path.parent / close)
+    return f"; the nearest is {shown}" if close else f"; the nearest is {BYTE}"
 
 
-def role(name: str, folder: Path, key: str) -> str | None:
-    """The token of a role such as eos_token, as the files beside the tokenizer spell it."""
-    for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
-        said = read_json(folder, file, key).get(name)
-        token = said.get("content") if isinstance(said, dict) else said
-        if isinstance(token, str) and token:
-            return token
-    return None
-
-
-# Tokens to text one by one: nothing is shown of a character before all of it is there.
-
-
-CONTEXT = 6  # tokens before a new one that may change how it is spelled: blanks, joined words
-HELD = 32  # tokens that may wait for the end of a character; more are no character
-
-
-class Decoding(Protocol):
-    """A prompt, then tokens, as text."""
-
-    def begin(self, prompt: bytes) -> str:
-        """The prompt, as far as it is whole."""
-        ...
-
-    def add(self, token: int) -> str:
-        """What has become whole by this token, perhaps nothing."""
-        ...
-
-    def end(self) -> str:
-        """What is left; what is no character is U+FFFD."""
-        ...
-
-
-def decoding_of(tokenizer: Tokenizer) -> Decoding:
-    """The text of a prompt and the tokens behind it."""
-    return FileDecoding(tokenizer) if isinstance(tokenizer, FileTokenizer) else ByteDecoding()
-
-
-class ByteDecoding:
-    """Bytes are tokens: a prompt may end inside a character that the tokens complete."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def begin(self, prompt: bytes) -> str:
-        return self._decoder.decode(prompt)
-
-    def add(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token < 256 else ""
-
-    def end(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class FileDecoding:
-    """Pieces of words and of characters; how one is spelled may depend on those before it."""
-
-    def __init__(self, tokenizer: FileTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._shown = 0  # tokens whose text is out
-
-    def begin(self, prompt: bytes) -> str:
-        self._tokens = list(self._tokenizer.encode_prompt(prompt))
-        self._shown = len(self._tokens)
-        return prompt.decode("utf-8", "replace")
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        text = self._new()
-        if text.endswith("\ufffd") and len(self._tokens) - self._shown < HELD:
-            return ""
-        self._shown = len(self._tokens)
-        return text
-
-    def end(self) -> str:
-        text, self._shown = self._new(), len(self._tokens)
-        return text
-
-    def _new(self) -> str:
-        """The text of what is not out yet, spelled as it is behind what is."""
-        first = max(0, self._shown - CONTEXT)
-        before = self._tokenizer.decode(self._tokens[first : self._shown])
-        return self._tokenizer.decode(self._tokens[first:])[len(before) :]
-
-
-# A tokenizer.json, run by Hugging Face's `tokenizers`, with the roles that the files beside it
-# give to its tokens.
-
+# Tokenizers of tokenizer.json files
 
 TOKENIZER = "tokenizer.json"
 LARGEST = 1 << 30  # bytes
-FEW = 1 << 16  # the most tokens that 16 bits tell apart
-PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)  # that are no fault of a text or tokenizer
+FEW = 1 << 16  # tokens that 16 bits can hold
+PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)  # not the fault of text or tokenizer
 
 
 class Unencodable(UserError):
-    """The library breaks off on a text. `why`: what it says, in one line."""
+    """A text that the library cannot encode. `why`: the library's message in one line."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)  # all that it is made of, to go from process to process
+        super().__init__(name, why)  # all arguments, so that pickling works
         self.name, self.why = name, why
 
     def __str__(self) -> str:
@@ -206,7 +132,7 @@ class Unencodable(UserError):
 
 
 class Placed(NamedTuple):
-    """Tokens of a text, and the characters [begin, end) that each stands for; all int64 (n,)."""
+    """Tokens of a text with their characters [begin, end); all int64 (n,)."""
 
     tokens: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
@@ -214,28 +140,28 @@ class Placed(NamedTuple):
 
 
 class FileTokenizer:
-    """A tokenizer.json. `digest` is of that file and of the token that ends a text.
+    """A tokenizer.json with the roles of its tokens.
 
     Attributes:
-        name: what the user gave. vocab_size: the largest token + 1. eot: the token that ends a
-            text, `eot_text` as it is spelled. begin: the tokens that a prompt begins with: what
-            the tokenizer itself puts before a text, such as Llama's, else `eot`. ends: the tokens
-            that end what a model writes, `eot` and those of a generation_config.json. special:
-            the special tokens by their text.
-        folder: where the files beside it lie; None if it came without.
+        name: as given by the user. vocab_size: the largest token + 1. eot: the token that ends a
+            text, spelled `eot_text`. begin: the tokens before a prompt: those that the tokenizer
+            puts before every text, as Llama's does, else `eot`. ends: the tokens that end a
+            generation, `eot` and those of generation_config.json. special: text → special token.
+        folder: with configuration files; None for a tokenizer without one.
+        digest: of the file and the end-of-text token, equal for tokenizers that encode alike.
     """
 
     def __init__(self, name: str, content: bytes, folder: Path | None, key: str) -> None:
-        """Raises UserError for what is no tokenizer, and for one without an end of text."""
+        """Raises UserError for an invalid tokenizer, and for one without an end of text."""
         self.name, self.folder, self._content = name, folder, content
         try:
             inner = _opened(content)
             vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
             added = inner.get_added_tokens_decoder()
             prefix = [] if inner.post_processor is None else _prefix(inner)
-            # All that it would do from here on is to cut blanks off the places of tokens.
+            # From here on it would only trim blanks from the places of tokens.
             inner.post_processor = None
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
                 raise
             raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({_words(error)})") from None
@@ -248,10 +174,10 @@ class FileTokenizer:
                 f"{key}={show(name)} does not tell which token ends a text: write "
                 f'{{"eos_token": "…"}} into a {TOKENIZER_CONFIG} beside a {TOKENIZER}'
             )
-        # What a document spells out is text: it must not be able to end itself, or to begin a turn.
+        # Special tokens spelled out in a document are text: they must not end it or begin a turn.
         inner.encode_special_tokens = True
         self._inner = inner
-        self._twin: Any = None  # a copy, which knows `_stand_ins`
+        self._twin: Any = None  # a copy that knows `_stand_ins`
         self._stand_ins: dict[str, str] = {}
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
@@ -265,7 +191,7 @@ class FileTokenizer:
 
     @classmethod
     def read(cls, name: str, path: Path, key: str) -> FileTokenizer:
-        """The tokenizer of a file; files beside it tell of it if it is called tokenizer.json."""
+        """Reads a file; only a tokenizer.json has configuration files next to it."""
         try:
             content = read_bounded(path, LARGEST)
         except (FileNotFoundError, NotADirectoryError):
@@ -278,19 +204,19 @@ class FileTokenizer:
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
 
     def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        """The tokens of a document, without an end-of-text; broken UTF-8 is read as U+FFFD."""
+        """Returns a document's tokens, without an end-of-text; invalid UTF-8 becomes U+FFFD."""
         return self.encode_all([text.decode("utf-8", "replace")])[0]
 
     def encode_prompt(self, text: bytes) -> list[int]:
-        """The tokens of what is typed to go on from; special ones may be spelled out in it."""
+        """Returns a prompt's tokens; special tokens may be spelled out in it."""
         return self.encode_marked(text.decode("utf-8", "replace"))
 
     def encode_marked(self, text: str) -> list[int]:
-        """The tokens of a text whose special tokens are meant."""
+        """Returns the tokens of a text in which special tokens are meant as such."""
         return self.place(text).tokens.tolist()
 
     def place(self, text: str) -> Placed:
-        """The same, and what each of them stands for. Raises Unencodable."""
+        """Returns what `encode_marked` does, with places. Raises Unencodable."""
         self._inner.encode_special_tokens = False
         try:
             return self._placed(self._inner, text)
@@ -298,11 +224,10 @@ class FileTokenizer:
             self._inner.encode_special_tokens = True
 
     def place_spelled(self, text: str, stand_ins: Mapping[str, str]) -> Placed:
-        """The same of a text in which all special tokens are spelled out, but those that are meant
-        are written as one character each.
+        """Returns tokens of a text in which special tokens are plain text, except stand-ins.
 
         Args:
-            stand_ins: special token → the character, which a new copy of the tokenizer learns.
+            stand_ins: special token → the character that stands for it in `text`.
         """
         if self._stand_ins.items() - stand_ins.items() or self._twin is None:
             self._twin, self._stand_ins = _opened(self._content), {}
@@ -317,7 +242,7 @@ class FileTokenizer:
         return found
 
     def _like(self, token: str, character: str) -> Any:
-        """An added token that is matched as `token` is, but as text of its own."""
+        """Returns an added token that is matched as `token` is, with another text."""
         from tokenizers import AddedToken
 
         added = self._inner.get_added_tokens_decoder()[self.special[token]]
@@ -340,31 +265,28 @@ class FileTokenizer:
         return Placed(np.array(made.ids, np.int64), begins, ends)
 
     def encode_all(self, texts: Sequence[str]) -> list[npt.NDArray[np.integer]]:
-        """The tokens of each of several documents, on as many cores as the library takes.
-
-        Raises Unencodable; which of them it is, `encode` of each tells.
-        """
+        """Returns the tokens of several documents, encoded on several cores. Raises Unencodable."""
         with self._breaks_off():
             made = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, dtype=self.dtype) for each in made]
 
     @contextmanager
     def _breaks_off(self) -> Iterator[None]:
-        """Turns what the library raises inside into Unencodable."""
+        """Turns the library's errors into Unencodable."""
         try:
             yield
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
                 raise
             raise Unencodable(self.name, _words(error)) from None
 
     def decode(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> str:
-        """The text of tokens, to read; special ones and what is no token are left out."""
+        """Returns readable text, without special and unknown tokens."""
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self._inner.decode(known, skip_special_tokens=True)
 
     def files(self) -> dict[str, bytes]:
-        """File name → content of a folder that makes this tokenizer again, for transformers too."""
+        """Returns file name → content of a folder for this tokenizer, also for transformers."""
         found = {TOKENIZER: self._content}
         folder, key = self.folder, f"tokenizer {self.name}"
         config: dict[str, Any] = read_json(folder, TOKENIZER_CONFIG, key) if folder else {}
@@ -378,7 +300,7 @@ class FileTokenizer:
         return found | {TOKENIZER_CONFIG: f"{text}\n".encode()}
 
     def save(self, folder: Path) -> None:
-        """Makes `folder` with `files`, whole or not at all; one that is there stays. OSError."""
+        """Writes `files` to `folder`, whole or not at all, unless it exists. Raises OSError."""
         if folder.is_dir():
             return
         partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
@@ -395,7 +317,7 @@ class FileTokenizer:
 
 
 def _opened(content: bytes) -> Any:
-    """The library's tokenizer of a tokenizer.json, for texts of any length."""
+    """Returns the library's tokenizer, without truncation and padding."""
     from tokenizers import Tokenizer
 
     inner = Tokenizer.from_buffer(content)
@@ -409,7 +331,7 @@ def _words(error: BaseException) -> str:
 
 
 def _prefix(inner: Any) -> list[int]:
-    """The tokens that a tokenizer puts before every text; [] if it puts none."""
+    """Returns the tokens that a tokenizer puts before every text."""
     bare = inner.encode("a", add_special_tokens=False).ids
     whole = inner.encode("a", add_special_tokens=True).ids
     for at in range(len(whole) - len(bare) + 1):
@@ -418,14 +340,82 @@ def _prefix(inner: Any) -> list[int]:
     return []
 
 
-# A tokenizer by its name on Hugging Face's hub, where there is a network.
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
-SECONDS = 10  # that the hub may take to say that it is there
+# The tokens with a role, by the files next to a tokenizer.json
+
+
+def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
+    """Reads an object from a tokenizer's folder; {} without the file. Raises UserError."""
+    try:
+        content = parse_json(read_bounded(folder / name, LARGEST_BESIDE))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {folder / name} cannot be read ({plain(str(error))})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{key}: {folder / name} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def end_of_text(
+    folder: Path | None, vocabulary: Mapping[str, int], special: Iterable[str], key: str
+) -> str | None:
+    """Returns the token that ends a text; None if it is unknown.
+
+    Args:
+        folder: the tokenizer's folder; None for a tokenizer without one.
+        vocabulary: token → number. special: the tokenizer's special tokens.
+
+    Raises:
+        UserError: an unreadable file, or one that names a token which does not exist.
+    """
+    if folder is not None:
+        named = role("eos_token", folder, key)
+        if named is not None:
+            if named not in vocabulary:
+                raise UserError(
+                    f"{key}: {folder} calls {plain(named)} the end of a text, which is no token of "
+                    "its tokenizer.json"
+                )
+            return named
+        numbers = {number: token for token, number in vocabulary.items()}
+        for name in (GENERATION, MODEL):
+            number = read_json(folder, name, key).get("eos_token_id")
+            number = number[0] if isinstance(number, list) and number else number
+            if type(number) is int and number in numbers:
+                return numbers[number]
+    known = list(special)
+    ends = [token for token in USUAL_ENDS if token in known]
+    return ends[0] if ends else known[0] if len(known) == 1 else None
+
+
+def ends_of_generation(folder: Path, key: str) -> list[int]:
+    """Returns the tokens that end a generation, by generation_config.json. Raises UserError."""
+    found = read_json(folder, GENERATION, key).get("eos_token_id")
+    found = found if isinstance(found, list) else [found]
+    return [number for number in found if type(number) is int and number >= 0]
+
+
+def role(name: str, folder: Path, key: str) -> str | None:
+    """Returns the token of a role such as eos_token, by the files of the tokenizer's folder."""
+    for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
+        value = read_json(folder, file, key).get(name)
+        token = value.get("content") if isinstance(value, dict) else value
+        if isinstance(token, str) and token:
+            return token
+    return None
+
+
+# Tokenizers on the Hugging Face hub
+
+
+SECONDS = 10  # timeout of the hub's first answer
 
 
 def from_hub(name: str, key: str) -> FileTokenizer:
-    """The tokenizer `organisation/model` of the hub, or of its cache here. Raises UserError."""
+    """Opens the tokenizer `organisation/model` of the hub or its cache. Raises UserError."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -436,7 +426,7 @@ def from_hub(name: str, key: str) -> FileTokenizer:
         except EntryNotFoundError:
             continue
         except Exception as error:
-            if file != TOKENIZER:  # a cache that was filled by hand may lack what is not needed
+            if file != TOKENIZER:  # a cache filled by hand may lack optional files
                 continue
             why = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
@@ -449,16 +439,80 @@ def from_hub(name: str, key: str) -> FileTokenizer:
     return FileTokenizer.read(name, found, key)
 
 
-# The tokenizer that a run keeps in its folder, so that it speaks wherever that is copied to.
+# Streaming decoders: text is returned once its characters are complete
+
+
+CONTEXT = 6  # tokens before a new one that may change its spelling: blanks, joined words
+HELD = 32  # tokens that may wait for a character to complete; more are an invalid character
+
+
+def decoding_of(tokenizer: Tokenizer) -> ByteDecoding | FileDecoding:
+    """Returns the streaming decoder of a tokenizer."""
+    return FileDecoding(tokenizer) if isinstance(tokenizer, FileTokenizer) else ByteDecoding()
+
+
+class ByteDecoding:
+    """Decodes bytes; a prompt may end inside a character that the tokens complete."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def begin(self, prompt: bytes) -> str:
+        """Returns the complete characters of the prompt."""
+        return self._decoder.decode(prompt)
+
+    def add(self, token: int) -> str:
+        """Returns the text that this token completes, perhaps none."""
+        return self._decoder.decode(bytes([token])) if token < 256 else ""
+
+    def end(self) -> str:
+        """Returns the rest; an incomplete character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class FileDecoding:
+    """Decodes tokens of words and characters, whose spelling may depend on the tokens before; as
+    `ByteDecoding`."""
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0  # tokens whose text was returned
+
+    def begin(self, prompt: bytes) -> str:
+        self._tokens = list(self._tokenizer.encode_prompt(prompt))
+        self._shown = len(self._tokens)
+        return prompt.decode("utf-8", "replace")
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._new()
+        if text.endswith("\ufffd") and len(self._tokens) - self._shown < HELD:
+            return ""
+        self._shown = len(self._tokens)
+        return text
+
+    def end(self) -> str:
+        text, self._shown = self._new(), len(self._tokens)
+        return text
+
+    def _new(self) -> str:
+        """Returns the text not returned yet, spelled as it is after the text before."""
+        first = max(0, self._shown - CONTEXT)
+        before = self._tokenizer.decode(self._tokens[first : self._shown])
+        return self._tokenizer.decode(self._tokens[first:])[len(before) :]
+
+
+# The tokenizer in a run's folder, kept so that the folder can be copied elsewhere
 
 
 FOLDER = "tokenizer"
 
 
 def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
-    """`data` with the tokenizer that the run in `run_dir` keeps, if it keeps one.
+    """Returns `data` with the tokenizer of the run in `run_dir`, if the run has one.
 
-    Raises UserError if `data` names another: what the weights have learned would mean nothing.
+    Raises UserError if `data` names another tokenizer, with which the weights would be useless.
     """
     own = run_dir / FOLDER
     if not own.is_dir():
@@ -475,14 +529,14 @@ def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
 
 
 def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run of which `data` is the configuration. Raises UserError."""
+    """Opens the tokenizer of a run with the configuration `data`. Raises UserError."""
     own = run_dir / FOLDER
     return open_tokenizer(str(own) if own.is_dir() else data.tokenizer or BYTE)
 
 
 def keep_tokenizer(data: DataConfig, run_dir: Path, digest: str) -> None:
-    """Puts the tokenizer of `data`, which the corpus has read as the one of this digest, into the
-    run's folder; bytes need none. Raises OSError, and UserError if it is another one by now."""
+    """Saves the tokenizer of `data` to the run's folder; bytes need none. Raises OSError, and
+    UserError if its digest is no longer the one with which the corpus was read."""
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     if tokenizer.digest != digest:
         raise UserError(
@@ -491,102 +545,3 @@ def keep_tokenizer(data: DataConfig, run_dir: Path, digest: str) -> None:
         )
     if not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(run_dir / FOLDER)
-
-
-# Tokenizers: bytes, in which every file is text, and those of Hugging Face's `tokenizers`.
-
-
-BYTE = "byte"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-class Tokenizer(Protocol):
-    """What text is cut into.
-
-    name: "byte", or what the user gave. vocab_size: the largest token + 1. eot: the token that
-    ends a document; `ends`: those that end what a model writes. begin: what a prompt begins with.
-    digest: hex, equal for tokenizers that cut alike; "byte" for bytes.
-    """
-
-    name: str
-    vocab_size: int
-    eot: int
-    ends: frozenset[int]
-    begin: list[int]
-    digest: str
-
-    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
-        """The tokens of a document, without an end-of-text; a special token that is spelled out in
-        it is text like all other."""
-        ...
-
-    def encode_prompt(self, text: bytes) -> list[int]:
-        """The tokens of what is typed to go on from; a special token may be spelled out in it."""
-        ...
-
-    def decode(self, tokens: npt.NDArray[np.integer]) -> str:
-        """The text of tokens, to read; special ones are left out."""
-        ...
-
-
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """Token i < 256 is the byte i; token 256 ends a document."""
-
-    name: str = BYTE
-    vocab_size: int = 257
-    eot: int = 256
-    digest: str = BYTE
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The end of a text alone."""
-        return frozenset((self.eot,))
-
-    @property
-    def begin(self) -> list[int]:
-        """A text begins behind the end of the one before it, as in training."""
-        return [self.eot]
-
-    def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
-        """The tokens of `text`, shape (len(text),), without an end-of-text token."""
-        return np.frombuffer(text, dtype=np.uint8).astype("<u2")
-
-    def encode_prompt(self, text: bytes) -> list[int]:
-        """The same."""
-        return list(text)
-
-    def decode(self, tokens: npt.NDArray[np.integer]) -> str:
-        """The text of `tokens`, to read; end-of-text is left out, broken UTF-8 becomes U+FFFD."""
-        tokens = np.asarray(tokens)
-        return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
-
-
-def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
-    """The tokenizer "byte", a tokenizer.json, a folder that holds one, or a name on the hub.
-
-    `key` is what the user typed it for. Raises UserError.
-    """
-    path = Path(os.path.expanduser(name))
-    if name == BYTE:
-        return ByteTokenizer()
-    if path.is_dir():
-        return FileTokenizer.read(name, path / TOKENIZER, key)
-    if os.path.lexists(path):
-        return FileTokenizer.read(name, path, key)
-    if HUB_NAME.fullmatch(name) and path.suffix != ".json" and not path.parent.is_dir():
-        return from_hub(name, key)
-    raise UserError(f"{key}={show(name)} is not there: it must be {HOW}{_near(path)}")
-
-
-HOW = "byte, a tokenizer.json or a folder that holds one"
-
-
-def _near(path: Path) -> str:
-    try:
-        there = os.listdir(path.parent)
-    except OSError:
-        there = []
-    close = nearest(path.name, [BYTE, *there])
-    shown = BYTE if close == BYTE else close and str(path.parent / close)
-    return f"; the nearest is {shown}" if close else f"; the nearest is {BYTE}"

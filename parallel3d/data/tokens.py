@@ -1,12 +1,12 @@
-"""A stream of tokens on the disk, read piece by piece when it is asked for."""
+"""Streams of tokens in files, local or remote, read slice by slice."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from copy import copy
-from io import IOBase
-from typing import BinaryIO, Protocol
+from io import BufferedReader, FileIO, IOBase
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ from parallel3d.errors import UserError
 _TYPE = np.dtype("<u2")
 
 
-class Elsewhere(Protocol):
-    """A file that is not on this host's disks."""
+class RemoteFile(Protocol):
+    """A file that is not on this host's disks; `is_marked`: its server gives a version."""
 
     name: str
     size: int
@@ -25,54 +25,55 @@ class Elsewhere(Protocol):
     is_marked: bool
 
     def pread(self, size: int, at: int) -> bytes:
-        """Up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
+        """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
         ...
 
     def will_read(self, size: int, at: int) -> None:
-        """Begins to fetch these bytes, without waiting for them."""
+        """Starts to fetch these bytes."""
         ...
 
     def check(self) -> None:
-        """Raises UserError if it is another file by now."""
+        """Raises UserError if the file is another one by now."""
         ...
 
     def close(self) -> None: ...
 
 
-File = BinaryIO | Elsewhere
+File = FileIO | BufferedReader | RemoteFile
 
 
 def pread(file: File, size: int, at: int) -> bytes:
-    """Up to `size` bytes of a file from byte `at` on."""
-    here = isinstance(file, IOBase)
-    return os.pread(file.fileno(), size, at) if here else file.pread(size, at)
+    """Reads up to `size` bytes of a file from byte `at` on."""
+    if isinstance(file, IOBase):
+        return os.pread(file.fileno(), size, at)
+    return file.pread(size, at)
 
 
 def size_of(file: File) -> int:
-    """Bytes of a file, now."""
+    """Returns the bytes of a file now."""
     return os.fstat(file.fileno()).st_size if isinstance(file, IOBase) else file.size
 
 
 def mark_of(file: File) -> str:
-    """A word that is another one once a file may have changed; it begins with the size and ":".
+    """Returns a string that changes once a file may have changed; it begins with the size and ":".
 
-    Of a file here its times and inode now; one elsewhere is held to the version it was opened at.
+    For a local file times and inode now; for a remote one its opened version.
     """
     if not isinstance(file, IOBase):
         return file.mark
     status = os.fstat(file.fileno())
-    # Not the device: it is another number after each mount.
+    # Not the device, whose number changes with each mount.
     facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return ":".join(map(str, facts))
 
 
 def is_unlinked(file: File) -> bool:
-    """Whether an open file here has no name any more."""
+    """Returns whether an open local file has no name any more."""
     return isinstance(file, IOBase) and os.fstat(file.fileno()).st_nlink == 0
 
 
 def whole_digest(file: File) -> str:
-    """blake2b-16 of all bytes of a file, in hex. Raises OSError."""
+    """Returns blake2b-16 of all bytes of a file, in hex. Raises OSError."""
     digest, at = hashlib.blake2b(digest_size=16), 0
     while content := pread(file, 1 << 20, at):
         digest.update(content)
@@ -81,20 +82,19 @@ def whole_digest(file: File) -> str:
 
 
 class Tokens:
-    """A part of a file as one read-only array of integers that is never all in memory.
+    """A part of a file as a read-only array of integers; slices (of step 1) are read on demand.
 
-    By reading, not by a map: where the file is cut short or a sector is bad, a map ends the process
-    by SIGBUS, without a word. A slice (of step 1) is an array, and what `part` gives is `Tokens`.
+    Not mapped: a file cut short or a bad sector would end the process by SIGBUS.
     """
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype = _TYPE) -> None:
-        """Tokens from byte `first` of the open `file` on, which stays open as long as they live."""
+        """Takes tokens from byte `first` of the open `file`, which must stay open."""
         self.file, self._first, self._count = file, first, count
         self.dtype = dtype
         self._limit, self._named = 0, ""
 
     def part(self, begin: int, end: int) -> Tokens:
-        """Tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
+        """Returns tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
         if not 0 <= begin <= end <= self._count:
             raise IndexError(f"tokens {begin} to {end} of {self._count}")
         part = copy(self)
@@ -102,15 +102,15 @@ class Tokens:
         return part
 
     def below(self, limit: int, named: str) -> Tokens:
-        """The same, but that reading a token of `limit` or more, or a negative one, is a UserError
-        about what is `named` so."""
+        """Returns the same tokens, for which reading one of `limit` or more, or a negative one, is
+        a UserError about `named`."""
         bounded = copy(self)
         if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
             bounded._limit, bounded._named = limit, named
         return bounded
 
     def will_read(self, begin: int, end: int) -> None:
-        """Has the system fetch a slice from its disk, without waiting for it."""
+        """Prefetches a slice."""
         at, size = self._first + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
         if isinstance(self.file, IOBase):
             os.posix_fadvise(self.file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
@@ -128,7 +128,7 @@ class Tokens:
         return self._count
 
     def __getitem__(self, piece: slice) -> npt.NDArray[np.integer]:
-        """The tokens of a slice, shape (their number,). Raises OSError if the file has not all."""
+        """Returns the tokens of a slice, shape (n,). Raises OSError if the file is too short."""
         begin, end, _ = piece.indices(self._count)
         size = max(0, end - begin) * self.dtype.itemsize
         content = b""
@@ -153,5 +153,7 @@ class Tokens:
             f"below model.vocab_size={self._limit}: give the tokenizer's own model, or another text"
         )
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> npt.NDArray:
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray:
         return self[:].astype(dtype or self.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""The files that a run reads, as they were when it opened them and at each later look."""
+"""Watches the files that a run reads for changes since it opened them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from parallel3d.data.tokens import File, is_unlinked, mark_of, size_of, whole_di
 from parallel3d.errors import UserError
 
 MAKE_ANEW = "remove it and start again, it is made anew"
-PROVED = 256 << 20  # bytes: a larger file is not read whole, as each rank pays for it
+PROVED = 256 << 20  # bytes of a file up to which all of it is read, as each rank pays for that
 
 
 class Proof(Enum):
-    """What reading a file again tells: all of it is as it was, the sampled places are, or not."""
+    """The result of reading a file again: all of it is the same, the sampled places are, or not."""
 
     SAME = 1
     SAMPLED = 2
@@ -26,12 +26,12 @@ class WatchedFile:
     """An open file and its mark at the last look."""
 
     def __init__(self, file: File, prove: Callable[[], Proof], remedy: str) -> None:
-        """`prove` reads the file again; `remedy` says what to do about one that changed."""
+        """`prove` reads the file again; `remedy` tells the user what to do after a change."""
         self.file, self.prove, self._remedy = file, prove, remedy
         self.mark = mark_of(file)
 
     def look(self) -> str | None:
-        """Compare the file with the last look. Returns a sentence if it may have changed, raises
+        """Compares the file with the last look. Returns a sentence if it may have changed; raises
         UserError if it has."""
         before, now = self.mark, mark_of(self.file)
         if now == before:
@@ -60,26 +60,26 @@ class WatchedFile:
 
 
 def prove(file: File, digest: str | None) -> Proof:
-    """Whether a file has the digest that it should have, as far as that is known and cheap."""
+    """Compares a file with its digest, if that is known and the file not too large."""
     if digest is None or size_of(file) > PROVED:
         return Proof.SAMPLED
     return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED
 
 
 class Compared(NamedTuple):
-    """What the marks of an earlier start tell: at most one of the two."""
+    """The result of a comparison with an earlier start: at most one of the two."""
 
     refusal: str | None = None
     note: str | None = None
 
 
 def look_at(files: Iterable[WatchedFile]) -> list[str]:
-    """Compare all files with the last look. Returns sentences, raises UserError."""
+    """Compares all files with the last look. Returns sentences; raises UserError."""
     return [sentence for file in files if (sentence := file.look()) is not None]
 
 
 def unmarked(files: Iterable[WatchedFile]) -> list[str]:
-    """A sentence if there are files elsewhere of which their servers tell no version."""
+    """Returns a sentence if servers of remote files give no version."""
     names = [f.file.name for f in files if not isinstance(f.file, IOBase) and not f.file.is_marked]
     more = f" and {len(names) - 1:,} more" if names[1:] else ""
     return [
@@ -90,13 +90,13 @@ def unmarked(files: Iterable[WatchedFile]) -> list[str]:
 
 
 def marks_of(watched: Mapping[str, WatchedFile]) -> str:
-    """The marks of files by their keys, for `compare` at a later start: words of `key=mark`."""
+    """Returns the marks of files by their keys, `key=mark …`, for `compare` at a later start."""
     return " ".join(f"{key}={file.mark}" for key, file in watched.items())
 
 
 def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
-    """Compare files whose fingerprints are as they were with their `marks` of an earlier start."""
-    there = dict(word.partition("=")[::2] for word in marks.split())
+    """Compares files with equal fingerprints with their `marks` of an earlier start."""
+    there = dict(mark.partition("=")[::2] for mark in marks.split())
     odd = [file for key, file in watched.items() if there.get(key, file.mark) != file.mark]
     unknown = []
     for file in odd:

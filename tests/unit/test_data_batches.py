@@ -85,7 +85,7 @@ def test_micro_batches_know_the_numbers_of_their_samples() -> None:
         def sample(self, i: int) -> Sample:
             raise AssertionError(f"sample {i} was read")
 
-    inner = Batches(Untouchable(), 2, 3, 1, "cpu", reads=False).micro_batch(48, 2)
+    inner = Batches(Untouchable(), 2, 3, 1, "cpu", needs_batch=False).micro_batch(48, 2)
     assert inner[:3] == (None, None, None) and inner.samples.tolist() == [58, 59]
 
 
@@ -93,7 +93,7 @@ def test_micro_batches_know_the_numbers_of_their_samples() -> None:
 def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
     """Also those between the ends, in tensors of one shape whatever the documents."""
     samples = [source(True).sample(i) for i in range(36, 54)]
-    batches = Batches(source(True), 3, 3, 0, "cpu", reads=reads, document_mask=True)
+    batches = Batches(source(True), 3, 3, 0, "cpu", needs_batch=reads, document_mask=True)
     found = [batches.micro_batch(36, m) for m in range(3)]
     for m, batch in enumerate(found):
         starts, bounds = batch.documents.starts, batch.documents.bounds

@@ -60,7 +60,7 @@ def test_documents_that_do_not_fit_are_no_work_for_the_packer() -> None:
 
 def test_long_documents_are_cut_so_that_each_token_but_the_first_is_a_label_once() -> None:
     begins = np.array([0, 1, 5, 14, 23, 40])
-    found = pieces_of(begins, 49, room=5)
+    found = pieces_of(begins, 49, capacity=5)
     assert found.cut == 4
     labels = Counter(
         token

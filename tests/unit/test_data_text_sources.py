@@ -15,10 +15,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from parallel3d.data.preprocess import inputs as pieces
+from parallel3d.data.preprocess import inputs as preprocess_inputs
 from parallel3d.data.preprocess.inputs import (
     FIRST,
-    PIECE,
+    SHARD_BYTES,
     Count,
     InputPosition,
     cut,
@@ -42,12 +42,12 @@ def parquet(texts: Sequence[object], **columns: Sequence[object]) -> bytes:
 
 
 def read(
-    given: str, size: int = PIECE, text_key: str = "text", start: InputPosition = FIRST
+    given: str, size: int = SHARD_BYTES, text_key: str = "text", start: InputPosition = FIRST
 ) -> tuple[list[str], Count]:
     inputs, count, found = find_inputs(given), Count(), []
     for each in cut(inputs, start, size):
         here = Count()
-        found += [one.text for one in documents(inputs, each.piece, text_key, here)]
+        found += [one.text for one in documents(inputs, each.shard, text_key, here)]
         count.add(here)
     return found, count
 
@@ -60,7 +60,7 @@ def refused(given: str, **kwargs: object) -> str:
 
 
 @pytest.mark.parametrize("packed", PACK)
-@pytest.mark.parametrize("size", [1, 100, PIECE])
+@pytest.mark.parametrize("size", [1, 100, SHARD_BYTES])
 def test_jsonl_gives_its_rows_however_it_is_cut(tmp_path: Path, packed: str, size: int) -> None:
     path = tmp_path / f"a.jsonl{packed}"
     path.write_bytes(PACK[packed](lines(TEXTS)[:-1]))  # the last line has no end
@@ -77,12 +77,12 @@ def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
     for i in range(5):
         (tmp_path / f"d{i}.txt").write_text(TEXTS[i])
     inputs = find_inputs(str(tmp_path))
-    pieces = list(cut(inputs, size=size))
-    assert len(pieces) > 10
-    assert pieces[-1].read == sum(each.size for each in inputs)
+    shards = list(cut(inputs, size=size))
+    assert len(shards) > 10
+    assert shards[-1].read == sum(each.size for each in inputs)
     whole, done = read(str(tmp_path))[0], 0
-    for each in pieces:
-        done += sum(1 for _ in documents(inputs, each.piece, "text", Count()))
+    for each in shards:
+        done += sum(1 for _ in documents(inputs, each.shard, "text", Count()))
         assert read(str(tmp_path), start=InputPosition(*each.after), size=size)[0] == whole[done:]
     assert done == len(whole)
 
@@ -103,12 +103,12 @@ def test_a_line_is_read_no_further_than_the_largest_document(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a few bytes unpack to may be any number of them."""
-    monkeypatch.setattr(pieces, "LARGEST_DOCUMENT", 100_000)
-    monkeypatch.setattr(pieces, "READ", 1000)
+    monkeypatch.setattr(preprocess_inputs, "LARGEST_DOCUMENT", 100_000)
+    monkeypatch.setattr(preprocess_inputs, "READ", 1000)
     (tmp_path / "a.jsonl").write_bytes(b"x")
     (source,), stream = find_inputs(str(tmp_path / "a.jsonl")), Endless()
     with pytest.raises(UserError, match="has a line of more than 100,000 bytes"):
-        pieces._whole_lines(source, stream, b"", size)
+        preprocess_inputs._whole_lines(source, stream, b"", size)
     assert stream.given <= 100_000 + max(size, 1000)
 
 
@@ -124,7 +124,7 @@ def test_a_packed_file_is_unpacked_a_little_at_a_time(tmp_path: Path) -> None:
 def test_empty_lines_count_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" * 5000 + b" \r\n" + lines(["a"]) + b"\n\n{\n" + b"\n" * 5000 + b"[")
-    for size in (1, 100, PIECE):
+    for size in (1, 100, SHARD_BYTES):
         found, count = read(str(path), size=size)
         assert found == ["a"] and (count.rows, count.bad) == (3, 2)
         assert [said.split()[0] for said in count.shown] == ["a.jsonl:5005", "a.jsonl:10006"]
@@ -134,7 +134,7 @@ def test_empty_lines_count_as_lines(tmp_path: Path) -> None:
 def test_a_text_file_is_a_document(tmp_path: Path, packed: str) -> None:
     for i in range(9):
         (tmp_path / f"{i}.txt{packed}").write_bytes(PACK[packed](TEXTS[i].encode()))
-    for size in (1, 100, PIECE):
+    for size in (1, 100, SHARD_BYTES):
         assert read(str(tmp_path), size=size)[0] == TEXTS[:9]
 
 
@@ -191,7 +191,7 @@ def test_bad_rows_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
     rows = [b"{", b"[1]", b'{"txt": "a"}', b'{"text": 3}', b'{"text": "\xff"}', b"\x1b[2J", b"{"]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([*lines(TEXTS).splitlines(), b"", b"  ", *rows, b""]))
-    for size in (1, PIECE):
+    for size in (1, SHARD_BYTES):
         found, count = read(str(path), size=size)
         assert found == TEXTS
         assert (count.rows, count.bad) == (47, 7)

@@ -30,7 +30,7 @@ TEXTS = [TEXT[i % 2][: 3 + 5 * i] + str(i) for i in range(30)]
 
 def job(tmp_path: Path, to: str = "web", given: str = "in", **kwargs: object) -> PreprocessJob:
     tokenizer = str(folder(tmp_path / "tok"))
-    settings = {"workers": 0, "piece": 300, "flushed": 400} | kwargs
+    settings = {"workers": 0, "shard_bytes": 300, "flush_bytes": 400} | kwargs
     inputs = tuple(find_inputs(str(tmp_path / given)))
     return PreprocessJob(inputs, settings.pop("tokenizer", tokenizer), tmp_path / to, **settings)
 
@@ -76,10 +76,10 @@ def test_a_corpus_holds_every_document_with_its_end(text: Path, tokenizer: str) 
     )
 
 
-@pytest.mark.parametrize("piece", [1, 10**6])
-def test_pieces_of_another_size_make_the_same_bytes(text: Path, piece: int) -> None:
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_shards_of_another_size_make_the_same_bytes(text: Path, size: int) -> None:
     made(job(text))
-    made(job(text, "other", piece=piece))
+    made(job(text, "other", shard_bytes=size))
     one, other = files(text / "web"), files(text / "other")
     assert one.pop(".json").replace(b"web", b"other") == other.pop(".json")
     assert one == other
@@ -96,7 +96,7 @@ KILLED = """
     import os, pathlib, signal, sys
     from parallel3d.data.preprocess import journal
     from parallel3d.data.preprocess.inputs import find_inputs
-    from parallel3d.data.preprocess.tokenize import PreprocessJob as Job, tokenize
+    from parallel3d.data.preprocess.tokenize import PreprocessJob, tokenize
 
     class Files:  # what journal calls of os, so that nobody else's calls are counted
         def __getattr__(self, name):
@@ -117,7 +117,8 @@ KILLED = """
                    "rmtree": journal.shutil}
         dies_at(modules.get(where, journal), where, count)
         inputs = tuple(find_inputs(str(root / "in")))
-        tokenize(Job(inputs, str(root / "tok"), root / "killed", workers=0, piece=300, flushed=400),
+        tokenize(PreprocessJob(inputs, str(root / "tok"), root / "killed", workers=0,
+                               shard_bytes=300, flush_bytes=400),
                  lambda done: None)
 
     root = pathlib.Path(sys.argv[1])
@@ -183,11 +184,11 @@ def test_what_was_flushed_is_not_made_again(text: Path) -> None:
 def test_workers_die_with_their_parent(text: Path) -> None:
     script = """
         import os, pathlib, sys
-        from parallel3d.data.preprocess import tokenize as pool
+        from parallel3d.data.preprocess.tokenize import Pool
         def make(*args):
-            return lambda piece: os.getppid()
+            return lambda task: os.getppid()
         if __name__ == "__main__":
-            with pool.Pool(2, make) as made:
+            with Pool(2, make) as made:
                 print(*(process.pid for process in made.workers.values()), flush=True)
                 sys.stdin.readline()
     """

@@ -184,10 +184,10 @@ def test_text_whose_file_cannot_be_closed_is_no_traceback(
     book.write_text("some words\n" * 9)
     document = Document.of("book", str(book), book.stat())
     with FailingFiles(tmp_path, Fault("EIO", "kind"), ("close", 0)) as calls:
-        pieces = cache.pieces(document)
+        pieces = cache.blocks_of(document)
         next(pieces)
         del pieces  # as where the cache cannot be written
-        read = b"".join(p for p in cache.pieces(document) if p)
+        read = b"".join(p for p in cache.blocks_of(document) if p)
     assert (read, calls.failed) == (book.read_bytes(), 2)
     assert capsys.readouterr().err == ""
 

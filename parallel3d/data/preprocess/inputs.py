@@ -1,4 +1,4 @@
-"""Kinds of files that hold documents, told by their names. Apart, as help texts need no more."""
+"""Finds input files, splits them into shards of work and reads their documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
@@ -21,20 +21,17 @@ from parallel3d.data.preprocess.formats import ENDS, LINES, PACKED, PARQUET, TEX
 from parallel3d.errors import UserError, nearest
 from parallel3d.files import plain
 
-# Input files as streams of bytes, unpacked on the way; one that was cut short is an error.
-
-
-TAKEN = 1 << 12  # packed bytes at a time: what they unpack to, 128 MB at most, is held at once
+TAKEN = 1 << 12  # packed bytes read at a time: all that they unpack to, at most 128 MB, is held
 
 
 @contextlib.contextmanager
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The unpacked content of a file, and the file itself, whose position tells the progress."""
+    """Opens a file; yields its unpacked content, and the file, whose position is the progress."""
     files, path = fsspec.core.url_to_fs(source.address)
     with files.open(path, "rb") as file:
         if source.packed == ".gz":
             with gzip.GzipFile(fileobj=file) as unpacked:
-                yield unpacked, file
+                yield cast(BinaryIO, unpacked), file  # typeshed does not derive GzipFile from it
         elif source.packed == ".zst":
             yield io.BufferedReader(Unpacked(file), 1 << 20), file
         else:
@@ -42,10 +39,8 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 class Unpacked(io.RawIOBase):
-    """A zstd file's content. Raises EOFError where the file ends inside a frame.
-
-    The library's own reader takes a file that was cut short for a whole one.
-    """
+    """Unpacks a zstd file. Raises EOFError where the file ends inside a frame, which the library's
+    own reader takes for its end."""
 
     def __init__(self, file: BinaryIO) -> None:
         import zstandard
@@ -58,7 +53,7 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """As io.RawIOBase has it; 0 at the end."""
+        """Reads as io.RawIOBase does; 0 at the end."""
         while not self._ready:
             packed = self._rest or self._file.read(TAKEN)
             self._rest = b""
@@ -77,17 +72,17 @@ class Unpacked(io.RawIOBase):
         return count
 
 
-# The documents of a piece, and the rows that hold none.
+# The documents of a shard
 
 
-SHOWN = 5  # bad rows that are shown
+SHOWN = 5  # bad rows kept for the report
 EXCERPT = 60  # characters
-ROWS = 256  # of a parquet file, held at a time
+ROWS = 256  # of a parquet file held at a time
 LINES_AND_ENDS = re.compile(rb"[^\n]+|\n+")
 
 
 class Found(NamedTuple):
-    """A document, and where it stands."""
+    """A document, and its location."""
 
     where: str
     text: str
@@ -95,8 +90,8 @@ class Found(NamedTuple):
 
 @dataclass
 class Count:
-    """What came of rows: all of them, empty ones and those with broken UTF-8, which are no error;
-    `bad` ones hold no document, the first few are said in `shown`; `size`: bytes of the texts."""
+    """Counts rows: all, empty ones and those with invalid UTF-8 (no errors), and `bad` ones without
+    a document, of which the first are `shown`; `size`: bytes of the texts."""
 
     rows: int = 0
     empty: int = 0
@@ -106,13 +101,13 @@ class Count:
     shown: list[str] = field(default_factory=list)
 
     def add(self, other: Count) -> None:
-        """Counts those of `other`, which come behind."""
+        """Adds the counts of later rows."""
         for name in ("rows", "empty", "broken", "bad", "size"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.shown = [*self.shown, *other.shown][:SHOWN]
 
     def leave_out(self, where: str, why: str, row: bytes | str = "") -> None:
-        """A bad row."""
+        """Counts a bad row."""
         self.bad += 1
         if len(self.shown) < SHOWN:
             text = row[: 4 * EXCERPT].decode("utf-8", "replace") if isinstance(row, bytes) else row
@@ -121,35 +116,35 @@ class Count:
 
 
 def documents(
-    inputs: Sequence[Input], piece: InputShard, text_key: str, count: Count
+    inputs: Sequence[Input], shard: InputShard, text_key: str, count: Count
 ) -> Iterator[Found]:
-    """The documents of a piece, none of them empty, in order. What is left out is counted.
+    """Yields the non-empty documents of a shard in order; counts what is left out.
 
     Raises UserError for a file that cannot be read, or a document that is too large.
     """
-    source = inputs[piece.number]
+    source = inputs[shard.number]
     if source.kind == LINES:
-        found = _of_lines(source, piece, text_key, count)
+        found = _of_lines(source, shard, text_key, count)
     elif source.kind == PARQUET:
-        found = _of_rows(source, piece.group, text_key, count)
+        found = _of_rows(source, shard.group, text_key, count)
     else:
-        found = _of_files(inputs[piece.number : piece.number + piece.count], count)
+        found = _of_files(inputs[shard.number : shard.number + shard.files], count)
     for where, text in found:
         if not text:
             count.empty += 1
             continue
         try:
             count.size += len(text.encode())
-        except UnicodeEncodeError:  # halves of surrogate pairs, as JSON can spell them
+        except UnicodeEncodeError:  # JSON can spell halves of surrogate pairs
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             count.broken += 1
             count.size += len(text.encode())
         yield Found(where, text)
 
 
-def _of_lines(source: Input, piece: InputShard, text_key: str, count: Count) -> Iterator[Found]:
-    name, number = source.address.rpartition("/")[2], piece.line
-    for found in LINES_AND_ENDS.finditer(piece.content or b""):  # empty lines in one go
+def _of_lines(source: Input, shard: InputShard, text_key: str, count: Count) -> Iterator[Found]:
+    name, number = source.address.rpartition("/")[2], shard.line
+    for found in LINES_AND_ENDS.finditer(shard.content or b""):  # skips runs of empty lines at once
         line = found[0]
         if line.startswith(b"\n"):
             number += len(line)
@@ -171,7 +166,7 @@ def _of_lines(source: Input, piece: InputShard, text_key: str, count: Count) -> 
 
 
 def _text_of(row: Any, text_key: str) -> tuple[str, str]:
-    """The text of a row, and what is wrong with it."""
+    """Returns the text of a row, and what is wrong with the row."""
     if not isinstance(row, dict):
         return "", "is no object"
     if text_key not in row:
@@ -225,16 +220,16 @@ def _of_files(sources: Sequence[Input], count: Count) -> Iterator[Found]:
         yield Found(source.address.rpartition("/")[2], text)
 
 
-# Inputs cut into pieces of work, in order, from any place on: what a killed run goes on with.
+# Shards of inputs, in order and from any position on, so that a killed run can continue
 
 
-LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds all of one, several times over
-PIECE = 2 << 20  # bytes of text
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
+SHARD_BYTES = 2 << 20  # bytes of text of a shard
 READ = 1 << 20
 
 
 class InputPosition(NamedTuple):
-    """Where a piece begins: number of the input; byte of its content, or row group; line."""
+    """The begin of a shard: number of the input; byte of its content or row group; line."""
 
     file: int = 0
     at: int = 0
@@ -245,29 +240,31 @@ FIRST = InputPosition()
 
 
 class InputShard(NamedTuple):
-    """Work for one process. Lines come as they are; of other files it reads its part itself.
+    """Work for one process, which gets lines as bytes and reads other files itself.
 
-    number: of the first input. content: whole lines of it, the first of them line `line` (from
-    1). group: a row group of it. count: inputs that are a document each.
+    number: of the first input. content: whole lines, the first of them line `line` (from 1). group:
+    a row group. files: inputs that are one document each.
     """
 
     number: int
     content: bytes | None = None
     line: int = 1
     group: int = 0
-    count: int = 1
+    files: int = 1
 
 
 class Cut(NamedTuple):
-    """A piece, the place behind it, and the bytes of all inputs up to there, as stored."""
+    """A shard, the position after it, and the bytes of all inputs up to there, as stored."""
 
-    piece: InputShard
+    shard: InputShard
     after: InputPosition
     read: int
 
 
-def cut(inputs: Sequence[Input], start: InputPosition = FIRST, size: int = PIECE) -> Iterator[Cut]:
-    """The pieces from `start` on, each of about `size` bytes of text; none is cut in a document.
+def cut(
+    inputs: Sequence[Input], start: InputPosition = FIRST, size: int = SHARD_BYTES
+) -> Iterator[Cut]:
+    """Yields the shards from `start` on, of about `size` bytes of text and whole documents.
 
     Raises UserError for an input that cannot be read.
     """
@@ -281,8 +278,8 @@ def cut(inputs: Sequence[Input], start: InputPosition = FIRST, size: int = PIECE
             before, number = before + each.size, number + 1
         elif each.kind == PARQUET:
             for group in range(place.at, row_groups(each)):
-                piece = InputShard(number, group=group)
-                yield Cut(piece, InputPosition(number, group + 1), before)
+                shard = InputShard(number, group=group)
+                yield Cut(shard, InputPosition(number, group + 1), before)
             before, number = before + each.size, number + 1
         else:
             count, held = 0, 0
@@ -291,7 +288,7 @@ def cut(inputs: Sequence[Input], start: InputPosition = FIRST, size: int = PIECE
                     break
                 count, held = count + 1, held + other.size
             before, number = before + held, number + count
-            yield Cut(InputShard(number - count, count=count), InputPosition(number), before)
+            yield Cut(InputShard(number - count, files=count), InputPosition(number), before)
         place = InputPosition(number)
 
 
@@ -306,15 +303,15 @@ def _lines(inputs: Sequence[Input], place: InputPosition, before: int, size: int
             if not block:
                 return
             at += len(block)
-            piece = InputShard(number, block, line)
+            shard = InputShard(number, block, line)
             line += block.count(b"\n")
             yield Cut(
-                piece, InputPosition(number, at, line), before + min(source.size, file.tell())
+                shard, InputPosition(number, at, line), before + min(source.size, file.tell())
             )
 
 
 def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tuple[bytes, bytes]:
-    """Some `size` bytes of whole lines that begin with `rest`, and what was read of the next."""
+    """Returns about `size` bytes of whole lines starting with `rest`, and the rest after them."""
     parts, held, end = [rest], len(rest), rest.rfind(b"\n")
     while held < size or end < 0:
         if held > LARGEST_DOCUMENT:
@@ -322,7 +319,7 @@ def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tu
                 f"input={show(source.address)} has a line of more than {LARGEST_DOCUMENT:,} bytes: "
                 "cut it into documents"
             )
-        # By doubling, where pieces are small; not beyond, or twice the largest would be held.
+        # Doubles small reads; a limit, as twice the largest document would be held otherwise.
         block = content.read(max(size, min(held, READ)))
         if not block:
             return b"".join(parts), b""
@@ -335,7 +332,7 @@ def _whole_lines(source: Input, content: BinaryIO, rest: bytes, size: int) -> tu
 
 
 def _skip(content: BinaryIO, count: int, seekable: bool) -> None:
-    """To byte `count`. Raises EOFError if there are fewer."""
+    """Skips `count` bytes. Raises EOFError if there are fewer."""
     if seekable:
         content.seek(count)
         return
@@ -347,14 +344,14 @@ def _skip(content: BinaryIO, count: int, seekable: bool) -> None:
 
 
 def row_groups(source: Input) -> int:
-    """How many row groups a parquet file has. Raises UserError."""
+    """Counts the row groups of a parquet file. Raises UserError."""
     parquet = pyarrow_parquet(source)
     with of_input(source.address), opened(source) as (content, _):
         return parquet.ParquetFile(content).num_row_groups
 
 
 def pyarrow_parquet(source: Input) -> Any:
-    """The module that reads parquet. Raises UserError where it is not installed."""
+    """Imports the module that reads parquet. Raises UserError without it."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -365,10 +362,8 @@ def pyarrow_parquet(source: Input) -> Any:
     return pyarrow.parquet
 
 
-# Which files hold the documents: found by fsspec, here or at any address that it knows.
-#
-# Nothing is opened here. Items keep the order in which they are given, files below an item that of
-# their names, so that the same line makes the same corpus on any machine.
+# Finding the files by fsspec, without opening them. Items keep their order, files below an item are
+# sorted by name, so the same line makes the same corpus on any machine.
 
 
 STAMPS = ("mtime", "ETag", "etag", "Last-Modified", "LastModified", "last_modified")
@@ -377,22 +372,20 @@ HOW = "give files, folders, globs or addresses, joined by commas"
 
 @dataclass(frozen=True)
 class Input:
-    """A file. `address` opens it by fsspec; `kind` is one of KINDS, `packed` "", ".gz" or ".zst".
-
-    `stamp` is what tells one state of it from another: a time, an ETag.
-    """
+    """A file. `address` is for fsspec; `kind` is one of KINDS, `packed` "", ".gz" or ".zst";
+    `stamp` identifies its state: a time or an ETag."""
 
     address: str
     kind: str
     packed: str
-    size: int  # bytes, as it is stored
+    size: int  # bytes as stored
     stamp: str
 
 
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
-    """The files of `input=…`, each once. `kind`: of all of them; None: by their names.
+    """Returns the files of `input=…`, each once. `kind`: of all; None: by their names.
 
-    Raises UserError for what is not there, cannot be listed or holds no files.
+    Raises UserError for what is missing, cannot be listed or holds no files.
     """
     items = [given] if _is_one(given) else [item.strip() for item in given.split(",")]
     if not all(items):
@@ -407,25 +400,25 @@ def find_inputs(given: str, kind: str | None = None) -> list[Input]:
 
 
 def digest_of(inputs: list[Input]) -> str:
-    """Equal for the same files in the same order and state."""
+    """Returns a digest of files, order and state."""
     rows = [[each.address, each.kind, each.size, each.stamp] for each in inputs]
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager
 def of_input(address: str, key: str = "input") -> Iterator[None]:
-    """What fails inside is the user's to know in one sentence, whichever file system says it."""
+    """Turns what fails inside into a UserError of one sentence."""
     try:
         yield
     except (UserError, KeyboardInterrupt, MemoryError):
         raise
-    except Exception as error:  # each file system of fsspec has errors of its own
+    except Exception as error:  # fsspec's file systems raise errors of their own
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(f"{key}={show(address)} cannot be read ({plain(why)}): {HOW}") from None
 
 
 def _is_one(given: str) -> bool:
-    """Whether a name that holds a comma is there as it stands."""
+    """Returns whether a name that may hold commas exists literally."""
     return "://" not in given and os.path.lexists(os.path.expanduser(given))
 
 
@@ -452,7 +445,7 @@ def _inputs_of(item: str, kind: str | None) -> list[Input]:
 
 
 def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
-    """The files that match, and those below the folders that do."""
+    """Returns matching files, and all files below matching folders."""
     found: dict[str, dict[str, Any]] = {}
     for name, info in files.glob(pattern, detail=True).items():
         found |= files.find(name, detail=True) if info["type"] == "directory" else {name: info}
@@ -479,7 +472,7 @@ def _near(files: AbstractFileSystem, path: str) -> str:
     folder, name = os.path.split(path.rstrip("/"))
     try:
         there = [os.path.basename(each) for each in files.ls(folder, detail=False)]
-    except Exception:  # what cannot be listed has no suggestion to offer
+    except Exception:  # a folder that cannot be listed gives no suggestion
         there = []
     close = nearest(name, there)
     return f"; the nearest in {folder} is {close}" if close else f": {HOW}"

@@ -1,7 +1,7 @@
-"""A corpus that is being made: its files, and how far they are to be trusted after a kill.
+"""Writes a corpus so that a killed run can continue it.
 
-<to>.partial/tokens, lengths   grow; journal.json says how much of them is flushed, and from
-                               which place of the inputs to go on: what is behind is cut off
+`<to>.partial/` holds tokens and lengths, which grow, and journal.json with how much of them is
+flushed and the position of the inputs after that; a new start cuts off the rest.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from parallel3d.data.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer
 from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded, replace_durably
 
-# Between two flushes, which is what a kill may cost: bytes of tokens, and seconds.
-FLUSHED, FLUSHED_S = 64 << 20, 10
+# Bytes of tokens and seconds between flushes: what a kill may cost.
+FLUSH_BYTES, FLUSH_S = 64 << 20, 10
 JOURNAL = "journal.json"
 READ = 4 << 20
-ENDS = (".tokenizer", ".json", ".bin", ".idx")  # the index comes last: with it the pair is whole
+ENDS = (".tokenizer", ".json", ".bin", ".idx")  # in writing order: the index completes the pair
 
 
 @dataclass
 class JournalEntry:
-    """What is in the files: `place` is behind it, `read` the inputs' bytes up to there."""
+    """The flushed state: `place` after the written documents, `read` bytes of inputs before it."""
 
     place: InputPosition = FIRST
     read: int = 0
     documents: int = 0
     tokens: int = 0
     count: Count = field(default_factory=Count)
-    complete: bool = False  # all files are made, and only want their names
+    complete: bool = False  # all files are written and only need renaming
 
 
 class Journal:
-    """The files of one corpus in the making. `job`: what it is made of, name → value."""
+    """The files of a corpus in progress. `job`: its inputs, name → value."""
 
-    def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flushed: int) -> None:
-        self.to, self.job, self.dtype, self.flushed = to, job, np.dtype(dtype), flushed
+    def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flush_bytes: int) -> None:
+        self.to, self.job, self.dtype, self.flush_bytes = to, job, np.dtype(dtype), flush_bytes
         self.folder = to.with_name(f"{to.name}.partial")
         self.done = JournalEntry()
         self.digest = hashlib.blake2b(digest_size=16)
@@ -60,13 +60,13 @@ class Journal:
 
     @staticmethod
     def begun(to: Path) -> bool:
-        """Whether there is something to go on with."""
+        """Returns whether an earlier start can be continued."""
         return (to.with_name(f"{to.name}.partial") / JOURNAL).exists()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Journal]:
-        """The files, open behind what is done. Raises UserError if another process has them, if
-        they are of another job, or if the corpus is there; OSError."""
+        """Locks and opens the files, cut to the flushed part. Raises OSError, and UserError if
+        another process or job has them, or if the corpus exists."""
         if not (self.folder / JOURNAL).exists():
             check_free(self.to)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Journal:
                 with self._files():
                     yield self
             finally:
-                if not (self.folder / JOURNAL).exists():  # nothing to go on with
+                if not (self.folder / JOURNAL).exists():  # nothing to continue
                     shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             os.close(lock)
@@ -102,7 +102,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Adds the folder to what the system refuses: a write's own error names no file."""
+        """Adds the folder's name to errors of writes, which name no file."""
         try:
             yield
         except OSError as error:
@@ -113,7 +113,7 @@ class Journal:
     def add(
         self, tokens: bytes, lengths: bytes, count: Count, place: InputPosition, read: int
     ) -> None:
-        """The documents of a piece, which ends at `place`; flushes now and then. OSError."""
+        """Adds the documents of a shard that ends at `place`; may flush. Raises OSError."""
         with self._named():
             self._tokens.write(tokens)
             self._lengths.write(lengths)
@@ -127,11 +127,11 @@ class Journal:
             tokens=self.done.tokens + len(tokens) // self.dtype.itemsize,
         )
         self._unflushed += len(tokens) + 1
-        if self._unflushed > self.flushed or time.monotonic() - self._flushed_at > FLUSHED_S:
+        if self._unflushed > self.flush_bytes or time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """What was added is done, whatever comes."""
+        """Flushes all files, then records their sizes in the journal."""
         with self._named():
             for file in (self._tokens, self._lengths):
                 file.flush()
@@ -140,7 +140,8 @@ class Journal:
         self._unflushed, self._flushed_at = 0, time.monotonic()
 
     def finish(self, tokenizer: Tokenizer) -> CorpusFacts:
-        """The corpus in its place, its index last. Raises OSError; then the next try goes on."""
+        """Renames the complete corpus to its place, the index last. After an OSError a new start
+        continues."""
         if not self.done.complete:
             self.flush()
             with self._named():
@@ -156,7 +157,7 @@ class Journal:
         return facts
 
     def _part(self, end: str) -> Path:
-        """The file that becomes `<to><end>`; the .json is kept until all is done."""
+        """Returns the file that becomes `<to><end>`; the .json stays until the end."""
         names = {".bin": "tokens", ".idx": "index", ".json": "facts.json", ".tokenizer": "cut"}
         here = self.folder / names[end]
         if end == ".json" and not here.exists():
@@ -164,7 +165,7 @@ class Journal:
         return here
 
     def _make_beside(self, tokenizer: Tokenizer) -> None:
-        """Index, facts and tokenizer, in the folder, before any of them has its name."""
+        """Writes index, facts and tokenizer into the folder."""
         for name in ("index", "facts.json"):
             (self.folder / name).unlink(missing_ok=True)
         lengths = self.folder / "lengths"
@@ -191,7 +192,7 @@ class Journal:
         replace_durably(self.folder / JOURNAL, content.encode())
 
     def _resume(self) -> None:
-        """Reads how far an earlier start came. Raises UserError for another job's files."""
+        """Reads the state of an earlier start. Raises UserError for another job's files."""
         path = self.folder / JOURNAL
         try:
             content = parse_json(read_bounded(path, 1 << 24))
@@ -213,7 +214,7 @@ class Journal:
             )
 
     def _opened(self, name: str, size: int) -> Any:
-        """A file to write from byte `size` on, where it is cut. UserError if it is shorter."""
+        """Opens a file, cut to `size` bytes, for appending. Raises UserError if it is shorter."""
         path = self.folder / name
         file = open(path, "a+b", opener=no_link)  # noqa: SIM115  the caller closes it
         if os.fstat(file.fileno()).st_size < size:
@@ -229,7 +230,7 @@ class Journal:
 
 
 def check_free(to: Path) -> None:
-    """Raises UserError if there is a corpus at `to`, or a part of one: nothing is written over."""
+    """Raises UserError if any file of a corpus at `to` exists: nothing is overwritten."""
     there = [f"{to}{end}" for end in ENDS if os.path.lexists(f"{to}{end}")]
     if there:
         raise UserError(

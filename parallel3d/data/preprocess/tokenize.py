@@ -1,8 +1,4 @@
-"""Processes that each do a piece of work when they have nothing to do; results come in order.
-
-A process is sent its next piece only when it waits for one: neither side ever writes into a full
-pipe whose reader writes itself.
-"""
+"""Trains tokenizers, and tokenizes text into corpora by several processes."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +17,7 @@ import numpy as np
 
 from parallel3d.data.indexed import token_type
 from parallel3d.data.preprocess.inputs import (
-    PIECE,
+    SHARD_BYTES,
     Count,
     Cut,
     Found,
@@ -30,13 +27,13 @@ from parallel3d.data.preprocess.inputs import (
     digest_of,
     documents,
 )
-from parallel3d.data.preprocess.journal import FLUSHED, Journal, JournalEntry
+from parallel3d.data.preprocess.journal import FLUSH_BYTES, Journal, JournalEntry
 from parallel3d.data.text_files import CorpusFacts
 from parallel3d.data.tokenizer import FileTokenizer, Unencodable, open_tokenizer
 from parallel3d.errors import UserError
 from parallel3d.host.processes import die_with_parent
 
-AHEAD = 2  # results for each process that wait for an earlier one
+AHEAD = 2  # finished results per process that may wait for an earlier one
 LOST = (
     "a process that makes tokens was ended from outside, perhaps as memory ran out: type the line "
     "again to go on, with fewer workers= if memory is short"
@@ -44,21 +41,23 @@ LOST = (
 
 
 class Pool:
-    """`workers` processes, each with a `make(*arguments)` of its own, which does the work.
+    """`workers` processes, each of which calls its own `make(*arguments)` for each task.
 
-    Started by spawn: forked, a library's threads could be caught holding a lock.
+    A process is sent its next task only when it waits for one, so neither side writes into a full
+    pipe whose reader is writing. Processes are spawned: forked, a library's threads could hold a
+    lock forever.
     """
 
     def __init__(self, workers: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any):
         context = get_context("spawn")
-        self.workers = {}
+        self.workers: dict[Connection, SpawnProcess] = {}
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, os.getpid(), make, arguments), daemon=True
             )
             process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # the pipe ends with the process
             self.workers[ours] = process
 
     def __enter__(self) -> Self:
@@ -70,12 +69,13 @@ class Pool:
             process.terminate()
             process.join()
 
-    def in_order(self, pieces: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """(name, result) for each (name, piece of work), in their order.
+    def in_order(self, tasks: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yields (name, result) for each (name, task), in their order.
 
-        Raises UserError that a piece raised, and for a process that is gone.
+        Raises the UserError of a task, or one for a process that is gone.
         """
-        idle, busy = list(self.workers), {}
+        idle: list[Connection] = list(self.workers)
+        busy: dict[Connection, int] = {}
         names: dict[int, Any] = {}
         results: dict[int, Any] = {}
         given = taken = 0
@@ -83,7 +83,7 @@ class Pool:
         while more or taken < given:
             while more and idle and given - taken < (1 + AHEAD) * len(self.workers):
                 try:
-                    names[given], work = next(pieces)
+                    names[given], work = next(tasks)
                 except StopIteration:
                     more = False
                     break
@@ -93,12 +93,13 @@ class Pool:
             while taken in results:
                 yield names.pop(taken), results.pop(taken)
                 taken += 1
-            for pipe in wait(list(busy)) if busy else ():
-                result = _talk(pipe.recv)
+            for ready in wait(list(busy)) if busy else ():
+                assert isinstance(ready, Connection)
+                result = _talk(ready.recv)
                 if isinstance(result, Exception):
                     raise result
-                results[busy.pop(pipe)] = result
-                idle.append(pipe)
+                results[busy.pop(ready)] = result
+                idle.append(ready)
 
 
 def _talk(how: Callable[..., Any], *what: Any) -> Any:
@@ -111,34 +112,35 @@ def _talk(how: Callable[..., Any], *what: Any) -> Any:
 def _serve(
     pipe: Connection, parent: int, make: Callable[..., Callable[[Any], Any]], arguments: Any
 ) -> None:
-    """A process: it ends with its parent, whatever ends that, and leaves signals to it."""
+    """Runs a worker process, which ends with its parent and leaves signals to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    failed, work = None, None
+    failed: UserError | None = None
+    work: Callable[[Any], Any] | None = None
     try:
         work = make(*arguments)
     except UserError as error:
         failed = error
     while True:
         try:
-            piece = pipe.recv()
+            task = pipe.recv()
         except EOFError:
             return
         try:
-            result = failed or work(piece)
+            result = failed if work is None else work(task)
         except (UserError, MemoryError) as error:
             result = UserError(LOST) if isinstance(error, MemoryError) else error
         pipe.send(result)
 
 
-# A tokenizer trained on text: byte-level BPE, whose only special token parts documents.
+# Training of a tokenizer: byte-level BPE with one special token, which separates documents
 #
-# Source: R. Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", ACL
-# 2016; over bytes and GPT-2's words as in A. Radford et al., "Language Models are Unsupervised
-# Multitask Learners", 2019, §2.2. Trained by Hugging Face's `tokenizers`, on all cores.
+# Sources: R. Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", ACL
+# 2016; bytes and GPT-2's words as in A. Radford et al., "Language Models are Unsupervised Multitask
+# Learners", 2019, §2.2.
 
 
 END = "<|endoftext|>"
@@ -150,11 +152,11 @@ def train_tokenizer(
     text_key: str,
     progress: Callable[[int, Count], None],
 ) -> tuple[bytes, Count]:
-    """The content of a tokenizer.json of at most `vocab_size` tokens, and what it was trained on.
+    """Trains a tokenizer; returns a tokenizer.json of at most `vocab_size` tokens, and its rows.
 
-    `progress` is told the bytes of the inputs that are read, and what came of them. The tokenizer
-    itself puts END before a prompt, as in training every text but the first follows one. Raises
-    UserError for inputs that cannot be read or hold no text.
+    `progress` gets the bytes of the inputs that were read, and the counts so far. The tokenizer
+    puts END before a prompt, as in training every text but the first follows one. Raises UserError
+    for inputs that cannot be read or hold no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -190,29 +192,25 @@ def _texts(
 ) -> Iterator[str]:
     for each in cut(inputs):
         here = Count()
-        for found in documents(inputs, each.piece, text_key, here):
+        for found in documents(inputs, each.shard, text_key, here):
             yield found.text
         count.add(here)
         progress(each.read, count)
 
 
-# Text into a corpus, on as many processes as are wanted: the same bytes with any number of them.
-#
-# One process cuts the inputs and writes; others make tokens of a piece each. Pieces are written in
-# their order, at most a few wait: memory does not grow with the inputs.
+# Tokenizing into a corpus, whose bytes do not depend on the number of processes. One process splits
+# the inputs and writes the results in order; a bounded number waits, so memory does not grow.
 
 
 VERSION = 1
-AT_ONCE = 256 << 10  # characters that a tokenizer is given at a time: it needs many times as much
-JUDGED = 1000  # rows, before which no share of bad ones is judged
+AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
+JUDGED = 1000  # rows before the share of bad ones is checked
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """What is to be made. bad: the largest share of rows that may hold no document.
-
-    tokenizer: what `open_tokenizer` takes. workers: processes; 0: none but this one.
-    """
+    """A corpus to make. bad: the largest allowed share of rows without a document. tokenizer: for
+    `open_tokenizer`. workers: processes; 0: only this one."""
 
     inputs: tuple[Input, ...]
     tokenizer: str
@@ -220,41 +218,41 @@ class PreprocessJob:
     text_key: str = "text"
     bad: float = 0.01
     workers: int = 1
-    piece: int = PIECE
-    flushed: int = FLUSHED
+    shard_bytes: int = SHARD_BYTES
+    flush_bytes: int = FLUSH_BYTES
 
 
 class Made(NamedTuple):
-    """A piece's documents: tokens as the corpus stores them, lengths int32."""
+    """A shard's documents: tokens as the corpus stores them, lengths int32."""
 
     tokens: bytes
     lengths: bytes
-    count: Count
+    rows: Count
 
 
 class Cutter:
-    """Makes tokens of pieces, in whichever process."""
+    """Tokenizes shards, in any process."""
 
     def __init__(self, job: PreprocessJob, digest: str | None = None) -> None:
-        """Raises UserError if the tokenizer has not the `digest` that it had."""
+        """Raises UserError if the tokenizer's digest is no longer `digest`."""
         self.job = job
         self.tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
         if digest not in (None, self.tokenizer.digest):
             raise UserError(f"tokenizer={job.tokenizer} was changed while it was in use")
         self.dtype = token_type(self.tokenizer.vocab_size)
 
-    def __call__(self, piece: InputShard) -> Made:
-        """The tokens of its documents, each with its end of text."""
+    def __call__(self, shard: InputShard) -> Made:
+        """Returns the tokens of a shard's documents, each with an end-of-text."""
         count, parts, lengths = Count(), [], []
         end = np.array([self.tokenizer.eot], dtype=self.dtype).tobytes()
-        for some in _batches(documents(self.job.inputs, piece, self.job.text_key, count)):
+        for some in _batches(documents(self.job.inputs, shard, self.job.text_key, count)):
             for tokens in self._encoded(some, count):
                 parts += [tokens.astype(self.dtype, copy=False).tobytes(), end]
                 lengths.append(tokens.size + 1)
         return Made(b"".join(parts), np.array(lengths, dtype="<i4").tobytes(), count)
 
     def _encoded(self, some: list[Found], count: Count) -> list[np.ndarray]:
-        """The tokens of documents; one that the tokenizer breaks off on is a bad row."""
+        """Tokenizes documents; one that the tokenizer cannot encode is a bad row."""
         if not isinstance(self.tokenizer, FileTokenizer):
             return [self.tokenizer.encode(each.text.encode()) for each in some]
         try:
@@ -272,20 +270,20 @@ class Cutter:
 def tokenize(
     job: PreprocessJob, progress: Callable[[JournalEntry], None]
 ) -> tuple[CorpusFacts, JournalEntry]:
-    """Makes the corpus, or goes on with one that was begun. `progress` is told after each piece.
+    """Makes a corpus, or continues one. Calls `progress` after each shard.
 
-    Raises UserError: inputs or a tokenizer that cannot be used, too many bad rows, a corpus that is
-    there. What is done so far then stays for the next start, and so it does after a kill.
+    Raises UserError for unusable inputs or tokenizer, too many bad rows, or an existing corpus. The
+    work so far stays for the next start, as it does after a kill.
     """
     cutter = Cutter(job)
     made_of = {"version": VERSION, "tokenizer": cutter.tokenizer.digest, "text_key": job.text_key}
     made_of["input"] = digest_of(list(job.inputs))
-    journal = Journal(job.to, made_of, cutter.dtype, job.flushed)
+    journal = Journal(job.to, made_of, cutter.dtype, job.flush_bytes)
     with journal.held():
         if not journal.done.complete:
             progress(journal.done)
-            pieces = cut(job.inputs, journal.done.place, job.piece)
-            with _made(cutter, pieces) as made:
+            shards = cut(job.inputs, journal.done.place, job.shard_bytes)
+            with _made(cutter, shards) as made:
                 for each, result in made:
                     journal.add(*result, each.after, each.read)
                     _judge(journal.done, job.bad, least=JUDGED)
@@ -297,7 +295,7 @@ def tokenize(
 
 
 def _judge(done: JournalEntry, most: float, least: int) -> None:
-    """Raises UserError where more than a share `most` of at least `least` rows is bad."""
+    """Raises UserError if more than a share `most` of at least `least` rows is bad."""
     count = done.count
     if count.rows >= least and count.bad > most * count.rows:
         raise UserError(
@@ -320,12 +318,12 @@ def _batches(found: Iterator[Found]) -> Iterator[list[Found]]:
 
 
 @contextmanager
-def _made(cutter: Cutter, pieces: Iterator[Cut]) -> Iterator[Iterator[tuple[Cut, Made]]]:
-    """What becomes of the pieces, in their order, of several processes if they are wanted."""
+def _made(cutter: Cutter, shards: Iterator[Cut]) -> Iterator[Iterator[tuple[Cut, Made]]]:
+    """Yields the results of the shards in order, from several processes if there are workers."""
     job = cutter.job
     if not job.workers:
-        yield ((each, cutter(each.piece)) for each in pieces)
+        yield ((each, cutter(each.shard)) for each in shards)
         return
     with Pool(job.workers, Cutter, job, cutter.tokenizer.digest) as pool:
-        # Its content is on its way to a process: here only its place is of use any more.
-        yield pool.in_order((c._replace(piece=InputShard(c.piece.number)), c.piece) for c in pieces)
+        # The content travels with the task; only its number stays here.
+        yield pool.in_order((c._replace(shard=InputShard(c.shard.number)), c.shard) for c in shards)
