@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, is_ours, no_link, others_may_write, read_into
 
 Report = Callable[[str], None]
+T = TypeVar("T")
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PAUSE_S = 0.02
@@ -156,24 +157,65 @@ def cached_tokens(
     """
     path = folder / f"{cache_key(documents, tokenizer)}.tokens"
     count = token_count(documents)
+
+    def build() -> None:
+        with new_file(path) as file:
+            size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
+            report(f"building the token cache: {size} of text")
+            _write(file, documents, tokenizer)
+
+    return load_or_build(path, lambda: _load(path, count, report), build, report)
+
+
+def load_or_build(
+    path: Path,
+    load: Callable[[], T | None],
+    build: Callable[[], None],
+    report: Report,
+    leftovers: str = "{}.*.tmp",
+    written: str = "what",
+) -> T:
+    """Returns what `load` finds at `path`, after `build` if it finds None.
+
+    One process builds while others wait. `leftovers`: a glob of temporary files of builders that
+    died. Raises UserError if the folder cannot be used.
+    """
+    folder = path.parent
     try:
         check_owner(folder)
-        cached = _load(path, count, report)
-        if cached is None:
+        found = load()
+        if found is None:
             # Private, as the text may be. An existing folder keeps the permissions its user chose.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with build_lock(path.with_suffix(".lock"), report) as locked:
-                cached = _load(path, count, report)  # another process may just have built it
-                if cached is None:
+                found = load()  # another process may just have built it
+                if found is None:
                     if locked:  # without a lock they may belong to a live builder
-                        _remove_leftovers(path)
-                    _build(path, documents, tokenizer, report)
-                    cached = _load(path, count, report)
+                        for leftover in folder.glob(leftovers.format(path.stem)):
+                            leftover.unlink(missing_ok=True)
+                    build()
+                    found = load()
     except OSError as error:
         raise unusable(folder, error.strerror or str(error)) from error
-    if cached is None:
-        raise unusable(folder, "what was written there reads back damaged")
-    return cached
+    if found is None:
+        raise unusable(folder, f"{written} was written there reads back damaged")
+    return found
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file; flushes and renames it to `path` after the block, or removes it."""
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)
+    try:
+        with os.fdopen(descriptor, "wb", buffering=_BLOCK) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # an interrupt must not leave gigabytes behind either
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
 
 
 def unusable(folder: Path, reason: str) -> UserError:
@@ -257,30 +299,6 @@ def _read_at(file: BinaryIO, size: int, at: int) -> bytes:
     """Reads bytes past the file object's buffer, as they are on disk now; fewer only at the end."""
     content = bytearray(size)
     return bytes(content[: read_into(file.fileno(), memoryview(content), at)])
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Removes the temporary files of builders that died."""
-    for leftover in path.parent.glob(f"{path.stem}.*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
-def _build(
-    path: Path, documents: Sequence[Document], tokenizer: ByteTokenizer, report: Report
-) -> None:
-    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)
-    try:
-        with os.fdopen(descriptor, "wb", buffering=_BLOCK) as file:
-            size = f"{len(documents)} documents, {sum(d.size for d in documents) / 1e6:.1f} MB"
-            report(f"building the token cache: {size} of text")
-            _write(file, documents, tokenizer)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:  # an interrupt must not leave gigabytes behind either
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
 
 
 def _write(file: BinaryIO, documents: Sequence[Document], tokenizer: ByteTokenizer) -> None:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -26,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data import cache
-from parallel3d.data.cache import Report, build_lock
+from parallel3d.data.cache import Report
 from parallel3d.data.sampler import Order, Sample
 from parallel3d.data.tokens import Tokens
 from parallel3d.data.watched import MAKE_ANEW, Proof, WatchedFile
-from parallel3d.files import flush_folder, no_link
+from parallel3d.files import no_link
 
 
 class Content(NamedTuple):
@@ -250,29 +249,14 @@ def plan_file(folder: Path, stream: str, capacity: int) -> Path:
 def kept_plan(
     path: Path, make: Callable[[], Pieces], capacity: int, report: Report, fit: Fit = best_fit
 ) -> PackingPlan:
-    """Returns the plan at `path`, built of `make`'s pieces if it is missing. Raises UserError.
-
-    One process builds while others wait.
-    """
-    folder = path.parent
-    try:
-        cache.check_owner(folder)
-        plan = _load(path, capacity, report)
-        if plan is None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with build_lock(path.with_suffix(".lock"), report) as locked:
-                plan = _load(path, capacity, report)  # another process may just have built it
-                if plan is None:
-                    if locked:  # without a lock they may belong to a live builder
-                        for leftover in folder.glob(f"{path.stem}.*.tmp"):
-                            leftover.unlink(missing_ok=True)
-                    _build(path, make(), capacity, report, fit)
-                    plan = _load(path, capacity, report)
-    except OSError as error:
-        raise cache.unusable(folder, error.strerror or str(error)) from error
-    if plan is None:
-        raise cache.unusable(folder, "the plan of packs that was written there reads back damaged")
-    return plan
+    """Returns the plan at `path`, built of `make`'s pieces if it is missing. Raises UserError."""
+    return cache.load_or_build(
+        path,
+        lambda: _load(path, capacity, report),
+        lambda: _build(path, make(), capacity, report, fit),
+        report,
+        written="the plan of packs that",
+    )
 
 
 def _build(path: Path, pieces: Pieces, capacity: int, report: Report, fit: Fit) -> None:
@@ -284,24 +268,15 @@ def _build(path: Path, pieces: Pieces, capacity: int, report: Report, fit: Fit) 
         pieces.lengths[packs.items].astype("<i4"),
     )
     digest = hashlib.blake2b(digest_size=16)
-    descriptor, temporary = tempfile.mkstemp(".tmp", f"{path.stem}.", path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(bytes(_BODY_AT))
-            for part in body:
-                file.write(part.data)
-                digest.update(part.data)
-            sizes = packs.first.size - 1, packs.items.size, int(pieces.lengths.sum()), pieces.cut
-            header = _HEADER.pack(_MAGIC, _VERSION, capacity, *sizes, digest.digest())
-            file.seek(0)
-            file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
+    with cache.new_file(path) as file:
+        file.write(bytes(_BODY_AT))
+        for part in body:
+            file.write(part.data)
+            digest.update(part.data)
+        sizes = packs.first.size - 1, packs.items.size, int(pieces.lengths.sum()), pieces.cut
+        header = _HEADER.pack(_MAGIC, _VERSION, capacity, *sizes, digest.digest())
+        file.seek(0)
+        file.write(header + _HEADER_CRC.pack(zlib.crc32(header)))
 
 
 def _load(path: Path, capacity: int, report: Report) -> PackingPlan | None:

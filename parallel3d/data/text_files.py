@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.data import cache
-from parallel3d.data.cache import Report, build_lock
+from parallel3d.data.cache import Report
 from parallel3d.data.indexed import IndexedCorpus, IndexedWriter, token_type
 from parallel3d.data.sources import Document
 from parallel3d.data.tokenizer import FileTokenizer, Unencodable
@@ -179,35 +179,20 @@ def cached_pair(
 def kept_pair(
     folder: Path, key: str, build: Callable[[Path], IndexedWriter], report: Report
 ) -> CachedPair:
-    """Returns the pair `key` in `folder`; `build`, given its path, writes it if it is missing.
-
-    One process builds while others wait.
-    """
+    """Returns the pair `key` in `folder`; `build`, given its path, writes it if it is missing."""
     path = folder / f"{key}.json"
-    try:
-        cache.check_owner(folder)
-        found = _load(path, report)
-        if found is None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with build_lock(path.with_suffix(".lock"), report) as locked:
-                found = _load(path, report)  # another process may just have built it
-                if found is None:
-                    if locked:  # without a lock they may belong to a live builder
-                        for leftover in folder.glob(f".{path.stem}.*.partial"):
-                            leftover.unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
-                    writer = build(path)
-                    facts = {"digest": writer.digest, "tokens": writer.tokens}
-                    facts["documents"] = writer.documents
-                    with open(path.with_suffix(".idx"), "rb") as index:
-                        facts["index"] = whole_digest(index)
-                    replace_durably(path, json.dumps(facts).encode())
-                    found = _load(path, report)
-    except OSError as error:
-        raise cache.unusable(folder, error.strerror or str(error)) from error
-    if found is None:
-        raise cache.unusable(folder, "what was written there reads back damaged")
-    return found
+
+    def make() -> None:
+        path.unlink(missing_ok=True)
+        writer = build(path)
+        facts = {"digest": writer.digest, "tokens": writer.tokens}
+        facts["documents"] = writer.documents
+        with open(path.with_suffix(".idx"), "rb") as index:
+            facts["index"] = whole_digest(index)
+        replace_durably(path, json.dumps(facts).encode())
+
+    load = lambda: _load(path, report)  # noqa: E731
+    return cache.load_or_build(path, load, make, report, leftovers=".{}.*.partial")
 
 
 def _load(path: Path, report: Report) -> CachedPair | None:

@@ -63,7 +63,7 @@ def test_ranks_with_other_tokenizers_for_the_same_tokens_are_refused(pool: Pool)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "dp": 1}, {"dp": 2}])
-def test_b2_ranks_with_other_text_are_refused_with_two_of_them(
+def test_ranks_with_other_text_are_refused_with_two_of_them(
     pool: Pool, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     text = b"abcdefgh" * 200

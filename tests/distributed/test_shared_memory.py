@@ -188,7 +188,7 @@ def links_of_the_memory(size: int) -> tuple[int, list[str]]:
     return max(names), [line.split("/", 1)[1] for line in maps if "parallel3d" in line]
 
 
-def test_c9_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> None:
+def test_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> None:
     for names, files in pool.run(2, links_of_the_memory, 2):
         assert names == 0
         assert files and all(name == "memfd:parallel3d (deleted)" for name in files)
@@ -204,7 +204,7 @@ def other_file(size: int) -> bool:
         shared_memory._attach = attach
 
 
-def test_c9_another_file_in_its_place_is_not_taken(pool: Pool) -> None:
+def test_another_file_in_its_place_is_not_taken(pool: Pool) -> None:
     assert pool.run(2, other_file, 2) == [True, True]
 
 
@@ -226,7 +226,7 @@ def wait_with_the_clock_set_back(size: int) -> float:
     return answer
 
 
-def test_d9_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
+def test_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
     assert pool.run(2, wait_with_the_clock_set_back, 2)[0] < 3
 
 

@@ -22,7 +22,7 @@ from tests.tools.failing_files import FailingFiles, Fault
 PAIRS = 50
 
 
-def test_b1_c2_d2_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
+def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     found = campaign(tmp_path, PAIRS, seed=3, say=print)
     assert found["wrong"] == []
     assert (found["tried"], found["pairs"] > 2000) == (PAIRS, True)
@@ -31,7 +31,7 @@ def test_b1_c2_d2_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
     assert {"open", "read", "write", "fsync", "rename", "close"} <= {k for _, k in found["calls"]}
 
 
-def test_b1_c2_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
+def test_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
     """What once set good checkpoints aside, or was said of a save that had succeeded."""
     with without_pauses():
         run = Run(tmp_path)
@@ -65,7 +65,7 @@ def save_and_be_refused(run_dir: Path) -> tuple[list[str], int, list[str]]:
     return refused, first_step, said
 
 
-def test_b1_one_rank_that_cannot_read_ends_all_alike_and_nothing_is_touched(
+def test_one_rank_that_cannot_read_ends_all_alike_and_nothing_is_touched(
     pool: Pool, tmp_path: Path
 ) -> None:
     answers = pool.run(2, save_and_be_refused, tmp_path)

@@ -144,7 +144,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @pytest.mark.parametrize("layout", ["pp=1", "pp=2"])
-def test_c7_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
+def test_a_lost_terminal_loses_nothing(shell: Shell, layout: str) -> None:
     train = words(shell, layout, LONG, "checkpoint.every=100000")
     ended = shell.run(PARALLEL3D[0], "-c", LINE_LOST, *PARALLEL3D, *train)
     assert ended.code == 0, ended
@@ -179,7 +179,7 @@ def test_a_run_outlives_output_that_cannot_be_written(shell: Shell, redirect: st
         assert "bytes of output were lost (No space left on device)" in ended.errors[-1]
 
 
-def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
+def test_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
     train = words(shell, "tp=2", LONG)
     agent = shell.start(*TORCHRUN, "--nproc-per-node=2", "-m", "parallel3d", *train)
     metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
@@ -199,7 +199,7 @@ def test_c8_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
         ("libtorch_python", "pp=2"),
     ],
 )
-def test_d8_an_interrupt_during_the_start_is_one_line(
+def test_an_interrupt_during_the_start_is_one_line(
     shell: Shell, library: str, layout: str
 ) -> None:
     """While our own modules are imported, before anything is made, and within torch's C++."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.at_once(2)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
-STOPPED = "stop:1:3"  # cannot say anything itself: test_c1_…
+STOPPED = "stop:1:3"  # cannot report itself: test_watchdog does
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "
     r"rank 0 waits in all_reduce \d+ of dp \(float64\[\]\) in train step 3, for \d+ s",
@@ -70,7 +70,7 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
 
 
 @pytest.mark.parametrize("way", ["launch.shared_memory=true", "launch.shared_memory=false"])
-def test_c1_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way: str) -> None:
+def test_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way: str) -> None:
     """What writes or reads in it waits for ever, as on a file system whose server has gone."""
     shell.environ = shell.failing(STOPPED)
     seconds = WATCHDOG_S * pace()  # a rank that is only slow must not be called a hang

@@ -21,7 +21,7 @@ from tests.pace import in_time
 pytestmark = pytest.mark.at_once(2)
 
 
-def test_a1_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
+def test_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
     words = ("verify", *TINY, *shell.text(), "tp=2", "verify.steps=2", "launch.shared_memory=false")
     with Watched(shell) as watched:
         # What a machine of several hosts has in its environment is not for a run of one.
@@ -32,7 +32,7 @@ def test_a1_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
     assert watched.seen
 
 
-def test_a1_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> None:
+def test_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> None:
     """One run that is looked at, asked for what its store holds, and then told to stop."""
     shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
     with Watched(shell) as watched:

@@ -127,7 +127,7 @@ def test_every_launcher_leaves_one_private_directory_with_the_same_files(
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a1_no_listener_of_a_local_run_is_off_the_loopback(runs: Folders) -> None:
+def test_no_listener_of_a_local_run_is_off_the_loopback(runs: Folders) -> None:
     assert runs.watched["local"].seen
     assert [watched.elsewhere for watched in runs.watched.values()] == [[], []]
 

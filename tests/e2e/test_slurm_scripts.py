@@ -77,7 +77,7 @@ def test_a_job_ends_with_its_ranks_and_its_logs_are_private(shell: Shell, tools:
 
 
 @pytest.mark.parametrize("whose", ["somebody else's", "everybody's", "a link"])
-def test_a2_a_folder_of_logs_that_others_may_write_is_refused(
+def test_a_folder_of_logs_that_others_may_write_is_refused(
     shell: Shell, tools: Path, whose: str
 ) -> None:
     logs = shell.cwd / "logs" / "5"
@@ -99,7 +99,7 @@ def test_a2_a_folder_of_logs_that_others_may_write_is_refused(
     assert calls(shell, "srun") == []
 
 
-def test_a2_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path) -> None:
+def test_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path) -> None:
     logs = shell.cwd / "logs" / "5"
     logs.mkdir(parents=True, mode=0o700)
     logs.chmod(0o700)
@@ -112,7 +112,7 @@ def test_a2_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Pa
     assert (logs / "starts").read_text() == "2 2 \n"
 
 
-def test_c5_a_preempted_job_is_queued_again_wherever_its_runs_are(
+def test_a_preempted_job_is_queued_again_wherever_its_runs_are(
     shell: Shell, tools: Path
 ) -> None:
     """Interpolated, with blanks, beyond the width at which YAML folds, with quotes."""
@@ -131,7 +131,7 @@ def test_c5_a_preempted_job_is_queued_again_wherever_its_runs_are(
     assert not [path for path in shell.cwd.iterdir() if path.name.startswith("$")]
 
 
-def test_c5_a_run_that_cannot_be_resolved_ends_before_any_rank(shell: Shell, tools: Path) -> None:
+def test_a_run_that_cannot_be_resolved_ends_before_any_rank(shell: Shell, tools: Path) -> None:
     ended = job(shell, tools, TRAIN, "run=${oc.env:NO_SUCH}", PARALLEL3D=REAL)
     assert ended.code == 2
     assert len(ended.errors) == 1
@@ -139,7 +139,7 @@ def test_c5_a_run_that_cannot_be_resolved_ends_before_any_rank(shell: Shell, too
     assert calls(shell, "srun") == []
 
 
-def test_c5_a_squeue_that_does_not_answer_is_said(shell: Shell, tools: Path) -> None:
+def test_a_squeue_that_does_not_answer_is_logged(shell: Shell, tools: Path) -> None:
     (tools / "squeue").write_text("#!/bin/bash\nexit 1\n")
     marker = str(shell.cwd / "runs" / "r" / "requeue")
     ended = job(shell, tools, TRAIN, "run=r", MARKER=marker)
@@ -147,7 +147,7 @@ def test_c5_a_squeue_that_does_not_answer_is_said(shell: Shell, tools: Path) -> 
     assert "squeue does not answer; scontrol requeue 5 queues the job again" in ended.err
 
 
-def test_d6_a_job_of_any_name_names_a_run(shell: Shell, tools: Path) -> None:
+def test_a_job_of_any_name_names_a_run(shell: Shell, tools: Path) -> None:
     name = "llama(1), 'a'=[b]/{c}$d é"
     marker = str(shell.cwd / "runs" / "llama_1____a___b___c__d__-5" / "requeue")
     environ = {"SLURM_JOB_NAME": name, "MARKER": marker, "LC_ALL": "C.UTF-8"}
@@ -178,7 +178,7 @@ def lines(shell: Shell, second: str) -> None:
     (shell.cwd / "runs.txt").write_text(f"# a sweep\nseed=1\n\n{second}\n")
 
 
-def test_c6_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Path) -> None:
+def test_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Path) -> None:
     folder = shell.scratch / "my dir" / "slurm"
     shutil.copytree(TRAIN.parent, folder)
     lines(shell, "seed=2 data.path='my books/*' \"logger.project=it's\"")
@@ -188,7 +188,7 @@ def test_c6_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Pat
     assert words_of_ranks(shell) == ["parallel3d", "train", *words]
 
 
-def test_c6_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path) -> None:
+def test_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path) -> None:
     lines(shell, "optim.lr=1e-3 data.path=/d/tom's.txt")
     ended = element(shell, tools, TRAIN.parent)
     assert (ended.code, calls(shell, "srun")) == (2, [])
@@ -199,7 +199,7 @@ def test_c6_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path)
 @pytest.mark.parametrize(
     "submitted", ["", "/nowhere/sweep.sbatch runs.txt", "wrapped/sweep.sbatch"]
 )
-def test_c6_no_other_train_sbatch_is_run(shell: Shell, tools: Path, submitted: str) -> None:
+def test_no_other_train_sbatch_is_run(shell: Shell, tools: Path, submitted: str) -> None:
     for folder in (shell.cwd, shell.cwd / "wrapped"):
         folder.mkdir(exist_ok=True)
         (folder / "train.sbatch").write_text("touch PLANTED\n")

@@ -67,7 +67,7 @@ def beside(*others: tuple) -> Callable[[object], list]:
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("call", ["open", "preadv", "listdir"])
-def test_b1_what_cannot_be_read_is_no_damage(
+def test_what_cannot_be_read_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float], number: int, call: str
 ) -> None:
     folder = make(tmp_path, 3)
@@ -84,7 +84,7 @@ def test_b1_what_cannot_be_read_is_no_damage(
     assert read_together(lambda: load(folder), alone) == (None, None)
 
 
-def test_b1_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
+def test_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
     answers = iter([OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "bad"), None])
 
     def read() -> str:
@@ -96,7 +96,7 @@ def test_b1_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
     assert pauses == [0.0, *restore.PAUSES_S[:2]]
 
 
-def test_b1_ranks_that_see_different_files_prove_nothing(
+def test_ranks_that_see_different_files_prove_nothing(
     tmp_path: Path, pauses: list[float]
 ) -> None:
     """A file that one rank misses is a stale view; one that all miss is lost."""
@@ -113,7 +113,7 @@ def test_b1_ranks_that_see_different_files_prove_nothing(
         read_together(lambda: load(folder), beside((3, "ESTALE", "b")))
 
 
-def test_b1_no_run_begins_anew_beside_damaged_checkpoints(
+def test_no_run_begins_anew_beside_damaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     assert names_of_all("mine", tmp_path, alone) == []
@@ -127,7 +127,7 @@ def test_b1_no_run_begins_anew_beside_damaged_checkpoints(
         names_of_all("mine", tmp_path, alone)
 
 
-def test_b1_a_checkpoint_that_only_another_rank_sees_is_looked_for(
+def test_a_checkpoint_that_only_another_rank_sees_is_looked_for(
     tmp_path: Path, pauses: list[float]
 ) -> None:
     words = iter([[[0, "", "a"], [0, "", "b"]], [[[], []], [["step-00000003"], []]]])
@@ -137,7 +137,7 @@ def test_b1_a_checkpoint_that_only_another_rank_sees_is_looked_for(
 
 
 @pytest.mark.parametrize("place", ["replace", "rmtree", "flush", "listing", "unlink"])
-def test_c2_a_save_has_succeeded_with_its_rename(
+def test_a_save_has_succeeded_with_its_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path, keep=1)
@@ -166,7 +166,7 @@ def test_c2_a_save_has_succeeded_with_its_rename(
     assert save(saver, 9) == Outcome(9)
 
 
-def test_c2_leftovers_that_stay_are_said_and_stop_no_start(
+def test_leftovers_that_stay_are_logged_and_stop_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path, 3).parent
@@ -183,7 +183,7 @@ def test_c2_leftovers_that_stay_are_said_and_stop_no_start(
     assert names(tmp_path) == [step_folder(3)]
 
 
-def test_c2_a_failed_save_of_the_same_step_leaves_the_one_there(
+def test_a_failed_save_of_the_same_step_leaves_the_one_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver, rename = one_rank(tmp_path), os.rename
@@ -200,7 +200,7 @@ def test_c2_a_failed_save_of_the_same_step_leaves_the_one_there(
     load(list_checkpoints(tmp_path)[0])
 
 
-def test_c2_a_checkpoint_that_made_way_in_vain_is_brought_back(
+def test_a_checkpoint_that_made_way_in_vain_is_brought_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed, or refused, between the two renames of a save of a step that is there."""
@@ -226,7 +226,7 @@ def test_c2_a_checkpoint_that_made_way_in_vain_is_brought_back(
     assert names(tmp_path) == ["latest", step_folder(3)]
 
 
-def test_c3_a_full_disk_costs_a_checkpoint_and_is_one_line(
+def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where not even what was half written can be removed; the next try is not in its way."""
@@ -247,7 +247,7 @@ def started(run_dir: Path, session: str) -> tuple[Saver, list[str]]:
     return Saver(run_dir, CheckpointConfig(), 0, 1, session, 5, claim), said
 
 
-def test_c10_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
+def test_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
@@ -263,7 +263,7 @@ def test_c10_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
     assert {step_folder(3), step_folder(6)} == {p.name for p in list_checkpoints(tmp_path)}
 
 
-def test_c10_without_locks_a_second_start_before_a_first_checkpoint_is_said(
+def test_without_locks_a_second_start_before_a_first_checkpoint_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest start has the run, whoever of the two saves first."""
@@ -291,7 +291,7 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
         first._parts_of_others(of_this_save)
 
 
-def test_c10_with_locks_nothing_is_said_and_a_claim_that_fails_stops_nobody(
+def test_with_locks_nothing_is_logged_and_a_claim_that_fails_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = started(tmp_path, "a")
@@ -306,7 +306,7 @@ def test_c10_with_locks_nothing_is_said_and_a_claim_that_fails_stops_nobody(
         Claim(tmp_path, "late").check()  # it saw no folder when it started
 
 
-def test_d12_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         saver, _ = started(tmp_path, "a")

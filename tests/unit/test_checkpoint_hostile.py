@@ -111,7 +111,7 @@ MANIFESTS: dict[str, Callable[[dict], Any]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_d2_manifest_that_proves_itself_and_makes_no_sense(tmp_path: Path, name: str) -> None:
+def test_manifest_that_proves_itself_and_makes_no_sense(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, 3)
     replant(folder, MANIFESTS[name])
     with pytest.raises(DamagedCheckpoint) as refused:
@@ -120,7 +120,7 @@ def test_d2_manifest_that_proves_itself_and_makes_no_sense(tmp_path: Path, name:
     assert sentence.isprintable() and len(sentence) < 500, sentence
 
 
-def test_d2_manifest_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
+def test_manifest_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     (path,) = folder.glob("manifest-*")
     os.truncate(path, 1 << 30)
@@ -182,7 +182,7 @@ HEADERS: dict[str, Callable[[dict, dict], Any]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_d2_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: str) -> None:
+def test_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, 3)
     plant(folder, HEADERS[name])
     for look in (load, storage.read_whole, storage.verify_checkpoint):
@@ -191,7 +191,7 @@ def test_d2_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: st
         assert str(refused.value).isprintable()
 
 
-def test_d2_export_of_a_configuration_that_makes_no_sense(
+def test_export_of_a_configuration_that_makes_no_sense(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def test_d2_export_of_a_configuration_that_makes_no_sense(
             checkpoint(["export", "run=mine", "to=there"])
 
 
-def test_d3_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     for path in list(folder.iterdir()):
         content = path.read_bytes()
@@ -262,7 +262,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_si
         json.dumps({"model_type": "llama", "rope_scaling": [1]}),
     ],
 )
-def test_d2_hf_configuration_that_makes_no_sense(tmp_path: Path, config: str) -> None:
+def test_hf_configuration_that_makes_no_sense(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(UserError) as refused:
         read_hf_config(tmp_path)
@@ -272,13 +272,13 @@ def test_d2_hf_configuration_that_makes_no_sense(tmp_path: Path, config: str) ->
 @pytest.mark.parametrize(
     "index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}', NESTED, "null"]
 )
-def test_d2_hf_index_that_is_none(tmp_path: Path, index: str) -> None:
+def test_hf_index_that_is_none(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json"):
         next(tensors_of(tmp_path, ModelConfig(), "gpt2"))
 
 
-def test_d3_hf_layers_are_bounded_by_what_the_files_hold(tmp_path: Path) -> None:
+def test_hf_layers_are_bounded_by_what_the_files_hold(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"n_layer": 4096}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     found = read_hf_config(tmp_path)
@@ -286,7 +286,7 @@ def test_d3_hf_layers_are_bounded_by_what_the_files_hold(tmp_path: Path) -> None
         next(tensors_of(tmp_path, dataclasses.replace(ModelConfig(), **found.keys), found.kind))
 
 
-def test_d4_export_touches_no_folder_of_the_users_and_flushes(
+def test_export_touches_no_folder_of_the_users_and_flushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thesis = tmp_path / ".mine.partial" / "thesis.txt"
@@ -319,7 +319,7 @@ def test_d4_export_touches_no_folder_of_the_users_and_flushes(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".mine.partial", "mine"]
 
 
-def test_d7_nothing_of_a_manifest_reaches_the_terminal_raw(
+def test_nothing_of_a_manifest_reaches_the_terminal_raw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     red = "\x1b[31mred\x07"

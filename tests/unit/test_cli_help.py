@@ -10,7 +10,7 @@ import pytest
 from parallel3d.cli import help_text
 
 
-def test_d2_help_is_printable_on_an_ascii_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_printable_on_an_ascii_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     for text in (help_text.overview(), *map(help_text._template, help_text.ABOUT)):
         assert text.isascii()

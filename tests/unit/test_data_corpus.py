@@ -324,7 +324,7 @@ def foreign(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     yield lambda path: os.chown(path, 4711, 4711)
 
 
-def test_a4_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
+def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
     data = text(tmp_path, path)
     intact = open_corpus(data, 20).fingerprint
@@ -340,7 +340,7 @@ def test_a4_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> Non
     assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
 
 
-def test_a4_cache_file_of_another_user_is_not_taken(
+def test_cache_file_of_another_user_is_not_taken(
     tmp_path: Path, foreign: Callable[[Path], None]
 ) -> None:
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
@@ -352,7 +352,7 @@ def test_a4_cache_file_of_another_user_is_not_taken(
     assert cache_file(tmp_path).stat().st_uid == os.geteuid()
 
 
-def test_a4_cache_folder_of_another_user_is_refused_and_another_is_proposed(
+def test_cache_folder_of_another_user_is_refused_and_another_is_proposed(
     tmp_path: Path, foreign: Callable[[Path], None]
 ) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
@@ -366,7 +366,7 @@ def test_a4_cache_folder_of_another_user_is_refused_and_another_is_proposed(
     assert "such as" not in str(cache.unusable(own, "it belongs to another user"))
 
 
-def test_a4_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs a file of root's")
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
@@ -377,7 +377,7 @@ def test_a4_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert reports == []
 
 
-def test_a4_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
+def test_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
@@ -390,7 +390,7 @@ def test_a4_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     assert reports == []
 
 
-def test_b5_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) -> None:
+def test_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
     os.utime(path, ns=(1, 1))
     before = open_corpus(text(tmp_path, path), 20).fingerprint
@@ -403,7 +403,7 @@ def test_b5_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path)
     assert documents_of(open_corpus(text(tmp_path, path), 20)) == [b"uvw" * 100]
 
 
-def test_d1_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) -> None:
+def test_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) -> None:
     root = tmp_path / "t"
     for name in ("a.txt", "b.md", "sub/c.txt", "sub/deep/d.txt"):
         write(root / name, name.encode() * 9)
@@ -421,7 +421,7 @@ def test_d1_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Pat
     assert "matches no file" in refused(text(tmp_path, f"{root}/**/*.tex"))
 
 
-def test_d10_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+def test_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(100_000)
     corpus = open_corpus(text(tmp_path, write(tmp_path / "t.bin", content)), 20)
     assert np.array_equal(corpus.valid[:9], stream(corpus)[len(corpus.train) :][:9])

@@ -71,7 +71,7 @@ def tokens_of(home: Path, name: str) -> np.ndarray:
 
 
 @every_server
-def test_k1_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one(
+def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one(
     home: Path, tells: tuple[str, ...]
 ) -> None:
     right = tokens_of(home, "a")
@@ -92,7 +92,7 @@ def test_k1_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_
 
 
 @every_server
-def test_k1_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
+def test_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
     home: Path, tells: tuple[str, ...]
 ) -> None:
     with Server(home / "served", tells).serving() as server:
@@ -109,7 +109,7 @@ def test_k1_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
 
 @every_server
 @pytest.mark.parametrize("age", [10, 0])
-def test_k2_new_pair_of_equal_size_is_read_by_the_next_run(
+def test_new_pair_of_equal_size_is_read_by_the_next_run(
     home: Path, tells: tuple[str, ...], age: int
 ) -> None:
     with Server(home / "served", tells).serving() as server:

@@ -75,7 +75,7 @@ def test_files_that_stay_as_they_are_need_no_word(data: DataConfig) -> None:
     assert compare(opened(data).watched, marks_of(corpus.watched)) == Compared()
 
 
-def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_under_a_run(
+def test_edit_outside_the_places_of_the_fingerprint_is_logged_under_a_run(
     data: DataConfig,
 ) -> None:
     corpus = opened(without_facts(data))
@@ -88,7 +88,7 @@ def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_under_a_run(
     assert look_at(corpus.files) == []  # once
 
 
-def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_at_the_next_start(
+def test_edit_outside_the_places_of_the_fingerprint_is_logged_at_the_next_start(
     data: DataConfig,
 ) -> None:
     marks = marks_of(opened(without_facts(data)).watched)
@@ -99,7 +99,7 @@ def test_k9_edit_outside_the_places_of_the_fingerprint_is_said_at_the_next_start
     )
 
 
-def test_k9_edit_whose_time_was_set_back_is_said_all_the_same(data: DataConfig) -> None:
+def test_edit_whose_time_was_set_back_is_reported_all_the_same(data: DataConfig) -> None:
     corpus, path = opened(without_facts(data)), Path(f"{data.path}.bin")
     marks, before = marks_of(corpus.watched), path.stat()
     edit(path, FREE)
@@ -111,7 +111,7 @@ def test_k9_edit_whose_time_was_set_back_is_said_all_the_same(data: DataConfig) 
     assert len(look_at(corpus.files)) == 1
 
 
-def test_k9_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
+def test_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
     data: DataConfig,
 ) -> None:
     corpus = opened(data)

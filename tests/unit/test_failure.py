@@ -132,7 +132,7 @@ def test_torchrun_is_told_in_its_own_format(tmp_path: Path) -> None:
     assert "rank 3" in read.message["extraInfo"]["py_callstack"]
 
 
-def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
+def test_a_failure_that_cannot_be_recorded_is_logged_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "failures").touch()
@@ -154,7 +154,7 @@ def test_c3_a_failure_that_cannot_be_recorded_is_said_at_once(
     assert third.endswith("(not recorded: No such file or directory)")
 
 
-def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
+def test_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> None:
     raised = caught(lambda: closest(3, None, 9))
     precious = tmp_path / "precious"
     precious.write_text("thesis")
@@ -167,7 +167,7 @@ def test_c4_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -
     assert precious.read_text() == "thesis"
 
 
-def test_c4_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     """A rank is often ended just while it writes."""
     failure.write_record(error(1, "ValueError: boom", 2.0), "", tmp_path)
     records = tmp_path / "failures"
@@ -182,7 +182,7 @@ def test_c4_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert (cause.rank, cause.error) == (1, "ValueError: boom")
 
 
-def test_c4_a_record_appears_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_appears_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -192,7 +192,7 @@ def test_c4_a_record_appears_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mo
     assert failure.read_all(tmp_path) == []
 
 
-def test_c1_a_launcher_does_not_wait_for_a_dead_disk(
+def test_a_launcher_does_not_wait_for_a_dead_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure, "read_all", lambda _: time.sleep(600))

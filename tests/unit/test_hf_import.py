@@ -91,7 +91,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_a1_another_head_than_the_tied_embedding_is_imported(
+def test_another_head_than_the_tied_embedding_is_imported(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = make(kind, tie_word_embeddings=True)
@@ -102,21 +102,21 @@ def test_a1_another_head_than_the_tied_embedding_is_imported(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a1_a_head_that_equals_the_tied_embedding_is_the_embedding(kind: str) -> None:
+def test_a_head_that_equals_the_tied_embedding_is_the_embedding(kind: str) -> None:
     tensors = make(kind, tie_word_embeddings=True)
     table = next(t for key, t in tensors.items() if key.endswith(("tokens.weight", "wte.weight")))
     save(tensors | {HEAD: table.clone()})
     assert there_and_back()["tie_word_embeddings"] is True
 
 
-def test_a1_a_tied_head_of_another_shape_is_refused() -> None:
+def test_a_tied_head_of_another_shape_is_refused() -> None:
     tensors = make(tie_word_embeddings=True)
     save(tensors | {HEAD: torch.zeros(62, 48)})
     assert "lm_head.weight has shape (62, 48)" in refused()
 
 
 @pytest.mark.parametrize("renamed", [True, False])
-def test_a2_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
+def test_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
     """The number of heads shapes no tensor: reading it wrong goes unseen."""
     make("gpt2", tie_word_embeddings=True)
     names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()
@@ -125,7 +125,7 @@ def test_a2_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
     assert there_and_back()["n_head"] == 4
 
 
-def test_a3_a_single_file_goes_before_an_index() -> None:
+def test_a_single_file_goes_before_an_index() -> None:
     tensors = make()
     save({key: tensor.flip(0) for key, tensor in tensors.items()}, "old.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "old.safetensors")}
@@ -133,7 +133,7 @@ def test_a3_a_single_file_goes_before_an_index() -> None:
     there_and_back()
 
 
-def test_a4_attention_to_what_comes_after_is_refused() -> None:
+def test_attention_to_what_comes_after_is_refused() -> None:
     make()
     configure(is_causal=False)
     assert "is_causal=false" in refused()
@@ -143,20 +143,20 @@ def test_a4_attention_to_what_comes_after_is_refused() -> None:
     there_and_back()
 
 
-def test_a6_the_original_length_at_the_top_goes_first() -> None:
+def test_the_original_length_at_the_top_goes_first() -> None:
     make(rope_parameters=dict(LLAMA3))
     configure(original_max_position_embeddings=16)
     there_and_back()
 
 
-def test_a6_the_original_length_is_else_all_positions() -> None:
+def test_the_original_length_is_else_all_positions() -> None:
     make(rope_parameters=dict(LLAMA3), max_position_embeddings=32)
     rope = {key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")}
     configure(rope_parameters=rope)
     there_and_back()
 
 
-def test_a7_the_file_that_config_json_names_is_read() -> None:
+def test_the_file_that_config_json_names_is_read() -> None:
     tensors = make()
     save(tensors, "other.safetensors")
     save({key: tensor.flip(0) for key, tensor in tensors.items()})
@@ -168,7 +168,7 @@ def test_a7_the_file_that_config_json_names_is_read() -> None:
     assert "gone.safetensors, which config.json names, is not there" in refused()
 
 
-def test_a8_what_fp16_cannot_hold_is_not_exported() -> None:
+def test_what_fp16_cannot_hold_is_not_exported() -> None:
     tensors = make()
     tensors["model.norm.weight"][3] = 1e5
     save(tensors)
@@ -180,14 +180,14 @@ def test_a8_what_fp16_cannot_hold_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a8_weights_that_are_no_numbers_are_not_imported(value: float) -> None:
+def test_weights_that_are_no_numbers_are_not_imported(value: float) -> None:
     tensors = make()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     save(tensors)
     assert "model.layers.1.mlp.up_proj.weight holds NaN or inf" in refused()
 
 
-def test_a8_weights_that_fp32_cannot_hold_are_not_imported() -> None:
+def test_weights_that_fp32_cannot_hold_are_not_imported() -> None:
     tensors = make()
     tensors[HEAD] = tensors[HEAD].double()
     tensors[HEAD][0, 0] = 1e300
@@ -196,7 +196,7 @@ def test_a8_weights_that_fp32_cannot_hold_are_not_imported() -> None:
 
 
 @pytest.mark.parametrize("low", [4.0, 5.0])
-def test_a10_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> None:
+def test_a_low_frequency_factor_above_the_high_one_is_refused(low: float) -> None:
     make(rope_parameters=dict(LLAMA3))
     configure(rope_parameters=LLAMA3 | {"low_freq_factor": low})
     assert f"rope_type=llama3 with low_freq_factor={low:g}" in refused()
@@ -331,7 +331,7 @@ def test_what_cannot_be_proven_is_said(
     assert "not proven: " in said and reason in said
 
 
-def test_b13_no_tokenizer_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_tokenizer_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     make(bos_token_id=7, eos_token_id=8)
     config = there_and_back()
     assert "without a tokenizer" in capsys.readouterr().err
@@ -342,14 +342,14 @@ def test_b13_no_tokenizer_is_made_up(capsys: pytest.CaptureFixture[str]) -> None
     assert tokens == {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
 
 
-def test_b13_bytes_that_were_asked_for_are_the_tokenizer() -> None:
+def test_bytes_that_were_asked_for_are_the_tokenizer() -> None:
     make(bos_token_id=7, vocab_size=300)
     config = there_and_back("data.tokenizer=byte")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
     assert Path("out/tokenizer.json").is_file()
 
 
-def test_b13_what_the_source_leaves_to_transformers_is_left_to_it() -> None:
+def test_what_the_source_leaves_to_transformers_is_left_to_it() -> None:
     make()
     configure("bos_token_id", "eos_token_id", "pad_token_id")
     config = there_and_back()
@@ -357,18 +357,18 @@ def test_b13_what_the_source_leaves_to_transformers_is_left_to_it() -> None:
     assert not Path("out/generation_config.json").exists()
 
 
-def test_b14_padding_and_several_ends_of_a_text_come_back() -> None:
+def test_padding_and_several_ends_of_a_text_come_back() -> None:
     make(pad_token_id=3, eos_token_id=[8, 9])
     config = there_and_back()
     assert (config["pad_token_id"], config["eos_token_id"]) == (3, [8, 9])
 
 
-def test_b15_the_positions_that_a_model_was_made_for_come_back() -> None:
+def test_the_positions_that_a_model_was_made_for_come_back() -> None:
     make(max_position_embeddings=64)
     assert there_and_back("model.seq_length=32")["max_position_embeddings"] == 64
 
 
-def test_b16_a_tied_table_may_lie_there_as_the_head_alone() -> None:
+def test_a_tied_table_may_lie_there_as_the_head_alone() -> None:
     tensors = make(tie_word_embeddings=True)
     tensors[HEAD] = tensors.pop("model.embed_tokens.weight")
     save(tensors)
@@ -376,13 +376,13 @@ def test_b16_a_tied_table_may_lie_there_as_the_head_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_b16_no_number_of_key_heads_is_that_of_all_heads(kind: str) -> None:
+def test_no_number_of_key_heads_is_that_of_all_heads(kind: str) -> None:
     make(kind, num_key_value_heads=4, **{"head_dim": 12} if kind == "qwen3" else {})
     configure(num_key_value_heads=None)
     assert there_and_back()["num_key_value_heads"] == 4
 
 
-def test_k12_a_header_of_very_many_tensors_is_refused_before_it_is_read(
+def test_a_header_of_very_many_tensors_is_refused_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make()

@@ -60,7 +60,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a1_store_of_a_local_run_is_not_reached_from_the_network() -> None:
+def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
     host = LocalStore(0)
     host.open()
     port = host.port
@@ -77,7 +77,7 @@ def test_taken_port_is_a_sentence() -> None:
     assert "launch.master_port=" in str(refused.value)
 
 
-def test_a1_local_ranks_listen_where_nobody_else_comes() -> None:
+def test_local_ranks_listen_where_nobody_else_comes() -> None:
     environ = {"GLOO_SOCKET_IFNAME": "eth0"}  # meant for runs on several hosts
     assert job_store.one_host_environment(environ) == {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -95,7 +95,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("by_hand")
 @pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
-def test_a5_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
+def test_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> None:
     port = free_port()
     store = rendezvous.rendezvous(Config(), place("localhost", port, launcher))
     assert listeners(port) == LOOPBACK
@@ -110,7 +110,7 @@ def test_a5_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) ->
 
 @pytest.mark.usefixtures("by_hand")
 @pytest.mark.parametrize("master", ["our-name", "198.51.100.9"])
-def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
+def test_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
     master: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Debian has a host's name lead to 127.0.1.1; or the address is a proxy's."""
@@ -129,7 +129,7 @@ def test_a5_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
     assert f"MASTER_ADDR={master} leads to no address" in capfd.readouterr().err
 
 
-def test_a5_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "listen_at", lambda *asked: asked)
     monkeypatch.setattr(rendezvous, "serve", lambda _, asked, **more: asked)
     patience = timedelta(seconds=5)
@@ -180,7 +180,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
     assert not host.store.check(["exception_dump"])
 
 
-def test_a5_two_jobs_at_one_store_do_not_hear_of_each_other(
+def test_two_jobs_at_one_store_do_not_hear_of_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = dist.HashStore()
@@ -192,7 +192,7 @@ def test_a5_two_jobs_at_one_store_do_not_hear_of_each_other(
     assert get(behind_secret(store), "parallel3d/run") == {"run_dir": "runs/ours"}
 
 
-def test_a5_words_of_others_are_not_believed(
+def test_words_of_others_are_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys can be listed: who finds them still cannot say where the ranks write."""
@@ -214,7 +214,7 @@ def test_a5_words_of_others_are_not_believed(
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a5_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
+def test_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
     store = dist.HashStore()
     workers = [Worker(rank, rank, 2, 2, tmp_path, "slurm") for rank in (1, 0)]
     for worker in workers:

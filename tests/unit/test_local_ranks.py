@@ -150,7 +150,7 @@ def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: 
         assert said["blocked"] == sorted(ASKING)
 
 
-def test_a5_forked_ranks_know_each_other_by_their_launcher(tmp_path: Path) -> None:
+def test_forked_ranks_know_each_other_by_their_launcher(tmp_path: Path) -> None:
     stranger = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
 
     def live(rank: int, starts: int) -> int:

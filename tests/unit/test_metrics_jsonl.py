@@ -119,7 +119,7 @@ def die_in(call: str, after: bool) -> None:
 
 
 @pytest.mark.parametrize("call", ["link", "replace", "fsync"])
-def test_b6_going_on_that_is_killed_half_way_loses_no_row(tmp_path: Path, call: str) -> None:
+def test_going_on_that_is_killed_half_way_loses_no_row(tmp_path: Path, call: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(1, 2, 3, 4))
     for after in (False, True):
@@ -136,7 +136,7 @@ def test_b6_going_on_that_is_killed_half_way_loses_no_row(tmp_path: Path, call: 
     assert path.read_bytes() == rows(1, 2)
 
 
-def test_b6_without_hard_links_the_old_file_is_copied(
+def test_without_hard_links_the_old_file_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -151,7 +151,7 @@ def test_b6_without_hard_links_the_old_file_is_copied(
     assert (tmp_path / "metrics.jsonl.1").read_bytes() == rows(1, 2, 3)
 
 
-def test_a3_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("thesis")
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic"):
@@ -170,7 +170,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_c12_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str) -> None:
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "metrics.jsonl"
     before = rows(1) + DAMAGES[damage] + rows(2) + DAMAGES[damage] + rows(3)
     path.write_bytes(before)
@@ -184,7 +184,7 @@ def test_c12_damaged_lines_are_left_out_and_counted(tmp_path: Path, damage: str)
     MetricsFile(path, 4, say=pytest.fail).close()
 
 
-def test_c11_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
+def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(*range(1, 60_001)))
     count = 0
@@ -221,7 +221,7 @@ def limits_are_lifted() -> Iterator[None]:
 
 
 @limits_are_lifted()
-def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_written_are_logged_once_kept_and_never_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     said: list[str] = []
     with MetricsFile(path, say=said.append) as file:
@@ -237,7 +237,7 @@ def test_c3_lines_that_cannot_be_written_are_said_once_kept_and_never_torn(tmp_p
 
 
 @limits_are_lifted()
-def test_c3_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
+def test_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
     said: list[str] = []
     with MetricsFile(tmp_path / "metrics.jsonl", say=said.append) as file:
         limited(0)

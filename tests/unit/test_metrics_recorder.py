@@ -455,7 +455,7 @@ def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
     assert "memory" not in screen.getvalue()
 
 
-def test_b3_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path: Path) -> None:
+def test_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path: Path) -> None:
     fault, path = Fault("EIO", "kind"), tmp_path / "metrics.jsonl"
     with FailingFiles(path, fault, ("write", 3)) as calls:
         recorder, _ = make_recorder(tmp_path, make_config(5))
@@ -468,7 +468,7 @@ def test_b3_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_pa
         assert [json.loads(line)["step"] for line in recorder.waiting()] == [4, 5]
 
 
-def test_c3_a_full_disk_at_the_end_is_said_and_no_failure(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end_is_logged_and_no_failure(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(2))
 
     def full(path: Path, content: bytes) -> None:
@@ -486,7 +486,7 @@ def test_c3_a_full_disk_at_the_end_is_said_and_no_failure(tmp_path: Path) -> Non
         assert f"{name} cannot be written (No space left on device)" in text
 
 
-def test_c12_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
+def test_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
     good = StepRecord(1, 2.0, 0.5, 1e-3, 4096, 1.0, 0.1, 0.1).row()
     odd = [{"step": 2}, good | {"step": 2, "loss": "x"}, good | {"step": 2, "nonfinite": 3}]
     odd.append({"step": 2, "eval_loss": 1.0})

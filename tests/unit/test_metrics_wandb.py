@@ -264,7 +264,7 @@ def test_a_mistake_of_ours_is_not_taken_for_a_failure_of_wandb(
         train(make_config(), run_dir)
 
 
-def test_b7_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "a" / "gpt tiny", tmp_path / "b" / "gpt tiny"
     for run_dir in (mine, theirs):
         run_dir.mkdir(parents=True)
@@ -279,7 +279,7 @@ def test_b7_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_pa
     assert len(run_id(long)) <= MAX_ID_LENGTH
 
 
-def test_b7_a_run_that_was_begun_under_its_name_keeps_that_id(tmp_path: Path) -> None:
+def test_a_run_that_was_begun_under_its_name_keeps_that_id(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "wandb" / "offline-run-20260101_000000-old-name"
     folder.mkdir(parents=True)
     (folder / "run-old-name.wandb").touch()

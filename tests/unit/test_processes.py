@@ -48,7 +48,7 @@ def answer(records: list[dict[str, object]], **environ: str) -> str:
     return asked.stdout.strip()
 
 
-def test_a5_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.Popen]) -> None:
+def test_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.Popen]) -> None:
     ours, other = sleeper(started, **JOB), sleeper(started, **JOB | {"MASTER_PORT": "4712"})
     nobodys = sleeper(started)
     away = ours | {"host": "elsewhere"}
@@ -57,7 +57,7 @@ def test_a5_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.P
     assert answer([ours, nobodys]) == "[]"  # a process that is of no job knows no peers
 
 
-def test_a5_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
     monkeypatch.setattr(processes, "_job", lambda pid: {b"MASTER_PORT": b"1"})
     assert of_this_job([me]) == [(me["pid"], me["born"])]
@@ -65,7 +65,7 @@ def test_a5_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.Monkey
     assert of_this_job([me]) == []
 
 
-def test_a5_a_refused_kill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_kill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
 

@@ -220,7 +220,7 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", "tp: 2\nmodel: {", "ru", "\0" * 64, "tp: two"])
-def test_b3_torn_newest_configuration_is_passed_over_for_an_older_one(
+def test_torn_newest_configuration_is_passed_over_for_an_older_one(
     tmp_path: Path, torn: str
 ) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
@@ -235,7 +235,7 @@ def test_b3_torn_newest_configuration_is_passed_over_for_an_older_one(
         check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
 
 
-def test_b3_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> None:
+def test_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     folder = directory / "checkpoints" / "step-00000004"
     folder.mkdir(parents=True)
@@ -249,7 +249,7 @@ def test_b3_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) 
         check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
 
 
-def test_b3_configuration_is_on_the_disk_before_it_has_its_name(
+def test_configuration_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[Path] = []
@@ -266,7 +266,7 @@ def test_b3_configuration_is_on_the_disk_before_it_has_its_name(
     assert flushed[0].name.startswith(".config-2.yaml.") and flushed[1:] == [directory]
 
 
-def test_b3_full_disk_leaves_no_half_configuration(
+def test_full_disk_leaves_no_half_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
@@ -284,7 +284,7 @@ def test_b3_full_disk_leaves_no_half_configuration(
     assert os.listdir(directory) == ["config.yaml"]
 
 
-def test_b4_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
+def test_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
     _, directory = make_run_directory(config(tmp_path, run="mine"))
     child = os.fork()
     if child == 0:
@@ -294,7 +294,7 @@ def test_b4_folder_of_another_start_is_never_discarded(tmp_path: Path) -> None:
     assert directory.exists()
 
 
-def test_b4_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
+def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     lock = take_run(mine, directory)
     place = RankAssignment("torchrun", 0, 0, 1, 1, "127.0.0.1", 0)
@@ -333,7 +333,7 @@ def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_status_of_new_file", lambda folder: None)
 
 
-def test_a3_run_folder_of_another_user_is_refused(
+def test_run_folder_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
@@ -343,7 +343,7 @@ def test_a3_run_folder_of_another_user_is_refused(
             attempt(mine, may_go_on=True)
 
 
-def test_a3_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
+def test_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, _ = make_run_directory(config(tmp_path, run="mine"))
@@ -351,7 +351,7 @@ def test_a3_run_folder_is_ours_where_the_file_system_gives_all_files_another_own
     check_run(mine, may_go_on=True)
 
 
-def test_a3_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
+def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     precious = tmp_path / "precious"
     precious.write_text("thesis")
@@ -366,7 +366,7 @@ def test_a3_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
     assert precious.read_text() == "thesis"
 
 
-def test_d2_torn_summary_says_nothing(tmp_path: Path) -> None:
+def test_torn_summary_says_nothing(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for torn in ('{"status": "fin', "[]", "\0\0", ""):
         (directory / "summary.json").write_text(torn)
@@ -375,7 +375,7 @@ def test_d2_torn_summary_says_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["lock", "folder"])
-def test_d2_folder_that_may_not_be_written_is_refused_in_a_sentence(
+def test_folder_that_may_not_be_written_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
@@ -392,13 +392,13 @@ def test_d2_folder_that_may_not_be_written_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("run", ["x" * 300, "ä" * 101])
-def test_d2_name_that_is_too_long_is_refused(run: str) -> None:
+def test_name_that_is_too_long_is_refused(run: str) -> None:
     with pytest.raises(UserError, match="bytes, and the name of a folder may have 200"):
         check_run_name(Config(run=run))
     check_run_name(Config(run="ä" * 100))
 
 
-def test_d5_killed_or_failed_start_leaves_the_name_free(
+def test_killed_or_failed_start_leaves_the_name_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = config(tmp_path, run="mine")
@@ -416,7 +416,7 @@ def test_d5_killed_or_failed_start_leaves_the_name_free(
     assert run_names(directory.parent) == ["mine"]
 
 
-def test_d5_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
+def test_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = config(tmp_path, run="mine")
@@ -434,13 +434,13 @@ def test_d5_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
 
 
 @pytest.mark.parametrize("run", ["\x1b[31mred", "a\nb", "a\x7f", "a\udc80"])
-def test_d7_control_characters_in_a_name_are_refused(run: str) -> None:
+def test_control_characters_in_a_name_are_refused(run: str) -> None:
     with pytest.raises(UserError, match="cannot be printed") as refused:
         check_run_name(Config(run=run))
     assert str(refused.value).isprintable()
 
 
-def test_d11_stored_configuration_is_not_resolved(
+def test_stored_configuration_is_not_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "hunter2")

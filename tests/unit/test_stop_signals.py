@@ -28,25 +28,25 @@ def sent(*numbers: signal.Signals) -> StopSignals:
     return stop
 
 
-def test_c7_a_lost_terminal_asks_as_a_preemption_does() -> None:
+def test_a_lost_terminal_asks_as_a_preemption_does() -> None:
     stop = sent(HUP)
     assert (stop.number, stop.requeues, stop.name) == (HUP, True, "SIGHUP")
 
 
-def test_c7_nohup_stays() -> None:
+def test_nohup_stays() -> None:
     signal.signal(HUP, signal.SIG_IGN)
     assert sent(HUP).number is None
     assert signal.getsignal(HUP) == signal.SIG_IGN
 
 
-def test_c7_local_ranks_keep_their_launchers_way_to_end_them() -> None:
+def test_local_ranks_keep_their_launchers_way_to_end_them() -> None:
     signal.signal(HUP, signal.SIG_DFL)
     StopSignals().install(ASKING)
     assert signal.getsignal(HUP) == signal.SIG_DFL
     assert HUP not in ASKING and HUP in STOPPING
 
 
-def test_d8_one_interrupt_after_another_signal_is_the_first() -> None:
+def test_one_interrupt_after_another_signal_is_the_first() -> None:
     stop = sent(TERM, INT)
     assert stop.number == TERM
     with pytest.raises(KeyboardInterrupt):
@@ -66,12 +66,12 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalRanks:
     return ranks
 
 
-def test_c7_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> None:
+def test_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> None:
     launcher._ask_to_stop(HUP, None)
     assert (launcher.asked, launcher.handed_on) == (HUP, [TERM])
 
 
-def test_d8_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
+def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
     launcher._ask_to_stop(TERM, None)
     launcher._ask_to_stop(INT, None)
     with pytest.raises(Stopped):

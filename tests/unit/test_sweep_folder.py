@@ -17,7 +17,7 @@ def sweep(tmp_path: Path) -> DictConfig:
     return OmegaConf.create({"runs_dir": str(tmp_path / "runs"), "hydra": {"sweep": folder}})
 
 
-def test_a6_folder_of_a_sweep_is_closed_to_others(tmp_path: Path) -> None:
+def test_folder_of_a_sweep_is_closed_to_others(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / ".multirun"
     for _ in range(2):
         PrivateSweepFolder().on_multirun_start(sweep(tmp_path))
@@ -25,7 +25,7 @@ def test_a6_folder_of_a_sweep_is_closed_to_others(tmp_path: Path) -> None:
         folder.chmod(0o777)  # made so by an earlier version
 
 
-def test_a6_folder_of_somebody_else_is_refused(
+def test_folder_of_somebody_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     other = os.getuid() + 1

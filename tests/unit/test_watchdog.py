@@ -102,7 +102,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
         assert VERDICT in said.splitlines()[-1]
 
 
-def test_c1_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
     """A dead file system: whoever writes there waits for ever."""
     what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
     code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 300")
@@ -110,7 +110,7 @@ def test_c1_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -
     assert VERDICT in said.splitlines()[-1]
 
 
-def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
+def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
     """The last way out may not write to them: a log lies on the file system that is dead."""
     what = "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
     reader, writer = os.pipe()
@@ -132,7 +132,7 @@ def test_c1_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
         RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
     ],
 )
-def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
+def test_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> None:
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=False))
     exit_codes.report_hang(rank, error)
     assert rank.watchdog.timed_out.called
@@ -141,7 +141,7 @@ def test_c1_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) ->
     assert not rank.watchdog.timed_out.called
 
 
-def test_c1_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Path) -> None:
+def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Path) -> None:
     """The watchdog kills a stopped peer, and the main thread fails at once of its end."""
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
