@@ -14,7 +14,7 @@ from parallel3d.simulated_device.nccl import Mismatch
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.pretended import PretendedPool, here
 from tests.distributed.test_pretend_device import module, raises
-from tests.distributed.test_textbook import check_barriers
+from tests.distributed.test_reference_collectives import check_barriers
 
 
 def rank() -> int:

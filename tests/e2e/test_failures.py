@@ -199,9 +199,7 @@ def test_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
         ("libtorch_python", "pp=2"),
     ],
 )
-def test_an_interrupt_during_the_start_is_one_line(
-    shell: Shell, library: str, layout: str
-) -> None:
+def test_an_interrupt_during_the_start_is_one_line(shell: Shell, library: str, layout: str) -> None:
     """While our own modules are imported, before anything is made, and within torch's C++."""
     shell.anew = True
     process = shell.start(*PARALLEL3D, *words(shell, layout, LONG))

@@ -112,9 +112,7 @@ def test_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path)
     assert (logs / "starts").read_text() == "2 2 \n"
 
 
-def test_a_preempted_job_is_queued_again_wherever_its_runs_are(
-    shell: Shell, tools: Path
-) -> None:
+def test_a_preempted_job_is_queued_again_wherever_its_runs_are(shell: Shell, tools: Path) -> None:
     """Interpolated, with blanks, beyond the width at which YAML folds, with quotes."""
     deep = shell.cwd / ("long and " * 12 + "'quoted'")
     environ = {"DEEP": str(deep), "MARKER": str(deep / "runs" / "custom-7" / "requeue")}

@@ -96,9 +96,7 @@ def test_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
     assert pauses == [0.0, *restore.PAUSES_S[:2]]
 
 
-def test_ranks_that_see_different_files_prove_nothing(
-    tmp_path: Path, pauses: list[float]
-) -> None:
+def test_ranks_that_see_different_files_prove_nothing(tmp_path: Path, pauses: list[float]) -> None:
     """A file that one rank misses is a stale view; one that all miss is lost."""
     folder = make(tmp_path, 3)
     (folder / "rank-00001.safetensors").unlink()

@@ -192,9 +192,7 @@ def test_two_jobs_at_one_store_do_not_hear_of_each_other(
     assert get(behind_secret(store), "parallel3d/run") == {"run_dir": "runs/ours"}
 
 
-def test_words_of_others_are_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_others_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys can be listed: who finds them still cannot say where the ranks write."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())

@@ -1,4 +1,4 @@
-"""Textbook collectives without a network: what arrives, what is sent, what it costs."""
+"""Reference collectives without a network: results, messages, costs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from examples.collectives.messages import price, sent
 from examples.collectives.parts import double_tree
 from parallel3d.topology.cluster.parts import Link
 from parallel3d.topology.price import costs
-from tests.reference import textbook
+from tests.reference import collectives as formulas
 
-ALL = [(name, form) for name, forms in textbook.FORMS.items() for form in forms]
+ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
 LINK = Link(gb_per_s=10.0, latency_us=5.0)
 N = 840 * 1024  # divides by 2 … 8
 
 
 def test_every_collective_has_its_forms() -> None:
     assert {name: sorted(forms) for name, forms in FORMS.items()} == {
-        name: sorted(forms) for name, forms in textbook.FORMS.items()
+        name: sorted(forms) for name, forms in formulas.FORMS.items()
     }
 
 
@@ -77,7 +77,7 @@ def test_messages_and_elements_are_those_of_the_formula(name: str, form: str) ->
     for n in range(1, 18):
         count, segments = draw.randint(0, 5000), draw.randint(1, 9)
         counted = sent(rounds_of(name, form, n, count, segments), n)
-        assert counted == textbook.sends(name, form, n, count, segments), (n, count, segments)
+        assert counted == formulas.sends(name, form, n, count, segments), (n, count, segments)
 
 
 def test_no_rank_has_children_in_both_trees() -> None:

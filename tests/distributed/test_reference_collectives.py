@@ -1,4 +1,4 @@
-"""Textbook collectives on real ranks: the backend's result, and no message more than the formula.
+"""Reference collectives on real ranks: the backend's results, and exactly the expected messages.
 
 One run meets every form on every number of ranks, in a hundred sizes drawn at random.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.collectives import run as textbook_run
+from examples.collectives import run as collectives_run
 from examples.collectives.compare import Row, WrongResult, check, orders, table
 from examples.collectives.compare import compare as compare_forms
 from examples.collectives.forms import FORMS, own_block, segments_of
@@ -26,11 +26,11 @@ from parallel3d.device import accelerator
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
 from tests.distributed.pretended import PretendedPool, here
-from tests.reference import textbook
+from tests.reference import collectives as formulas
 
 RANKS = 8
 COUNT = 1500
-ALL = [(name, form) for name, forms in textbook.FORMS.items() for form in forms]
+ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
 LINK = Link(gb_per_s=0.001, latency_us=500.0)  # segments of half a kilobyte and more
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -137,7 +137,7 @@ def compare(seed: int) -> list[str]:
         ):
             wrong.append(f"{what}: {result} is not {expected}")
         segments = segments_of(form, n, count, 4, LINK)
-        formula = textbook.sends(name, form, n, count, segments)[me]
+        formula = formulas.sends(name, form, n, count, segments)[me]
         if not (len(messages), sum(messages)) == tuple(said) == formula:
             wrong.append(f"{what}: sent {messages}, said {said}, not {formula}")
     return wrong
@@ -190,7 +190,7 @@ def test_the_example_times_every_form_and_counts_what_it_sends(pool: Pool) -> No
         assert row.seconds > 0 and row.priced > 0
         count = COUNT if row.collective != "barrier" else 0
         segments = segments_of(row.form, ranks, count, 4, LINK)
-        sends = textbook.sends(row.collective, row.form, ranks, count, segments)
+        sends = formulas.sends(row.collective, row.form, ranks, count, segments)
         assert row.messages == max(each.messages for each in sends)
         assert row.nbytes == 4 * max(each.elements for each in sends)
     for words in ("messages", "double_tree", "recursive_halving", "the cheaper was the faster in"):
@@ -212,7 +212,7 @@ def leave_out_an_addition() -> str:
         if dist.get_rank() != 1:
             held.add_(heard)
 
-    with patch.dict(textbook_run.REDUCTIONS, {"sum": forgetful}):
+    with patch.dict(collectives_run.REDUCTIONS, {"sum": forgetful}):
         try:
             check("reduce_scatter", "ring", 8, LINK, torch.device("cpu"))
         except WrongResult as error:
@@ -237,7 +237,7 @@ def refused() -> list[str]:
         ("all_reduce", "ring", torch.ones(8, dtype=torch.int64), "mean"),
     ]
     said = []
-    with patch.object(textbook_run, "run_rounds", side_effect=AssertionError("sent")):
+    with patch.object(collectives_run, "run_rounds", side_effect=AssertionError("sent")):
         for call in calls:
             with pytest.raises(ValueError, match="must be") as error:
                 run(*call)

@@ -1,4 +1,4 @@
-"""Large fp32 products of a CPU by oneDNN: the same numbers, where it is faster and nowhere else."""
+"""Large fp32 matmuls on a CPU by oneDNN: equal results, only where oneDNN is faster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import products as benchmark
+from benchmarks import matmul as benchmark
 from parallel3d.comm.process_groups import SINGLE
-from parallel3d.device import matmul as products
+from parallel3d.device import matmul as matmul_module
 from parallel3d.device.matmul import linear, matmul, onednn_is_faster
 from parallel3d.tensor_parallel.linear_ops import ColumnNode
 from tests.operators import Operators
@@ -22,7 +22,7 @@ NAME = "_linear_pointwise"
 @pytest.fixture(autouse=True)
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor on which oneDNN is faster."""
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul_module, "onednn_is_faster", lambda: True)
 
 
 def factors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What may be typed after `parallel3d checkpoint`: every other line ends in one sentence."""
+"""Arguments of `parallel3d checkpoint`: each invalid line ends in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `parallel3d verify` says of two steps."""
+"""The report of `parallel3d verify` on two steps."""
 
 from __future__ import annotations
 

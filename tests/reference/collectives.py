@@ -1,4 +1,4 @@
-"""What each rank sends in the textbook forms: closed formulas, written down form by form.
+"""Messages of each rank in the reference collectives: closed formulas for each algorithm.
 
 N elements, n ranks, b(r) the block of rank r, S segments. Nothing of parallel3d is used.
 """

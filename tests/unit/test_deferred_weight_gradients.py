@@ -1,4 +1,4 @@
-"""Plain modules whose weight gradients are made apart: what waits, and that nothing changes."""
+"""Deferred weight gradients of plain modules: what is deferred, and that results stay equal."""
 
 from __future__ import annotations
 

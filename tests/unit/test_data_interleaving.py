@@ -1,4 +1,4 @@
-"""Blends: every data set has its share after every sample, to within 2, and exactly as defined."""
+"""Weighted interleaving: each data set has its share after any sample, to within 2, as defined."""
 
 from __future__ import annotations
 

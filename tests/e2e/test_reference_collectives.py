@@ -1,4 +1,4 @@
-"""Textbook collectives as typed, and on a network with a set latency."""
+"""Reference collectives on the command line, and on a network with a set latency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.command import ROOT, Shell
 from tests.e2e.here import answer
 from tests.e2e.rails import why_not
-from tests.reference import textbook
+from tests.reference import collectives as formulas
 
 
 @pytest.mark.parametrize("key", ["algorithms", "bench.algorithms"])
@@ -33,7 +33,7 @@ def test_the_example_runs_as_its_page_has_it() -> None:
     done = subprocess.run((*torchrun, *words), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {tuple(line.split()[:2]) for line in done.stdout.splitlines()[1:-1]}
-    assert rows == {(name, form) for name, forms in textbook.FORMS.items() for form in forms}
+    assert rows == {(name, form) for name, forms in formulas.FORMS.items() for form in forms}
 
 
 TUN = "/dev/net/tun"
@@ -63,5 +63,5 @@ def test_on_rails_with_a_latency_no_form_is_right_sooner_than_its_price(tmp_path
     assert done.returncode == 0, done.stderr
     ratios = {(*case, form): seconds / priced
               for case, form, seconds, priced in json.loads(rows.read_text())}  # fmt: skip
-    assert len(ratios) == sum(map(len, textbook.FORMS.values()))
+    assert len(ratios) == sum(map(len, formulas.FORMS.values()))
     assert {key: ratio for key, ratio in ratios.items() if ratio < 0.99} == {}
