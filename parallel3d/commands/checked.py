@@ -23,14 +23,14 @@ from parallel3d.schedules.schedule import NAMED_SCHEDULES
 from parallel3d.topology.assumptions import chosen_keys
 
 
-def take_layout(config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
+def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
     """Returns the configuration with the best layout of the launcher's ranks, or of this host's.
 
     Rank 0 logs the layout and the reason. Raises UserError if the machine's speed is unknown, if no
     layout divides the batch, or if none fits.
     """
     check_fields(config)
-    keys = chosen_keys(typed)
+    keys = chosen_keys(overrides)
     ranks = place.world_size if place else config.launch.ranks or _ranks_here(config, keys)
     config = replace(config, layout="given", launch=replace(config.launch, ranks=None))
     here = place.local_world_size if place else ranks
@@ -135,11 +135,13 @@ def _shape(priced: Priced, index: int) -> tuple[int, int]:
 NEED_DATA = ("train", "verify")
 
 
-def checked(app: str, config: Config, typed: Sequence[str], place: RankAssignment | None) -> Config:
+def checked(
+    app: str, config: Config, overrides: Sequence[str], place: RankAssignment | None
+) -> Config:
     """Returns `config` for the command `app` with open choices made. Raises UserError."""
     world_size = place.world_size if place else None
     if app == CALIBRATE:
-        return calibrate_config(config, typed, world_size)
+        return calibrate_config(config, overrides, world_size)
     if app == "train" and config.layout == "auto":
-        config = take_layout(config, typed, place)
+        config = take_layout(config, overrides, place)
     return check_config(config, world_size, communication_only=app not in NEED_DATA)

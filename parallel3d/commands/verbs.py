@@ -35,28 +35,28 @@ class Verb:
     free: bool = False
 
 
-def choose(word: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> str | None:
-    """Returns the verb typed after `word`; None if help was asked for, which it prints.
+def choose(command: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> str | None:
+    """Returns the verb typed after `command`; None if help was asked for, which it prints.
 
     Raises UserError for an unknown verb.
     """
-    if not words or words[0] in ("help", *HELP):
-        print(_overview(word, verbs))
+    if not argv or argv[0] in ("help", *HELP):
+        print(_overview(command, verbs))
         return None
-    name = words[0]
+    name = argv[0]
     if name not in verbs:
         close = nearest(name.lstrip("-"), verbs)
         hint = f"; the nearest is {close}" if close else ""
         raise UserError(
-            f"{word} {name}: {name} is not a verb; it must be one of {', '.join(verbs)}{hint}"
+            f"{command} {name}: {name} is not a verb; it must be one of {', '.join(verbs)}{hint}"
         )
-    if HELP & set(words[1:]):
-        print(_help(f"{word} {name}", verbs[name]))
+    if HELP & set(argv[1:]):
+        print(_help(f"{command} {name}", verbs[name]))
         return None
     return name
 
 
-def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the verb's own keys with their values, and the overrides of the configuration.
 
     `command` is the typed command, "checkpoint ls". Raises UserError for a key that is unknown,
@@ -65,14 +65,14 @@ def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str
     given: dict[str, str] = {}
     overrides = []
     left = list(verb.names)
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals and left and not word.startswith("-"):
-            key, value = left[0], word
+    for arg in argv:
+        key, equals, value = arg.partition("=")
+        if not equals and left and not arg.startswith("-"):
+            key, value = left[0], arg
         elif not equals or not key:
-            example = f"{next(iter(verb.keys))}={word.lstrip('-=')}"
+            example = f"{next(iter(verb.keys))}={arg.lstrip('-=')}"
             raise UserError(
-                f"{command}: {word} is not of the form KEY=VALUE; the nearest is {example}"
+                f"{command}: {arg} is not of the form KEY=VALUE; the nearest is {example}"
             )
         if key in given:
             raise UserError(f"{command}: {key} is given twice")
@@ -82,7 +82,7 @@ def parse(command: str, verb: Verb, words: Sequence[str]) -> tuple[dict[str, str
             given[key] = value
             left = [k for k in left if k != key]
         elif verb.free and _is_of_configuration(key):
-            overrides.append(word)
+            overrides.append(arg)
         else:
             raise UserError(f"{command}: {_unknown(verb, key)}")
     missing = [key for key in verb.needs if key not in given]
@@ -136,12 +136,12 @@ def _unknown(verb: Verb, key: str) -> str:
     return f"{key} is not one of its keys ({', '.join(verb.keys)}){hint}"
 
 
-def _overview(word: str, verbs: Mapping[str, Verb]) -> str:
+def _overview(command: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs)) + 1
     rows = "\n".join(f"  {name:<{width}}{verb.about}" for name, verb in verbs.items())
     return (
-        f"parallel3d {word} {'|'.join(verbs)} [key=value …]\n\n{rows}\n\n"
-        f"parallel3d {word} VERB --help lists its keys."
+        f"parallel3d {command} {'|'.join(verbs)} [key=value …]\n\n{rows}\n\n"
+        f"parallel3d {command} VERB --help lists its keys."
     )
 
 

@@ -21,8 +21,8 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
     register_schema()
-    for word in overrides:
-        check_length(word)
+    for override in overrides:
+        check_length(override)
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = OmegaConf.to_object(hydra.compose("config", overrides=list(overrides)))

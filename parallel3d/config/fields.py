@@ -149,13 +149,13 @@ def megatron_flags(key: Key) -> list[str]:
     return (key.meta["megatron"] or "").split()
 
 
-def nearest_key(word: str) -> str | None:
-    """Returns the key that `word` most likely means; None if nothing is close.
+def nearest_key(given: str) -> str | None:
+    """Returns the key that `given` most likely means; None if nothing is close.
 
     Tries the key itself, Megatron-LM's flags, the last names of keys, and similar spellings. Dashes
     count as underscores; leading ones are ignored.
     """
-    word = word.lstrip("-+~").replace("-", "_").lower()
+    given = given.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys()
     flags = {
         flag.lstrip("-").replace("-", "_"): name
@@ -165,10 +165,10 @@ def nearest_key(word: str) -> str | None:
     leaves: dict[str, str] = {}
     for name, key in keys.items():
         leaves.setdefault(key.leaf, name)
-    if word in keys:
-        return word
-    section, _, leaf = word.rpartition(".")
-    exact = flags.get(word) or leaves.get(leaf)
+    if given in keys:
+        return given
+    section, _, leaf = given.rpartition(".")
+    exact = flags.get(given) or leaves.get(leaf)
     if exact:
         return exact
     section = nearest(section, SECTIONS) or ""
@@ -181,16 +181,16 @@ def nearest_key(word: str) -> str | None:
     return None
 
 
-def unknown_key(word: str, value: Any = None) -> str:
+def unknown_key(given: str, value: Any = None) -> str:
     """Returns the sentence for a key that does not exist, with the nearest one."""
-    if word.startswith("hydra."):
-        return f"{word} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
-    typed = word if value is None else f"{word}={show(value)}"
-    if word in RENAMED:
-        return f"{typed}: {word} is now {RENAMED[word]}."
-    if word in REMOVED:
-        return f"{typed}: {word} is no longer a key; {REMOVED[word]}."
-    name = nearest_key(word)
+    if given.startswith("hydra."):
+        return f"{given} is not a key of Hydra's; parallel3d train --cfg hydra lists them."
+    typed = given if value is None else f"{given}={show(value)}"
+    if given in RENAMED:
+        return f"{typed}: {given} is now {RENAMED[given]}."
+    if given in REMOVED:
+        return f"{typed}: {given} is no longer a key; {REMOVED[given]}."
+    name = nearest_key(given)
     if name is None:
         close = "docs/configuration.md lists all keys"
     else:
@@ -198,9 +198,9 @@ def unknown_key(word: str, value: Any = None) -> str:
         flags = [flag.strip("-") for flag in megatron_flags(key)] if key else []
         differs = key.meta["differs"] if key else None
         close = f"the nearest is {typed_name(name)}"
-        if differs and word.strip("-").replace("_", "-") in flags:
+        if differs and given.strip("-").replace("_", "-") in flags:
             close += f" ({differs})"
-    return f"{typed}: {word} is not a key of the configuration; {close}."
+    return f"{typed}: {given} is not a key of the configuration; {close}."
 
 
 NOUNS = {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}
@@ -219,8 +219,8 @@ def allowed(key: Key) -> str:
     if key.item is not None:
         noun = f"a list of {NOUNS[key.item]}s".replace("texts", "words")
     limits = [
-        f"{word} {key.meta[bound]:g}"
-        for bound, word in (
+        f"{adjective} {key.meta[bound]:g}"
+        for bound, adjective in (
             ("minimum", "at least"),
             ("above", "above"),
             ("maximum", "at most"),

@@ -214,7 +214,7 @@ def _unresolved(key: Key, text: str, overrides: Sequence[str]) -> str:
 
 def _typed(name: str, overrides: Sequence[str]) -> str | None:
     """Returns the last value typed for a key."""
-    values = (word.lstrip("+").partition("=") for word in overrides)
+    values = (override.lstrip("+").partition("=") for override in overrides)
     return next((value for key, _, value in reversed(list(values)) if key == name), None)
 
 
@@ -222,9 +222,9 @@ def _too_long_a_number(text: str, overrides: Sequence[str]) -> str | None:
     """Explains Python's limit on digits, whose error names no key."""
     if "for integer string conversion" not in text:
         return None
-    word, _, value = max(overrides, key=len, default="").partition("=")
-    key = all_keys().get(word.lstrip("+"))
-    return _not_allowed(f"{word}={value}", key) if key else unknown_key(word, value)
+    left, _, value = max(overrides, key=len, default="").partition("=")
+    key = all_keys().get(left.lstrip("+"))
+    return _not_allowed(f"{left}={value}", key) if key else unknown_key(left, value)
 
 
 def _syntax(text: str, override: str | None) -> str | None:
@@ -240,29 +240,29 @@ def _syntax(text: str, override: str | None) -> str | None:
     if typed is None:
         return None
     if typed.startswith("-"):
-        word, _, value = typed.partition("=")
-        sentence = unknown_key(word.split()[0], value or None)
+        left, _, value = typed.partition("=")
+        sentence = unknown_key(left.split()[0], value or None)
         return f"{sentence[:-1]}, and keys are written without dashes, as KEY=VALUE."
-    word, equals, value = typed.partition("=")
-    word, value = word.strip(), value.strip()
-    if not equals or not word:
-        name = nearest_key(word or value) or "tp"
+    left, equals, value = typed.partition("=")
+    left, value = left.strip(), value.strip()
+    if not equals or not left:
+        name = nearest_key(left or value) or "tp"
         return (
             f"{_one_line(typed) or repr(typed)} is not of the form KEY=VALUE; the nearest is "
             f"{spell(name, all_keys()[name].default) if name in all_keys() else f'{name}=…'}."
         )
-    key = all_keys().get(word.lstrip("+"))
+    key = all_keys().get(left.lstrip("+"))
     if value.startswith("="):
-        advice = f"the nearest is {word}={value.lstrip('=')}"
+        advice = f"the nearest is {left}={value.lstrip('=')}"
     elif re.search(r"\s\S+=", value):
         advice = f"the nearest is {_one_line(typed)} without quotes around it, as two overrides"
-    elif key is None and word not in groups():
-        return unknown_key(word.strip("+~"), _one_line(value))
+    elif key is None and left not in groups():
+        return unknown_key(left.strip("+~"), _one_line(value))
     elif key is not None and key.kind in (bool, int, float):
         return _not_allowed(_one_line(typed), key)
     else:
         plain = value.replace('"', "").replace("'", "")
-        advice = f"a value with special characters is quoted twice, as '{word}=\"{plain}\"'"
+        advice = f"a value with special characters is quoted twice, as '{left}=\"{plain}\"'"
     return f"{_one_line(typed)} is not of the form KEY=VALUE; {advice}."
 
 

@@ -107,11 +107,11 @@ def remote_of(prefixes: Iterable[str], folder: Path, most_gb: float) -> Remote |
 
 
 def _facts(
-    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, said: CorpusFacts | None
+    data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> _Facts:
     if data.tokenizer is not None and tokenizer is None:
         tokenizer = open_tokenizer(data.tokenizer)
-    if said is None:
+    if kept is None:
         if tokenizer is None:
             raise UserError(
                 f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
@@ -119,30 +119,30 @@ def _facts(
             )
         sizes = tokenizer.vocab_size, tokenizer.eot
         return _Facts(tokenizer.digest, data.tokenizer, *sizes, "")
-    if (said.documents, said.tokens) != (pair.documents, len(pair)):
+    if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
         raise UserError(
             f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
-            f"{said.documents:,} documents of {said.tokens:,} tokens, the .idx {pair.documents:,} "
+            f"{kept.documents:,} documents of {kept.tokens:,} tokens, the .idx {pair.documents:,} "
             f"of {len(pair):,}; make it again"
         )
     known: Tokenizer | None = tokenizer
-    if tokenizer is None and said.tokenizer == BYTE:
+    if tokenizer is None and kept.tokenizer == BYTE:
         known = ByteTokenizer()
-    if known is not None and known.digest == said.tokenizer and known.eot != said.eot:
+    if known is not None and known.digest == kept.tokenizer and known.eot != kept.eot:
         raise UserError(
-            f"{pair.named} cannot be read, {pair.prefix}.json has eot={said.eot}, and its "
+            f"{pair.named} cannot be read, {pair.prefix}.json has eot={kept.eot}, and its "
             f"tokenizer {known.eot}; make it again"
         )
-    if tokenizer is not None and tokenizer.digest != said.tokenizer:
+    if tokenizer is not None and tokenizer.digest != kept.tokenizer:
         raise UserError(
             f"{pair.named} was made by another tokenizer than data.tokenizer="
-            f"{show(data.tokenizer)}: their digests are {said.tokenizer[:12]} and "
+            f"{show(data.tokenizer)}: their digests are {kept.tokenizer[:12]} and "
             f"{tokenizer.digest[:12]}; leave data.tokenizer out, or give the corpus's own"
         )
-    beside = tokenizer_beside(pair.prefix, said)
+    beside = tokenizer_beside(pair.prefix, kept)
     there = beside if beside == BYTE or os.path.lexists(beside) else None
     name = there if data.tokenizer is None else data.tokenizer
-    return _Facts(said.tokenizer, name, said.vocab_size, said.eot, said.digest)
+    return _Facts(kept.tokenizer, name, kept.vocab_size, kept.eot, kept.digest)
 
 
 def _watched(

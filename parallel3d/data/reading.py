@@ -31,17 +31,19 @@ def check_same_text(corpus: Corpus | Blend, world: Group, device: torch.device) 
     tokens = corpus.train_tokens + corpus.valid_tokens
     facts = [corpus.fingerprint, tokens, corpus.train_tokens, corpus.tokenizer, corpus.eot]
     mine = [*facts, socket.gethostname()]
-    said = all_gather_json(mine, world.handle, device)
-    texts = [tuple(facts[:-1]) for facts in said]
+    gathered = all_gather_json(mine, world.handle, device)
+    texts = [tuple(facts[:-1]) for facts in gathered]
     usual, _ = Counter(texts).most_common(1)[0]
     odd = next((rank for rank, text in enumerate(texts) if text != usual), None)
     if odd is None:
         return
     pair = sorted((odd, texts.index(usual)))
-    a, b = (f"rank {rank} on {said[rank][-1]} reads {said[rank][1]:,} tokens" for rank in pair)
+    a, b = (
+        f"rank {rank} on {gathered[rank][-1]} reads {gathered[rank][1]:,} tokens" for rank in pair
+    )
     kind = "fingerprints" if texts[odd][0] != usual[0] else "tokenizers"
     column = 0 if kind == "fingerprints" else 3
-    digests = " and ".join(said[rank][column][:12] for rank in pair)
+    digests = " and ".join(gathered[rank][column][:12] for rank in pair)
     raise UserError(
         f"the ranks do not read the same text: {a}, {b} ({kind} {digests}); start again when "
         "it is complete, and give a data.path that holds the same on every host"

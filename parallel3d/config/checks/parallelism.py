@@ -31,56 +31,56 @@ def check_groups(config: Config) -> None:
     parse_nccl_env(config.cluster.nccl_env)
 
 
-def _check_kind(key: str, word: str, kind: str) -> None:
+def _check_kind(key: str, item: str, kind: str) -> None:
     if kind not in GROUP_KINDS:
         raise UserError(
-            f"{key}={show(word)} must name a kind of group, one of {', '.join(GROUP_KINDS)}; the "
+            f"{key}={show(item)} must name a kind of group, one of {', '.join(GROUP_KINDS)}; the "
             f"nearest is {nearest(kind, GROUP_KINDS) or 'dp'}."
         )
 
 
-def parse_nccl_settings(words: list[str]) -> list[tuple[str, str, int]]:
+def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
     """Returns (kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`. Raises
     UserError."""
     key = "launch.nccl_settings"
-    settings = []
-    for word in words:
-        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", word)
+    parsed = []
+    for item in settings:
+        match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", item)
         if match is None:
             raise UserError(
-                f"{key}={show(word)} must be a kind of group, a setting and a number; the nearest "
+                f"{key}={show(item)} must be a kind of group, a setting and a number; the nearest "
                 f"is {key}=[dp.max_ctas:8]."
             )
         kind, name, value = match[1], match[2], int(match[3])
-        _check_kind(key, word, kind)
+        _check_kind(key, item, kind)
         if name not in NCCL_LIMITS:
             close = nearest(name, NCCL_LIMITS) or "max_ctas"
             raise UserError(
-                f"{key}={show(word)} must set one of {', '.join(NCCL_LIMITS)}; the nearest is "
+                f"{key}={show(item)} must set one of {', '.join(NCCL_LIMITS)}; the nearest is "
                 f"{key}=[{kind}.{close}:{value}]."
             )
         low, high = NCCL_LIMITS[name]
         if not low <= value <= high:
             near = min(max(value, low), high)
             raise UserError(
-                f"{key}={show(word)} must be {low} to {high}; the nearest is "
+                f"{key}={show(item)} must be {low} to {high}; the nearest is "
                 f"{key}=[{kind}.{name}:{near}]."
             )
-        settings.append((kind, name, value))
-    return settings
+        parsed.append((kind, name, value))
+    return parsed
 
 
-def parse_nccl_env(words: list[str]) -> dict[str, str]:
+def parse_nccl_env(settings: list[str]) -> dict[str, str]:
     """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
 
-    Also accepts torch's TORCH_NCCL_… and TORCH_FR_…. Raises UserError for other words.
+    Also accepts torch's TORCH_NCCL_… and TORCH_FR_…. Raises UserError for other text.
     """
     variables = {}
-    for word in words:
-        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", word)
+    for item in settings:
+        match = re.fullmatch(r"((?:NCCL|TORCH_NCCL|TORCH_FR)_[A-Z0-9_]+):(.+)", item)
         if match is None:
             raise UserError(
-                f"cluster.nccl_env={show(word)} must be a variable of NCCL and its value; the "
+                f"cluster.nccl_env={show(item)} must be a variable of NCCL and its value; the "
                 "nearest is cluster.nccl_env=[NCCL_CROSS_NIC:0]."
             )
         variables[match[1]] = match[2]
