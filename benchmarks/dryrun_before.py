@@ -90,7 +90,7 @@ def sums_apart_from_norms() -> Iterator[None]:
 
 @contextmanager
 def products_rounded_first() -> Iterator[None]:
-    with patch.object(parameters, "adds_wide_products", lambda *_: False):
+    with patch.object(parameters, "supports_wide_addmm", lambda *_: False):
         yield
 
 

@@ -360,7 +360,7 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     model = replace(ModelConfig(), **found.keys)
     stage, held = huggingface.blank_model(model), {}
     for parameter in stage.parameters():
-        held |= {piece.name: (piece, parameter.detach()) for piece in parameter.spec.pieces}
+        held |= {piece.name: (piece, parameter.detach()) for piece in parameter.spec.shards}
     tensors = tensors_of(folder, model, found.kind, weights=found.weights, dtype=torch.float32)
     for name, tensor in tensors:
         piece, local = held.pop(name)

@@ -378,9 +378,9 @@ def weight_gradient(given: Given) -> Row:
         out.add_(grad.t() @ x)
 
     def as_trained(out: Tensor) -> None:
-        gradients.add_product(out, grad, x)
+        gradients.add_matmul(out, grad, x)
 
-    figures: Row = {"by_gemm": gradients.adds_wide_products(given.device, grad.dtype, start.dtype)}
+    figures: Row = {"by_gemm": gradients.supports_wide_addmm(given.device, grad.dtype, start.dtype)}
     for name, add in (("trainer", as_trained), ("two_steps", two_steps)):
         out = start.clone()
         add(out)

@@ -80,7 +80,7 @@ def boxes_of_range(
     pieces that are not whole rows of the local parameter.
     """
     width = math.prod(spec.shape[1:])
-    for piece in spec.pieces:
+    for piece in spec.shards:
         if len(piece.shape) > 2 or math.prod(piece.shape[1:]) != width:
             raise ValueError(f"{piece.name}: {piece.shape} is not whole rows of {spec.shape}")
         first = piece.row * width
@@ -119,7 +119,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
     count = next(iter(part.values.values())).numel()
     whole = math.prod(part.spec.shape)
     if whole < SHARED_ELEMENTS * holders:
-        name = part.spec.pieces[0].name if part.spec.pieces else ""
+        name = part.spec.shards[0].name if part.spec.shards else ""
         return (0, count) if zlib.crc32(name.encode()) % holders == index else (0, 0)
     rows, width = part.spec.shape[0], math.prod(part.spec.shape[1:])
     first = max(part.start, rows * index // holders * width)

@@ -114,7 +114,7 @@ def state_of(stage: Stage) -> dict[str, LogicalTensor]:
     """What a stage wants of a checkpoint: the boxes of its parameters, to be filled in place."""
     state: dict[str, LogicalTensor] = {}
     for parameter in stage.parameters():
-        for piece in parameter.spec.pieces:
+        for piece in parameter.spec.shards:
             tensor = state.setdefault(
                 f"parameter/{piece.name}", LogicalTensor(piece.full_shape, parameter.dtype)
             )

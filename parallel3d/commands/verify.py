@@ -30,7 +30,7 @@ from parallel3d.data.blend import Blend
 from parallel3d.data.corpus import open_corpus
 from parallel3d.data.split import Corpus
 from parallel3d.metrics.jsonl import write_json
-from parallel3d.parameters.gather import gather_boxes
+from parallel3d.parameters.gather import gather_shards
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
@@ -166,7 +166,7 @@ def compare(
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
     for step in range(config.train.steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
-        boxes = gather_boxes(trainer.parameters.values(), groups)
+        boxes = gather_shards(trainer.parameters.values(), groups)
         parted = False
         if single is not None:
             expected = single.train_step() if step else result

@@ -27,7 +27,14 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.sharding import Initializer, Segment, SegmentPart
+from parallel3d.parameters.sharding import (
+    Initializer,
+    Segment,
+    SegmentPart,
+    set_compute_dtype,
+    set_spec,
+    spec_of,
+)
 
 
 class FullyShardedDataParallel:
@@ -45,7 +52,7 @@ class FullyShardedDataParallel:
             sum over the replicas is made once, at the end of the step.
 
     Attributes:
-        parameters: local name → sharded parameter with `spec`, and `read_as`, the compute type.
+        parameters: local name → sharded parameter with its spec and compute dtype.
         segments: what this rank steps, one parameter's shard each.
         replicas: (this rank's number, how many) among the dp ranks that step the same elements.
     """
@@ -59,7 +66,7 @@ class FullyShardedDataParallel:
         zero: int,
         every_microbatch: bool,
     ) -> None:
-        specs = {name: p.spec for name, p in stage.named_parameters()}
+        specs = {name: spec_of(p) for name, p in stage.named_parameters()}
         whole = {name: p.shape for name, p in stage.named_parameters()}
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
@@ -94,7 +101,8 @@ class FullyShardedDataParallel:
         self.gradient_of: dict[str, Tensor] = {}
         offset = 0
         for name, parameter in self.parameters.items():
-            parameter.spec, parameter.read_as = specs[name], dtype
+            set_spec(parameter, specs[name])
+            set_compute_dtype(parameter, dtype)
             flat = _local(parameter).view(-1)
             grad = self.gradients[offset : offset + flat.numel()]
             offset += flat.numel()
@@ -201,7 +209,7 @@ def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> 
         whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         rows = len(whole)
         first, end = (first_row(rows, shards.size, shards.index + i) for i in (0, 1))
-        initializer.fill_rows(parameter.spec, first, whole[first:end])
+        initializer.fill_rows(spec_of(parameter), first, whole[first:end])
         parameter.data = whole
 
 
@@ -246,6 +254,6 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 def _segment(name: str, parameter: nn.Parameter, flat: Tensor, grad: Tensor, start: int) -> Segment:
-    spec = parameter.spec
+    spec = spec_of(parameter)
     kind = (spec.decays, spec.replicated, spec.tied_lm_head)
     return Segment(flat, grad, flat, *kind, [SegmentPart(name, spec, start, flat.numel())])

@@ -157,7 +157,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
     found = None
     if bad:
         parameter = trainer.parameters[order[bad[0]]]
-        pieces = spec_of(parameter).pieces
+        pieces = spec_of(parameter).shards
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
         place = who(trainer.config, groups.rank)

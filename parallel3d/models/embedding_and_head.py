@@ -6,8 +6,12 @@ from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.layers import BuildContext, Norm
-from parallel3d.parameters.sharding import WORD_TABLE, ParameterSpec, ShardSpec
-from parallel3d.tensor_parallel.embedding import VocabParallelEmbedding, look_up, word_table
+from parallel3d.parameters.sharding import WORD_EMBEDDING, ParameterSpec, ShardSpec
+from parallel3d.tensor_parallel.embedding import (
+    VocabParallelEmbedding,
+    look_up,
+    word_embedding_parameter,
+)
 from parallel3d.tensor_parallel.layers import column_parallel_linear
 from parallel3d.tensor_parallel.loss import HeadLoss, Objective
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
@@ -20,7 +24,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp, self.sp = ctx.tp, ctx.sequence_parallel
         replicated = model.embedding == "replicated"
-        table = _word_table(model, ctx, WORD_TABLE, uses=uses)
+        table = _word_table(model, ctx, WORD_EMBEDDING, uses=uses)
         self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
         self.position = None
         if model.position_embedding == "learned":
@@ -58,7 +62,7 @@ class Head(nn.Module):
         if tied_table is not None:
             self.table = tied_table
         elif model.tie_embeddings:
-            self.table = _word_table(model, ctx, WORD_TABLE, tied_lm_head=True)
+            self.table = _word_table(model, ctx, WORD_EMBEDDING, tied_lm_head=True)
         else:
             self.table = _word_table(model, ctx, "head.weight", replicated=False)
         loss = ctx.loss
@@ -102,7 +106,7 @@ def _word_table(
 ) -> nn.Parameter:
     if replicated is None:
         replicated = model.embedding == "replicated"
-    return word_table(
+    return word_embedding_parameter(
         model.vocab_size,
         model.padded_vocab_size,
         model.hidden_size,

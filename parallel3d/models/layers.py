@@ -162,7 +162,7 @@ class QKNorm(nn.Module):
 
         def weight(part: str) -> nn.Parameter:
             name = f"{prefix}.{part}_norm.weight"
-            piece = ShardSpec(name, size, (0,), size, fill=1.0, copies=tp)
+            piece = ShardSpec(name, size, (0,), size, fill=1.0, tp_replicas=tp)
             return ctx.init.parameter(ParameterSpec(size, (piece,), replicated=tp == 1))
 
         self.q, self.k = weight("q"), weight("k")

@@ -98,8 +98,8 @@ class Attention(nn.Module):
         self.head_dim = model.head_size
         self.heads = model.num_attention_heads // ctx.tp.size
         # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
-        copies = max(1, ctx.tp.size // model.kv_heads)
-        self.kv_heads = model.kv_heads * copies // ctx.tp.size
+        replicas = max(1, ctx.tp.size // model.kv_heads)
+        self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
         self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
         prefix = f"layers.{layer}.attention"
@@ -114,7 +114,7 @@ class Attention(nn.Module):
             {"q": q_rows, "k": kv_rows, "v": kv_rows},
             model.hidden_size,
             std=model.init_std,
-            copies={"k": copies, "v": copies},
+            tp_replicas={"k": replicas, "v": replicas},
             bias=model.qkv_bias,
             **ctx.split,
         )

@@ -72,7 +72,7 @@ def _replica(
     if spec.replicated:
         copies = groups.tp.size
     number, count = number * copies + groups.tp.index % copies, count * copies
-    if tied and spec.is_word_table:
+    if tied and spec.is_word_embedding:
         number, count = number * 2 + int(spec.tied_lm_head), count * 2
     return number, count
 

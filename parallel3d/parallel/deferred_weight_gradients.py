@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parallel3d.comm.process_groups import SINGLE
-from parallel3d.parameters.gradients import add_gradient, deferred_jobs
+from parallel3d.parameters.gradients import add_gradient, deferred_queue
 from parallel3d.tensor_parallel.linear_ops import ColumnNode
 
 CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
@@ -99,7 +99,7 @@ class _Convolution(torch.autograd.Function):
         def add() -> None:
             add_gradient(weight, gradients(False, True, False)[1])
 
-        jobs = deferred_jobs(weight)
+        jobs = deferred_queue(weight)
         needs_x, with_bias = ctx.needs_input_grad[0], biases is not None
         if jobs is None:
             return *gradients(needs_x, True, with_bias), None

@@ -1,1 +1,1 @@
-"""What a local parameter is a piece of, how pieces lie flat, and the whole of them."""
+"""Sharding specs of parameters, their initial values, gradients and gathering."""

@@ -1,10 +1,10 @@
-"""Assembles the logical full parameters from the boxes that the ranks hold."""
+"""Assembles full parameters from the shards of all ranks."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,82 +14,87 @@ from torch import Tensor, nn
 
 from parallel3d.comm.exchange import gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.parameters.sharding import ShardSpec
+from parallel3d.parameters.sharding import ShardSpec, compute_dtype_of, spec_of
 
-MESSAGE_BYTES = 1 << 26  # small boxes travel together
-# All fields of a piece, without the deep copies of `dataclasses.astuple`.
+MESSAGE_BYTES = 1 << 26  # small shards are sent together, up to this size
+# All fields of a shard, without the deep copies of `dataclasses.astuple`.
 _fields = operator.attrgetter(*(field.name for field in fields(ShardSpec)))
 
 
-def owned_boxes(
+def owned_shards(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> list[tuple[ShardSpec, Tensor]]:
-    """The boxes that this rank speaks for: each box of the model is owned by exactly one rank.
+    """Returns the shards that this rank owns; each shard of the model has exactly one owner.
 
-    Of data-parallel replicas the first, of values that several tp ranks hold the first of them, of
-    a tied table the first stage. Collective over dp where parameters are sharded over it.
+    The owner is the first of its dp replicas, the first of the tp ranks that hold it and, for a
+    tied table, the first stage. Collective over dp where parameters are sharded over it.
     """
-    boxes = []
+    shards: list[tuple[ShardSpec, Tensor]] = []
     for parameter in parameters:
-        spec, local = parameter.spec, local_parameter(parameter)
+        spec, local = spec_of(parameter), full_local_parameter(parameter)
         if groups.dp.index > 0 or spec.tied_lm_head or (spec.replicated and groups.tp.index > 0):
             continue
-        own = [piece for piece in spec.pieces if groups.tp.index % piece.copies == 0]
-        boxes += [(piece, piece.of_local(local)) for piece in own]
-    return boxes
+        own = [shard for shard in spec.shards if groups.tp.index % shard.tp_replicas == 0]
+        shards += [(shard, shard.of_local(local)) for shard in own]
+    return shards
 
 
-def local_parameter(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the model in a parameter, in the type that the model reads.
+def full_local_parameter(parameter: nn.Parameter) -> Tensor:
+    """Returns this rank's local parameter in the compute type.
 
-    Gathers what FSDP2 shards over dp, and is collective there.
+    Gathers a parameter that FSDP2 shards over dp, and is collective there.
     """
     local = parameter.detach()
-    return local.full_tensor().to(parameter.read_as) if hasattr(local, "full_tensor") else local
+    full_tensor: Callable[[], Tensor] | None = getattr(local, "full_tensor", None)
+    return local if full_tensor is None else full_tensor().to(compute_dtype_of(parameter))
 
 
-def gather_boxes(
+def gather_shards(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Every box that any rank holds, replicas and copies too: (rank, box, CPU tensor) on rank 0,
-    an empty list elsewhere; collective."""
-    held = [(p.spec, local_parameter(p)) for p in parameters]
-    boxes = [(piece, piece.of_local(local)) for spec, local in held for piece in spec.pieces]
-    return _gather(boxes, held[0][1].device, groups)
+    """Returns (rank, shard, CPU tensor) of every rank's shards, replicas included, on rank 0.
+
+    Empty on the other ranks; collective.
+    """
+    held = [(spec_of(p), full_local_parameter(p)) for p in parameters]
+    shards = [(shard, shard.of_local(local)) for spec, local in held for shard in spec.shards]
+    return _gather(shards, held[0][1].device, groups)
 
 
 def _gather(
-    boxes: list[tuple[ShardSpec, Tensor]], device: torch.device, groups: ProcessGroups
+    shards: list[tuple[ShardSpec, Tensor]], device: torch.device, groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Each rank says in JSON what it holds; the values follow as bare bytes, rank by rank.
+    """Sends specs and dtypes as JSON, then the values as bytes, rank by rank.
 
-    NCCL knows the memory of devices alone, so rank 0's holds one message of the others at a time.
+    NCCL sends device memory alone, so rank 0's device holds one message at a time.
     """
-    facts = [[_fields(piece), str(box.dtype)] for piece, box in boxes]
+    facts = [[_fields(spec), str(values.dtype)] for spec, values in shards]
     by_rank = gather_json(facts, groups.world.handle, device)
     if groups.rank > 0:
-        sizes = [box.nbytes for _, box in boxes]
+        assert groups.world.handle is not None
+        sizes = [values.nbytes for _, values in shards]
         for span in messages(sizes):
-            parts = [boxes[i][1].reshape(-1).view(torch.uint8) for i in span]
+            parts = [shards[i][1].reshape(-1).view(torch.uint8) for i in span]
             flat = torch.cat(parts) if len(parts) > 1 else parts[0]
             transfer(dist.isend, flat, 0, groups.world.handle)
         return []
-    found = [(groups.rank, piece, box.to("cpu").contiguous()) for piece, box in boxes]
+    found = [(groups.rank, spec, values.to("cpu").contiguous()) for spec, values in shards]
     for rank in range(1, groups.world.size):
-        kinds = [(_piece(told), _dtype(word)) for told, word in by_rank[rank]]
-        sizes = [math.prod(piece.shape) * dtype.itemsize for piece, dtype in kinds]
+        assert groups.world.handle is not None
+        specs = [(_shard_spec(fact), _dtype(name)) for fact, name in by_rank[rank]]
+        sizes = [math.prod(spec.shape) * dtype.itemsize for spec, dtype in specs]
         for span in messages(sizes):
             flat = torch.empty(sum(sizes[i] for i in span), dtype=torch.uint8, device=device)
             transfer(dist.irecv, flat, rank, groups.world.handle)
             parts = flat.cpu().split([sizes[i] for i in span])
-            for (piece, dtype), part in zip((kinds[i] for i in span), parts, strict=True):
-                # A copy of its own: aligned for its type, whatever came before it.
-                found.append((rank, piece, part.clone().view(dtype).view(piece.shape)))
+            for (spec, dtype), part in zip((specs[i] for i in span), parts, strict=True):
+                # A copy is aligned for its dtype, whatever came before it in the message.
+                found.append((rank, spec, part.clone().view(dtype).view(spec.shape)))
     return found
 
 
 def messages(sizes: Sequence[int]) -> Iterator[range]:
-    """Boxes of these bytes that travel together: up to `MESSAGE_BYTES`, a larger one alone."""
+    """Groups shards of these sizes into messages of up to `MESSAGE_BYTES`."""
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and total + size > MESSAGE_BYTES:
@@ -100,35 +105,35 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-def _piece(told: Sequence[Any]) -> ShardSpec:
-    """What JSON has made of a piece's fields, its tuples lists."""
-    return ShardSpec(*(tuple(field) if isinstance(field, list) else field for field in told))
+def _shard_spec(values: Sequence[Any]) -> ShardSpec:
+    """Rebuilds a spec from JSON, where its tuples have become lists."""
+    return ShardSpec(*(tuple(value) if isinstance(value, list) else value for value in values))
 
 
-def _dtype(word: str) -> torch.dtype:
-    return getattr(torch, word.removeprefix("torch."))
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def gather_parameters(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> dict[str, Tensor]:
-    """Logical name → full, unpadded CPU tensor on rank 0, an empty dict elsewhere; collective.
+    """Returns full name → full, unpadded CPU tensor on rank 0, an empty dict elsewhere; collective.
 
-    For models that fit rank 0's memory: comparison and export of small ones.
+    Rank 0's memory must hold the model.
 
     Raises:
-        RuntimeError: the boxes do not cover a tensor exactly once.
+        RuntimeError: the shards do not cover a tensor exactly once.
     """
     parameters = list(parameters)
     full: dict[str, Tensor] = {}
     covered: dict[str, Tensor] = {}
-    for _, piece, box in _gather(owned_boxes(parameters, groups), parameters[0].device, groups):
-        if piece.name not in full:
-            full[piece.name] = torch.empty(piece.full_shape, dtype=box.dtype)
-            covered[piece.name] = torch.zeros(piece.full_shape, dtype=torch.int8)
-        piece.of_full(full[piece.name]).copy_(box)
-        piece.of_full(covered[piece.name]).add_(1)
+    for _, spec, values in _gather(owned_shards(parameters, groups), parameters[0].device, groups):
+        if spec.name not in full:
+            full[spec.name] = torch.empty(spec.full_shape, dtype=values.dtype)
+            covered[spec.name] = torch.zeros(spec.full_shape, dtype=torch.int8)
+        spec.of_full(full[spec.name]).copy_(values)
+        spec.of_full(covered[spec.name]).add_(1)
     for name, times in covered.items():
         if not bool((times == 1).all()):
-            raise RuntimeError(f"the ranks' boxes do not cover {name} exactly once")
+            raise RuntimeError(f"the ranks' shards do not cover {name} exactly once")
     return full

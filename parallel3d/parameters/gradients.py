@@ -1,4 +1,4 @@
-"""Gradients on their way into the buckets: at once, or put off until somebody has the time."""
+"""Adds gradients to their buckets: at once, or as deferred weight gradients."""
 
 from __future__ import annotations
 
@@ -11,53 +11,63 @@ from torch import Tensor
 
 from parallel3d.device import accelerator
 from parallel3d.device.matmul import is_widened, matmul
+from parallel3d.parameters.sharding import main_grad_of, register_grad_ready
 
-Job = Callable[[], None]
+DeferredGradient = Callable[[], None]  # adds one deferred weight gradient to its bucket
 
 
 class WeightGradients:
-    """A queue of the weight gradients of linear layers, which nobody waits for in a backward.
+    """Queues deferred weight gradients of linear layers.
 
-    Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) make the gradient of a stage's input
-    first (I) and those of its weights later (W), where the rank would idle. All weight gradients
-    are made at one place (`add_weight_gradient`), by eager layers, recomputed ones and the
-    operators of compiled blocks alike. So to split a backward is to put these calls off.
+    Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
+    first (I) and those of its weights later (W), where the rank would idle. Eager layers,
+    recomputed ones and the operators of compiled blocks all call `add_weight_gradient`, so
+    deferring these calls splits a backward.
 
-    Between I and W a job keeps the layer's input and the gradient of its output; what else the
-    backward read is free after I. The small gradients of norms, biases and embeddings are made
-    with I.
+    Between I and W a deferred gradient keeps the layer's input and its output gradient; everything
+    else that the backward read is freed after I. The small gradients of norms, biases and
+    embeddings are computed in I.
     """
 
     def __init__(self) -> None:
-        self.jobs: list[Job] | None = None  # None: nothing is put off
+        self.queue: list[DeferredGradient] | None = None  # None: gradients are computed at once
 
     @contextmanager
-    def deferred(self) -> Iterator[list[Job]]:
-        """Within it weight gradients wait in the list that it gives; whoever calls them, in the
-        list's order, makes them."""
-        jobs: list[Job] = []
-        self.jobs = jobs
+    def deferred(self) -> Iterator[list[DeferredGradient]]:
+        """Defers weight gradients inside the block; yields their queue, to be called in order."""
+        queue: list[DeferredGradient] = []
+        self.queue = queue
         try:
-            yield jobs
+            yield queue
         finally:
-            self.jobs = None
+            self.queue = None
+
+
+def set_weight_gradients(parameter: Tensor, weight_gradients: WeightGradients) -> None:
+    """Lets `weight_gradients` defer the gradients of a parameter."""
+    parameter.weight_gradients = weight_gradients  # type: ignore[attr-defined]
+
+
+def deferred_queue(weight: Tensor) -> list[DeferredGradient] | None:
+    """Returns the queue for deferred gradients of this weight; None: they are computed at once."""
+    weight_gradients: WeightGradients | None = getattr(weight, "weight_gradients", None)
+    return None if weight_gradients is None else weight_gradients.queue
 
 
 def add_weight_gradient(
     weight: Tensor, grad: Tensor, x: Tensor | Callable[[], Tensor]
 ) -> Tensor | None:
-    """The gradient gradᵀ·x of a linear weight, added where the gradient buckets keep it.
+    """Adds the gradient gradᵀ·x of a linear weight to its bucket, or returns it.
 
-    `data_parallel.buckets` gives each parameter a `main_grad` (a view of its bucket) and a
-    `register_grad_ready` call. With them the GEMM accumulates in place and autograd gets None;
-    without them (a layer on its own, a user's module) autograd gets the gradient. A weight whose
-    `weight_gradients` defers them gets it later, in its bucket or in `.grad`.
+    A weight in a gradient bucket has a `main_grad`: the GEMM accumulates there and autograd gets
+    None. Otherwise autograd gets the gradient. A deferred weight gradient is added later, to the
+    bucket or to `.grad`.
 
     Args:
-        weight: (out, in). grad: (tokens, out). x: (tokens, in), or what makes it when it is needed.
+        weight: (out, in). grad: (tokens, out). x: (tokens, in), or a function that returns it.
     """
-    main_grad, jobs = getattr(weight, "main_grad", None), deferred_jobs(weight)
-    if main_grad is None and jobs is None:
+    main_grad, queue = main_grad_of(weight), deferred_queue(weight)
+    if main_grad is None and queue is None:
         return matmul(grad.t(), x if isinstance(x, Tensor) else x())
 
     def add() -> None:
@@ -65,33 +75,26 @@ def add_weight_gradient(
         if main_grad is None:
             add_gradient(weight, matmul(grad.t(), rows))
         else:
-            add_product(main_grad, grad, rows)
-            weight.register_grad_ready()
+            add_matmul(main_grad, grad, rows)
+            register_grad_ready(weight)
 
-    if jobs is None:
+    if queue is None:
         add()
     else:
-        jobs.append(add)
+        queue.append(add)
     return None
 
 
-def deferred_jobs(weight: Tensor) -> list[Job] | None:
-    """Where the gradient of this weight has to wait at the moment; None: it is made at once."""
-    queue: WeightGradients | None = getattr(weight, "weight_gradients", None)
-    return None if queue is None else queue.jobs
+def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds the matmul gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to a wider `out`.
 
-
-def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to `out` in fp32 or better.
-
-    Where the device's GEMM adds products of half precision to an fp32 matrix, nothing is rounded
-    on the way and nothing but `out` is written; fp16 on a CPU is widened and not rounded either.
-    Elsewhere the product is rounded to the type of its factors before it is added: 8 bits in bf16,
-    and infinite beyond 65,504 in fp16.
+    Without rounding where the device's GEMM accumulates half precision into fp32, and for fp16 on a
+    CPU, which is widened. Elsewhere the result is rounded to the type of its factors before it is
+    added: 8 bits in bf16, and infinite beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)
-    elif adds_wide_products(out.device, grad.dtype, out.dtype):
+    elif supports_wide_addmm(out.device, grad.dtype, out.dtype):
         torch.addmm(out, grad.t(), x, out_dtype=out.dtype, out=out)
     elif is_widened(grad):
         out.addmm_(grad.float().t(), x.float())
@@ -100,10 +103,10 @@ def add_product(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 @functools.cache
-def adds_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
+def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
 
-    PyTorch has it since 2.10, and not for every device: it is tried once.
+    PyTorch has it since 2.10, not for every device, so it is tried once.
     """
     if not accelerator.is_accelerator(device):
         return False
@@ -118,9 +121,9 @@ def adds_wide_products(device: torch.device, narrow: torch.dtype, wide: torch.dt
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
     """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = main_grad_of(parameter)
     if main_grad is None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         return
     main_grad.add_(grad)
-    parameter.register_grad_ready()
+    register_grad_ready(parameter)

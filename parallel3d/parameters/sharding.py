@@ -1,9 +1,8 @@
-"""What a local parameter is a piece of, and its initial values.
+"""Sharding specs of local parameters, and their initial values.
 
-Every local parameter is described by the boxes of the *logical* full matrices that it holds: q, k
-and v apart, gate and up apart, the vocabulary without its padding. Initialisation, gathering,
-comparison and resharding read this one description, so a layout can change nothing but where the
-numbers sit.
+A spec lists the shards of *full* matrices that a local parameter holds: q, k and v apart, gate and
+up apart, the vocabulary without its padding. Initialisation, gathering, comparison and resharding
+read this one description, so a layout changes only where the numbers are stored.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,25 +22,26 @@ from torch import Tensor, nn
 from parallel3d.device import accelerator
 from parallel3d.host.devices import available_cores
 
-WORD_TABLE = "embedding.word.weight"
+WORD_EMBEDDING = "embedding.word.weight"
 TILE = 256  # side of the square tiles in which random matrices are drawn
 BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at full speed
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A box of one full logical tensor inside a local parameter.
+    """A shard of one full tensor inside a local parameter.
 
     Attributes:
-        name: logical name, `layers.3.attention.q.weight`.
+        name: name of the full tensor, `layers.3.attention.q.weight`.
         full_shape: shape of the unsharded, unpadded tensor.
-        start: first row (and column) of the box in the full tensor.
-        shape: rows (and columns) of the box.
-        row: first row of the local parameter that the box occupies.
+        start: first row (and column) of the shard in the full tensor.
+        shape: rows (and columns) of the shard.
+        row: first row of the shard in the local parameter.
         std: standard deviation of the initial values around 0; 0 for a constant.
         fill: the constant.
-        copies: tp ranks in a row that hold this very box: key-value heads of which there are fewer
-            than ranks, norms of heads. Each has the gradient of its own heads alone, to be added.
+        tp_replicas: consecutive tp ranks that hold this same shard: key-value heads when there are
+            fewer than ranks, norms of heads. Each rank has the gradient of its own query heads
+            alone, so the gradients are summed.
     """
 
     name: str
@@ -51,87 +51,128 @@ class ShardSpec:
     row: int = 0
     std: float = 0.0
     fill: float = 0.0
-    copies: int = 1
+    tp_replicas: int = 1
 
     def of_full(self, full: Tensor) -> Tensor:
-        """The box as a view of the full tensor."""
+        """Returns the shard as a view of the full tensor."""
         for dim, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
             full = full.narrow(dim, start, length)
         return full
 
     def of_local(self, local: Tensor) -> Tensor:
-        """The box as a view of the local parameter."""
+        """Returns the shard as a view of the local parameter."""
         return local.narrow(0, self.row, self.shape[0])
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How a local parameter relates to the model.
+    """Maps a local parameter to full tensors.
 
     Attributes:
         shape: local shape, vocabulary padding included.
-        pieces: the boxes it holds; rows that no box covers are padding and stay zero.
+        shards: the shards it holds; rows outside of them are padding and stay zero.
         replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
-            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2), to be added.
-        tied_lm_head: the last stage's copy of a table that the first stage owns.
-        uses: how often one forward pass reads it: 2 for a tied table on a single stage.
+            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
+        tied_lm_head: the last stage's copy of the word embedding that the first stage owns.
+        uses: reads per forward pass: 2 for a tied table on a single stage.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[ShardSpec, ...]
+    shards: tuple[ShardSpec, ...]
     replicated: bool
     tied_lm_head: bool = False
     uses: int = 1
 
     @property
-    def is_word_table(self) -> bool:
+    def is_word_embedding(self) -> bool:
         """Whether this is the word embedding or a tied head's copy of it."""
-        return any(piece.name == WORD_TABLE for piece in self.pieces)
+        return any(shard.name == WORD_EMBEDDING for shard in self.shards)
 
     def is_whole(self, tp: int) -> bool:
         """Whether each of `tp` ranks holds the same values."""
-        return self.replicated or all(piece.copies == tp for piece in self.pieces)
+        return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Elements [start, start + numel) of the flattened local parameter, cut where the number
-        of their `copies` changes: (first, end, copies), counted from `start`."""
+        """Yields (first, end, tp_replicas), counted from `start`, of equally replicated elements.
+
+        Together they are elements [start, start + numel) of the flattened local parameter.
+        """
         width = math.prod(self.shape[1:])
         cuts: list[tuple[int, int, int]] = []
-        for piece in self.pieces or (ShardSpec("", (), (), self.shape),):
-            end = (piece.row + piece.shape[0]) * width
-            first = cuts[-1][1] if cuts else 0  # padding in between goes with what follows
-            if cuts and cuts[-1][2] == piece.copies:
+        for shard in self.shards or (ShardSpec("", (), (), self.shape),):
+            end = (shard.row + shard.shape[0]) * width
+            first = cuts[-1][1] if cuts else 0  # padding in between goes with the next shard
+            if cuts and cuts[-1][2] == shard.tp_replicas:
                 first = cuts.pop()[0]
-            cuts.append((first, end, piece.copies))
+            cuts.append((first, end, shard.tp_replicas))
         cuts[-1] = (cuts[-1][0], math.prod(self.shape), cuts[-1][2])
-        for first, end, copies in cuts:
+        for first, end, tp_replicas in cuts:
             first, end = max(first - start, 0), min(end - start, numel)
             if first < end:
-                yield first, end, copies
+                yield first, end, tp_replicas
 
     @property
     def decays(self) -> bool:
-        """Weight decay leaves out biases and norms, alike on all ranks."""
+        """Whether weight decay applies: not to biases and norms."""
         return len(self.shape) > 1
 
 
+# Typed access to the attributes that are attached to parameters.
+
+
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """Returns the sharding spec that `Initializer.parameter` attached to a parameter."""
+    """Returns the parameter's sharding spec."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
 
 
+def set_spec(parameter: Tensor, spec: ParameterSpec) -> None:
+    """Attaches a sharding spec to a parameter."""
+    parameter.spec = spec  # type: ignore[attr-defined]
+
+
+def compute_dtype_of(parameter: Tensor) -> torch.dtype:
+    """Returns the type in which FSDP2 gathers the parameter for the model."""
+    dtype: torch.dtype = parameter.compute_dtype  # type: ignore[attr-defined]
+    return dtype
+
+
+def set_compute_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Sets the type in which FSDP2 gathers the parameter for the model."""
+    parameter.compute_dtype = dtype  # type: ignore[attr-defined]
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """Returns the view of a gradient bucket to which the parameter's gradients are added."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return main_grad
+
+
+def set_main_grad(parameter: Tensor, main_grad: Tensor) -> None:
+    """Gives the parameter its view of a gradient bucket."""
+    parameter.main_grad = main_grad  # type: ignore[attr-defined]
+
+
+def register_grad_ready(parameter: Tensor) -> None:
+    """Notifies the reducer that a gradient of the parameter has been added to its `main_grad`."""
+    parameter.register_grad_ready()  # type: ignore[attr-defined]
+
+
+def set_grad_ready_hook(parameter: Tensor, hook: Callable[[], None]) -> None:
+    """Sets the hook that `register_grad_ready` calls."""
+    parameter.register_grad_ready = hook  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Initializer:
-    """Makes parameters whose values are a function of (seed, name, index) alone.
+    """Creates parameters whose values depend on (seed, name, index) alone, on no layout.
 
     A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
-    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its boxes touch, on
-    `drawing_threads` threads and a band of at most `BAND` elements at a time: beside its slice it
-    holds one band, and no layout changes a value.
+    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its shards touch, on
+    `drawing_threads` threads, in bands of at most `BAND` elements that bound the extra memory.
 
-    With `deferred`, parameters have their shape and type but one element of memory: whoever
-    decides where they live asks for `values` or `fill_rows`, one parameter at a time.
+    With `deferred`, parameters have their shape and dtype but one element of memory, and the
+    data-parallel engine asks for `values` or `fill_rows`, one parameter at a time.
     """
 
     seed: int
@@ -140,17 +181,17 @@ class Initializer:
     deferred: bool = False
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
-        """A parameter with its `spec` attached, and its initial values unless `deferred`."""
+        """Returns a parameter with its spec and, unless `deferred`, its initial values."""
         if self.deferred:
             local = torch.zeros((), dtype=self.dtype, device=self.device).expand(spec.shape)
         else:
             local = self.values(spec)
         parameter = nn.Parameter(local)
-        parameter.spec = spec  # type: ignore[attr-defined]
+        set_spec(parameter, spec)
         return parameter
 
     def values(self, spec: ParameterSpec) -> Tensor:
-        """The initial values of a whole local parameter."""
+        """Returns the initial values of a local parameter."""
         local = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
         if self.device.type != "meta":
             self.fill_rows(spec, 0, local)
@@ -158,42 +199,42 @@ class Initializer:
 
     def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
         """Writes the initial values of a local parameter's rows from `first` on into `out`."""
-        out.zero_()  # what no box covers is padding
+        out.zero_()  # rows outside of all shards are padding
         end = first + out.shape[0]
-        for piece in spec.pieces:
-            top, bottom = max(first, piece.row), min(end, piece.row + piece.shape[0])
+        for shard in spec.shards:
+            top, bottom = max(first, shard.row), min(end, shard.row + shard.shape[0])
             if top < bottom:
-                start = (piece.start[0] + top - piece.row, *piece.start[1:])
-                box = replace(piece, start=start, shape=(bottom - top, *piece.shape[1:]))
-                self.fill(box, out[top - first : bottom - first])
+                start = (shard.start[0] + top - shard.row, *shard.start[1:])
+                inside = replace(shard, start=start, shape=(bottom - top, *shard.shape[1:]))
+                self.fill(inside, out[top - first : bottom - first])
 
-    def fill(self, piece: ShardSpec, out: Tensor) -> None:
-        """Writes the initial values of a box into `out`, a tensor of the box's shape."""
+    def fill(self, shard: ShardSpec, out: Tensor) -> None:
+        """Writes the initial values of a shard into `out`, a tensor of its shape."""
         if not accelerator.has_values(out.device):
             return
-        if piece.std == 0.0:
-            out.fill_(piece.fill)
+        if shard.std == 0.0:
+            out.fill_(shard.fill)
             return
-        row0, (rows, cols) = piece.start[0], piece.shape
+        row0, (rows, cols) = shard.start[0], shard.shape
         height = max(1, BAND // (TILE * cols)) * TILE  # rows of a band: whole tiles
         for i in range(row0 // TILE * TILE, row0 + rows, height):
             top, bottom = max(row0, i), min(row0 + rows, i + height)
-            # One copy a band: on a GPU each is a transfer that the host waits for.
-            out[top - row0 : bottom - row0] = torch.from_numpy(self._band(piece, top, bottom))
+            # One copy per band: on a GPU each is a transfer that blocks the host.
+            out[top - row0 : bottom - row0] = torch.from_numpy(self._band(shard, top, bottom))
 
-    def _band(self, piece: ShardSpec, top: int, bottom: int) -> np.ndarray:
-        """Rows [top, bottom) of the full matrix in the box's columns, float32."""
-        left, cols = piece.start[1], piece.shape[1]
+    def _band(self, shard: ShardSpec, top: int, bottom: int) -> np.ndarray:
+        """Returns rows [top, bottom) of the full matrix in the shard's columns, float32."""
+        left, cols = shard.start[1], shard.shape[1]
         band = np.empty((bottom - top, cols), dtype=np.float32)
 
         def draw(tile: tuple[int, int]) -> None:
             i, j = tile
             up, down = max(top, i * TILE), min(bottom, (i + 1) * TILE)
             west, east = max(left, j * TILE), min(left + cols, (j + 1) * TILE)
-            values = self._tile(piece.name, i, j, rows=down - i * TILE)
-            box = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
+            values = self._tile(shard.name, i, j, rows=down - i * TILE)
+            inside = values[up - i * TILE : down - i * TILE, west - j * TILE : east - j * TILE]
             out = band[up - top : down - top, west - left : east - left]
-            np.multiply(box, np.float32(piece.std), out=out)
+            np.multiply(inside, np.float32(shard.std), out=out)
 
         down = range(top // TILE, (bottom - 1) // TILE + 1)
         across = range(left // TILE, (left + cols - 1) // TILE + 1)
@@ -202,14 +243,16 @@ class Initializer:
         if threads == 1:
             for tile in tiles:
                 draw(tile)
-        else:  # NumPy lets go of the interpreter while it draws
+        else:  # NumPy releases the GIL while it draws
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(draw, tiles))
         return band
 
     def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
-        """The first rows of (256, 256) standard normal values, float32 whatever the compute type
-        is; they are drawn row by row, so how many is all that this changes."""
+        """Returns the first rows of a tile of standard normal values, float32 for all dtypes.
+
+        Rows are drawn in order, so their number changes no value.
+        """
         digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
         key = np.frombuffer(digest, dtype=np.uint64)
         stream = np.random.Generator(np.random.Philox(key=key))
@@ -217,10 +260,10 @@ class Initializer:
 
 
 def drawing_threads(device: torch.device) -> int:
-    """Threads on which a rank on `device` draws its parameters: torch's own.
+    """Returns the number of threads on which a rank on `device` draws its parameters.
 
-    On an accelerator no fewer than the rank's share of its host's cores. torchrun sets
-    OMP_NUM_THREADS=1 for CPU kernels, and one thread draws an 8B model in minutes.
+    torch's number; on an accelerator at least the rank's share of the host's cores, because
+    torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B model.
     """
     threads = torch.get_num_threads()
     if not accelerator.is_accelerator(device) or "LOCAL_WORLD_SIZE" not in os.environ:
@@ -228,12 +271,8 @@ def drawing_threads(device: torch.device) -> int:
     return max(threads, available_cores() // int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
-# Flat runs of parameters that are treated alike: what holds them makes these, the optimizer steps
-# them, and checkpoints save what lies in them.
-
-
 class SegmentPart(NamedTuple):
-    """Elements `start` … `start + numel` of a flattened local parameter, inside a segment."""
+    """Holds elements [start, start + numel) of a flattened local parameter, inside a segment."""
 
     name: str
     spec: ParameterSpec
@@ -243,15 +282,13 @@ class SegmentPart(NamedTuple):
 
 @dataclass
 class Segment:
-    """A run of parameters that are treated alike, as far as this rank steps them.
+    """A flat shard of parameters with equal optimizer settings, the part that this rank steps.
 
     Attributes:
         param: flat, in the compute type; grad: flat, fp32 or better.
-        master: what the optimizer steps: `param` itself where that is fp32 or better.
-        decays: weight decay applies.
-        replicated: every tp rank holds the same values (see ParameterSpec).
-        tied_lm_head: belongs to a table that the first stage owns.
-        parts: what lies in it, in order.
+        master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
+        decays, replicated, tied_lm_head: see `ParameterSpec`.
+        parts: its contents, in order.
     """
 
     param: Tensor
@@ -263,15 +300,14 @@ class Segment:
     parts: list[SegmentPart] = field(default_factory=list)
 
     def runs(self) -> list[tuple[slice, int]]:
-        """All elements in order, cut where the number of tp ranks in a row that share them changes
-        (`Piece.copies`)."""
+        """Returns (elements, tp_replicas) of equally replicated runs, in order."""
         found: list[tuple[slice, int]] = []
         offset = 0
         for part in self.parts:
-            for first, end, copies in part.spec.runs(part.start, part.numel):
+            for first, end, tp_replicas in part.spec.runs(part.start, part.numel):
                 begin = offset + first
-                if found and found[-1][1] == copies:
+                if found and found[-1][1] == tp_replicas:
                     begin = found.pop()[0].start
-                found.append((slice(begin, offset + end), copies))
+                found.append((slice(begin, offset + end), tp_replicas))
             offset += part.numel
         return found

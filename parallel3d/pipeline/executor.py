@@ -18,7 +18,7 @@ from parallel3d.config.schema import Config
 from parallel3d.data.loader import InOrder, MicroBatch
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.gradients import Job, WeightGradients
+from parallel3d.parameters.gradients import DeferredGradient, WeightGradients, set_weight_gradients
 from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, measure_baseline_latency, post
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
 from parallel3d.schedules.actions import Action, Kind, Step
@@ -136,7 +136,7 @@ class Executor:
         self.message_shape, self.dtype, self.device = message_shape, dtype, device
         self.slices = slices
         self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
-        self.deferred: dict[Place, list[Job]] = {}
+        self.deferred: dict[Place, list[DeferredGradient]] = {}
         self.outbox: dict[Action, Tensor] = {}
         self.local_handoff: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
         self.receiving: dict[Action, PendingTransfer] = {}
@@ -145,7 +145,7 @@ class Executor:
         self.weight_gradients = WeightGradients()
         for stage in stages:
             for parameter in stage.parameters():
-                parameter.weight_gradients = self.weight_gradients
+                set_weight_gradients(parameter, self.weight_gradients)
 
     @classmethod
     def of_run(

@@ -1,1 +1,1 @@
-"""Layers, embedding and loss split over one group, and their sequence."""
+"""Tensor-parallel linear layers, embedding and loss, with sequence parallelism."""

@@ -1,4 +1,4 @@
-"""The word embedding: rows split over the tensor group, or the whole table on every rank."""
+"""The word embedding: rows split over the tensor group, or replicated on every rank."""
 
 from __future__ import annotations
 
@@ -10,59 +10,66 @@ from torch import Tensor, nn
 
 from parallel3d.comm.process_groups import Group
 from parallel3d.device.accelerator import is_on_accelerator
-from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
+from parallel3d.parameters.sharding import (
+    Initializer,
+    ParameterSpec,
+    ShardSpec,
+    main_grad_of,
+    register_grad_ready,
+)
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel, scatter_to_sequence
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of the table; ids outside of [0, rows) give zeros and no gradient.
-
-    The gradient goes straight into the gradient bucket where there is one: autograd's own would be
-    a dense table per micro-batch. `alike` says that other ranks make the same gradient, which no
-    reduction makes equal afterwards.
-    """
-
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, alike: bool) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
         outside = (ids < 0) | (ids >= weight.shape[0])
         ids = ids.masked_fill(outside, 0)
         ctx.save_for_backward(ids, outside, weight)
-        ctx.alike = alike
+        ctx.deterministic = deterministic
         return F.embedding(ids, weight).masked_fill_(outside.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, outside, weight = ctx.saved_tensors
         grad = grad.masked_fill(outside.unsqueeze(-1), 0.0).flatten(0, -2)
-        main_grad = getattr(weight, "main_grad", None)
+        main_grad = main_grad_of(weight)
         if main_grad is None:
             main_grad = torch.zeros_like(weight)
-            add_rows(main_grad, ids.flatten(), grad, ctx.alike)
+            add_rows(main_grad, ids.flatten(), grad, ctx.deterministic)
             return None, main_grad, None
-        add_rows(main_grad, ids.flatten(), grad.to(main_grad.dtype), ctx.alike)
-        weight.register_grad_ready()
+        # Straight into the bucket: autograd would allocate a dense table per micro-batch.
+        add_rows(main_grad, ids.flatten(), grad.to(main_grad.dtype), ctx.deterministic)
+        register_grad_ready(weight)
         return None, None, None
 
 
-def look_up(ids: Tensor, weight: Tensor, alike: bool) -> Tensor:
-    """Rows `ids` (b, s) of a table (rows, hidden): (b, s, hidden); see `_Lookup`."""
-    return _Lookup.apply(ids, weight, alike)
+def look_up(ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
+    """Returns rows `ids` (b, s) of a table (rows, hidden) as (b, s, hidden).
+
+    Ids outside of [0, rows) give zeros and no gradient.
+
+    Args:
+        deterministic: other ranks compute the same gradient, and no reduction makes it equal
+            afterwards (see `add_rows`).
+    """
+    return _Lookup.apply(ids, weight, deterministic)
 
 
-def add_rows(table: Tensor, ids: Tensor, rows: Tensor, in_order: bool) -> None:
+def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> None:
     """Adds rows[i] to table[ids[i]].
 
     Args:
-        in_order: equal inputs give equal bits, on accelerators too. There the usual kernel adds by
-            atomic operations, in whatever order they arrive; this one sorts the ids first.
+        deterministic: equal inputs give equal bits, on accelerators too. Their usual kernel adds
+            by atomic operations in any order; this one sorts the ids first.
     """
-    if in_order and is_on_accelerator(table):
+    if deterministic and is_on_accelerator(table):
         table.index_put_((ids,), rows, accumulate=True)
     else:
         table.index_add_(0, ids, rows)
 
 
-def word_table(
+def word_embedding_parameter(
     vocab_size: int,
     padded: int,
     hidden: int,
@@ -75,23 +82,23 @@ def word_table(
     tied_lm_head: bool = False,
     uses: int = 1,
 ) -> nn.Parameter:
-    """A (padded/tp, hidden) or, replicated, (padded, hidden) table; padding rows are zero."""
+    """Creates a (padded/tp, hidden) or, replicated, (padded, hidden) table; padding is zero."""
     rows = padded if replicated else padded // group.size
     start = 0 if replicated else rows * group.index
     real = max(0, min(rows, vocab_size - start))
-    pieces = ()
+    shards: tuple[ShardSpec, ...] = ()
     if real:
-        pieces = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
+        shards = (ShardSpec(name, (vocab_size, hidden), (start, 0), (real, hidden), std=std),)
     whole = replicated or group.size == 1
-    return init.parameter(ParameterSpec((rows, hidden), pieces, whole, tied_lm_head, uses))
+    return init.parameter(ParameterSpec((rows, hidden), shards, whole, tied_lm_head, uses))
 
 
 class VocabParallelEmbedding(nn.Module):
     """Looks token ids up in a table whose rows are split over `group` (Shoeybi et al. 2019 §3).
 
-    Each rank looks up the ids that it holds; the sum over the ranks completes the rest. With
-    `replicated` every rank holds the table and nothing is sent; under sequence parallelism it then
-    looks up its own part of the sequence alone.
+    Each rank looks up the ids that it holds, and a reduction over the ranks completes the result.
+    With `replicated` every rank holds the table and nothing is sent; under sequence parallelism
+    each rank then looks up its own part of the sequence.
 
     Shapes: (b, s) → (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
     """
@@ -105,10 +112,10 @@ class VocabParallelEmbedding(nn.Module):
         if self.replicated:
             if self.sp:
                 ids = ids.chunk(self.group.size, dim=1)[self.group.index]
-            # Under sequence parallelism the gradients of the ranks are added over tp.
-            return _Lookup.apply(ids, self.weight, self.group.size > 1 and not self.sp)
+            # Under sequence parallelism the gradients are summed over tp, so they end up equal.
+            return look_up(ids, self.weight, self.group.size > 1 and not self.sp)
         first = self.group.index * self.weight.shape[0]
-        partial = _Lookup.apply(ids - first, self.weight, False)
+        partial = look_up(ids - first, self.weight, False)
         if self.sp:
             return scatter_to_sequence(partial, self.group)
         return reduce_from_tensor_parallel(partial, self.group)

@@ -29,36 +29,36 @@ from parallel3d.tensor_parallel.linear_ops import (
 )
 
 
-def _pieces(sp: bool, group: Group, chunks: int) -> int | None:
-    """In how many pieces the sequence is gathered and scattered; None where it is not split."""
+def _sequence_chunks(sp: bool, group: Group, chunks: int) -> int | None:
+    """Returns `chunks`, or None where the sequence is not split."""
     return chunks if sp and group.size > 1 else None
 
 
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool
 ) -> Tensor:
-    """x·Wᵀ + b for this rank's rows of W: (b, s, in) → (b, s, out/tp).
+    """Returns x·Wᵀ + b for this rank's rows of W: (b, s, in) → (b, s, out/tp).
 
     Under sequence parallelism x is (b, s/tp, in) and is gathered first.
     """
-    return ColumnNode.apply(x, weight, bias, group, _pieces(sp, group, 1))
+    return ColumnNode.apply(x, weight, bias, group, _sequence_chunks(sp, group, 1))
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x·Wᵀ + b with the rows of W (output features) split over `group`.
+    """Computes y = x·Wᵀ + b with the rows of W (output features) split over `group`.
 
-    One GEMM may serve several logical matrices (q, k and v; gate and up): each is split on its own,
+    One GEMM may serve several full matrices (q, k and v; gate and up): each is split on its own,
     so that every rank holds whole heads and matching halves.
 
     Args:
-        prefix: logical name up to the matrix names, `layers.0.attention`.
-        outputs: matrix name → its full number of rows; each must divide by the group's size.
+        prefix: full name up to the matrix names, `layers.0.attention`.
+        outputs: matrix name → its full number of rows, divisible by the group's size.
         inputs: columns.
-        copies: matrix name → ranks in a row that share one part of its rows (see `Piece.copies`).
+        tp_replicas: matrix name → consecutive ranks that hold the same rows of it.
         std: of the initial weights; biases start at zero.
         sp: the sequence is split over the group.
-        chunks: the pieces in which it is gathered (see `overlap`).
-        recomputed: x may be made again in the backward, and then without this GEMM.
+        chunks: in which the sequence is gathered (see `gather_linear`).
+        recomputed: x may be recomputed in the backward, and then without this GEMM.
 
     Shapes: (b, s, inputs) → (b, s, Σ outputs / tp), the matrices' results side by side.
     """
@@ -76,24 +76,24 @@ class ColumnParallelLinear(nn.Module):
         init: Initializer,
         chunks: int = 1,
         recomputed: bool = False,
-        copies: Mapping[str, int] = MappingProxyType({}),
+        tp_replicas: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _pieces(sp, group, chunks)
+        self.group, self.sp = group, _sequence_chunks(sp, group, chunks)
         self.node = column_node if recomputed else ColumnNode.apply
         weights, biases, row = [], [], 0
         for name, rows in outputs.items():
-            shared = copies.get(name, 1)
+            shared = tp_replicas.get(name, 1)
             local = rows * shared // group.size
             start = group.index // shared * local
             full = f"{prefix}.{name}"
-            box = ((rows, inputs), (start, 0), (local, inputs))
-            weights.append(ShardSpec(f"{full}.weight", *box, row, std, copies=shared))
+            place = ((rows, inputs), (start, 0), (local, inputs))
+            weights.append(ShardSpec(f"{full}.weight", *place, row, std, tp_replicas=shared))
             biases.append(
-                ShardSpec(f"{full}.bias", (rows,), (start,), (local,), row, copies=shared)
+                ShardSpec(f"{full}.bias", (rows,), (start,), (local,), row, tp_replicas=shared)
             )
             row += local
-        self.sizes = [piece.shape[0] for piece in weights]
+        self.sizes = [shard.shape[0] for shard in weights]
         split = group.size == 1
         self.weight = init.parameter(ParameterSpec((row, inputs), tuple(weights), split))
         spec = ParameterSpec((row,), tuple(biases), split)
@@ -107,11 +107,11 @@ class ColumnParallelLinear(nn.Module):
         return self.node(x, self.weight, self.bias, self.group, self.sp)
 
     def run_forward(self, x: Tensor) -> Tensor:
-        """What the operator of a compiled block runs."""
+        """Runs the GEMM with its all-gather, for the operator of a compiled block."""
         return column_forward(x, self.weight, self.bias, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x; the parameters' gradients go to their buckets."""
+        """Returns the gradient of x; the parameters' gradients go to their buckets."""
         if self.bias is not None:
             add_gradient(self.bias, grad.flatten(0, -2).sum(0))
         grad_x, grad_weight = column_backward(grad, x, self.weight, self.group, self.sp)
@@ -121,9 +121,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = Σ over ranks of x·Wᵀ, + b, with the columns of W (input features) split over `group`.
+    """Computes y = Σ over ranks of x·Wᵀ, + b, with the columns of W (input features) split.
 
-    The bias is added once, after the reduction, and is replicated. Arguments as of
+    The bias is added once, after the reduction, and is replicated. For the arguments see
     `ColumnParallelLinear`.
 
     Shapes: (b, s, inputs/tp) → (b, s, outputs), or (b, s/tp, outputs) under sequence parallelism.
@@ -144,14 +144,14 @@ class RowParallelLinear(nn.Module):
         recomputed: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sp = group, _pieces(sp, group, chunks)
+        self.group, self.sp = group, _sequence_chunks(sp, group, chunks)
         self.node = row_node if recomputed else RowNode.apply
         local = inputs // group.size
-        piece = ShardSpec(
+        shard = ShardSpec(
             f"{name}.weight", (outputs, inputs), (0, local * group.index), (outputs, local), std=std
         )
         replicated = group.size == 1
-        self.weight = init.parameter(ParameterSpec((outputs, local), (piece,), replicated))
+        self.weight = init.parameter(ParameterSpec((outputs, local), (shard,), replicated))
         whole = ShardSpec(f"{name}.bias", (outputs,), (0,), (outputs,))
         self.bias = init.parameter(ParameterSpec((outputs,), (whole,), True)) if bias else None
         self.handle = linear_ops.register(self)
@@ -165,11 +165,11 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def run_forward(self, x: Tensor) -> Tensor:
-        """What the operator of a compiled block runs: the GEMM and its reduction."""
+        """Runs the GEMM with its reduction, for the operator of a compiled block."""
         return row_forward(x, self.weight, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x; the weight's goes to its bucket."""
+        """Returns the gradient of x; the weight's goes to its bucket."""
         grad_x, grad_weight = row_backward(grad, x, self.weight, self.group, self.sp)
         if grad_weight is not None:
             add_gradient(self.weight, grad_weight)

@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that are split along the vocabulary, never gathered nor copied."""
+"""Vocab-parallel cross-entropy, and the LM head and loss in one step, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from parallel3d.comm.process_groups import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.device.fused import fused, fuses
 from parallel3d.device.matmul import matmul
-from parallel3d.parameters.gradients import add_product
+from parallel3d.parameters.gradients import add_matmul
+from parallel3d.parameters.sharding import main_grad_of, register_grad_ready
 from parallel3d.sizes.model import loss_chunks
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 
-# Rows that are worked on at a time without fused kernels: on a CPU they stay in the cache from one
-# pass to the next; on other devices large enough to fill them, and still small beside the logits in
-# half precision, of which a piece is widened to fp32 at a time.
-PIECE_BYTES = {"cpu": 1 << 20}
-LARGE_PIECE_BYTES = 64 << 20
+# Block of rows that is processed at a time without fused kernels. On a CPU it stays in the cache
+# from one pass to the next; elsewhere it fills the device, and stays small compared to the logits
+# in half precision, which are widened to fp32 block by block.
+BLOCK_BYTES = {"cpu": 1 << 20}
+LARGE_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of one token, from its logits z and label y, with p = softmax(z), l = log Σ exp z.
+    """The loss of one token: (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l², with l = log Σ exp z.
 
-    (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l²: cross-entropy against a target of which ε is spread
-    evenly over the vocabulary (Szegedy et al. 2016 §7), plus z-loss (Chowdhery et al. 2022 §5).
+    Cross-entropy of logits z with label y and label smoothing (Szegedy et al. 2016 §7), plus z-loss
+    (Chowdhery et al. 2022 §5).
 
     Attributes:
-        vocab_size: tokens that exist; columns beyond them reach neither softmax nor mean.
+        vocab_size: tokens without padding; columns beyond are left out of softmax and mean.
         label_smoothing: ε.
         z_loss: λ.
-        half: logits of half precision stay so, statistics and losses too, as Megatron-LM's
-            --fp16-lm-cross-entropy has it; else all of these are fp32 or better.
+        half: keep logits, statistics and losses in half precision, as Megatron-LM's
+            --fp16-lm-cross-entropy; else statistics and losses are fp32 or better.
     """
 
     vocab_size: int
@@ -49,12 +50,12 @@ class Objective:
 
     @property
     def plain(self) -> Objective:
-        """Cross-entropy alone, in fp32 or better, for held-out samples."""
+        """Returns cross-entropy alone, in fp32 or better, for evaluation."""
         return Objective(self.vocab_size)
 
     @property
     def statistics(self) -> int:
-        """Numbers that a rank contributes for each token."""
+        """Returns how many numbers a rank contributes per token."""
         return 4 if self.label_smoothing else 3
 
 
@@ -62,14 +63,13 @@ class Objective:
 def vocabulary_statistics(
     logits: Tensor, target: Tensor, inside: Tensor, real: int, with_sum: bool
 ) -> Tensor:
-    """`ChunkLoss.statistics` in one pass over the logits, which stay as they are.
+    """Computes `ChunkLoss.statistics` in one pass over the logits, unchanged.
 
     Args:
         target: (tokens, 1) column of the label, any where `inside` (tokens,) is false.
-        real: columns that count, the first ones.
+        real: number of columns without padding.
     """
-    # Spelled as TorchInductor knows it: maximum and sum then become one online pass over a row
-    # (Milakov and Gimelshein 2018).
+    # TorchInductor turns this form into one online pass over a row (Milakov and Gimelshein 2018).
     wide = logits[:, :real].to(torch.promote_types(logits.dtype, torch.float32))
     maximum = wide.amax(1, keepdim=True)
     total = (wide - maximum).exp().sum(1, keepdim=True)
@@ -90,11 +90,11 @@ def logits_to_gradient(
     spread: Tensor | None,
     real: int,
 ) -> None:
-    """Turns logits into `of_softmax`·softmax + `at_target` at the label − `spread`, in one pass.
+    """Overwrites logits with `of_softmax`·softmax + `at_target` at the label − `spread`.
 
     Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
     """
-    # 32 bits: a comparison an element in 64 would take as long as the memory does.
+    # 32 bits: comparing 64-bit integers would take as long as the memory traffic.
     column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     gradient = (logits.to(log_sum.dtype) - log_sum).exp() * of_softmax
     if spread is not None:
@@ -106,14 +106,12 @@ def logits_to_gradient(
 
 
 class ChunkLoss:
-    """Losses of some tokens, and their gradients in place of the logits.
+    """Computes the losses of some tokens, and their gradients in place of the logits.
 
-    `statistics` of all ranks go into `losses`, after which `gradient` may be called. Maximum,
-    exponentials and sums are fp32 or better whatever the logits are, unless the objective is
-    `half`: then each of them is rounded to the type of the logits. With fused kernels the logits
-    are read once, and once more to become gradients. Without, they go through the cache in pieces:
-    in fp32 and fp64 they become exponentials and then gradients in one buffer; in half precision
-    they stay what they are until they become gradients, and fp32 exists a piece at a time.
+    Call `statistics`, then `losses` with those of all ranks, then `gradient`. Maximum, exponentials
+    and sums are fp32 or better unless the objective is `half`. Fused kernels read the logits twice.
+    Without them, fp32 and fp64 logits become exponentials and then gradients in one buffer; logits
+    in half precision stay until they become gradients, and are widened to fp32 block by block.
 
     Args:
         logits: (tokens, columns), this rank's columns; overwritten.
@@ -125,25 +123,27 @@ class ChunkLoss:
         self.objective, columns = objective, logits.shape[1]
         self.logits = logits
         self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
-        self.whole = fuses(logits.device) and not objective.half
-        self.kept = objective.half or logits.dtype in (torch.float32, torch.float64)
-        self.dtype = logits.dtype if self.kept else torch.float32
+        self.fused = fuses(logits.device) and not objective.half
+        self.in_place = objective.half or logits.dtype in (torch.float32, torch.float64)
+        self.dtype = logits.dtype if self.in_place else torch.float32
         self.inside = (labels >= first) & (labels < first + self.real)
         self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
 
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Runs of rows and their real columns, in place or, in half precision, as fp32 copies."""
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields blocks of rows without padding, in place or, in half precision, as fp32 copies."""
         row = max(1, self.logits.shape[1] * self.dtype.itemsize)
-        rows = max(1, PIECE_BYTES.get(self.logits.device.type, LARGE_PIECE_BYTES) // row)
+        rows = max(1, BLOCK_BYTES.get(self.logits.device.type, LARGE_BLOCK_BYTES) // row)
         for start in range(0, self.logits.shape[0], rows):
             run = slice(start, start + rows)
-            piece = self.logits[run, : self.real]
-            yield run, piece if self.kept else piece.to(self.dtype)
+            block = self.logits[run, : self.real]
+            yield run, block if self.in_place else block.to(self.dtype)
 
     def statistics(self) -> Tensor:
-        """(3 or 4, tokens): maximum, Σ exp(z − maximum), z of the label where it is here, and, for
-        label smoothing, Σ z, over the real columns of this rank."""
-        if self.whole and self.real:
+        """Returns (3 or 4, tokens) numbers over this rank's columns, padding left out.
+
+        Maximum, Σ exp(z − maximum), z of the label (0 elsewhere) and, for label smoothing, Σ z.
+        """
+        if self.fused and self.real:
             smooths = self.objective.label_smoothing > 0
             out = vocabulary_statistics(self.logits, self.target, self.inside, self.real, smooths)
             self.maximum = out[0]
@@ -155,18 +155,18 @@ class ChunkLoss:
             out[0] = -torch.inf
             self.maximum = out[0]
             return out
-        for run, piece in self._pieces():
-            maximum = torch.amax(piece, 1, out=out[0, run])
-            out[2, run] = piece.gather(1, self.target[run]).squeeze(1)
+        for run, block in self._blocks():
+            maximum = torch.amax(block, 1, out=out[0, run])
+            out[2, run] = block.gather(1, self.target[run]).squeeze(1)
             if self.objective.label_smoothing:
-                torch.sum(piece, 1, out=out[3, run])
-            torch.sum(piece.sub_(maximum.unsqueeze(1)).exp_(), 1, out=out[1, run])
+                torch.sum(block, 1, out=out[3, run])
+            torch.sum(block.sub_(maximum.unsqueeze(1)).exp_(), 1, out=out[1, run])
         out[2].masked_fill_(~self.inside, 0.0)
         self.maximum = out[0]
         return out
 
     def losses(self, ranks: Tensor) -> Tensor:
-        """(tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks, in order."""
+        """Returns (tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks."""
         maxima, sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
         highest = maxima.amax(0)
         total = (sums * torch.exp(maxima - highest)).sum(0)
@@ -180,44 +180,41 @@ class ChunkLoss:
         return losses + z_loss * self.log_sum.square()
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Gradient (tokens, columns) by the logits, in their place; `grad` (tokens,): by the
-        losses."""
+        """Overwrites the logits with their gradient, given that of the losses (tokens,)."""
         smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
         of_softmax = grad * (1.0 + 2.0 * z_loss * self.log_sum) if z_loss else grad
         at_target = (grad * self.inside).mul_(smoothing - 1.0).unsqueeze(1)
         spread = (grad * (smoothing / self.objective.vocab_size)).unsqueeze(1)
-        if self.whole:
+        if self.fused:
             columns = (self.log_sum.unsqueeze(1), of_softmax.unsqueeze(1), at_target, self.target)
             logits_to_gradient(self.logits, *columns, spread if smoothing else None, self.real)
             return self.logits
-        factor = of_softmax * torch.exp(self.maximum - self.log_sum) if self.kept else of_softmax
-        for run, piece in self._pieces() if self.real else ():
-            if not self.kept:
-                piece.sub_(self.log_sum[run].unsqueeze(1)).exp_()
-            piece.mul_(factor[run].unsqueeze(1))
+        # In place the logits are exp(z − maximum) by now: this factor makes them the softmax.
+        factor = of_softmax
+        if self.in_place:
+            factor = of_softmax * torch.exp(self.maximum - self.log_sum)
+        for run, block in self._blocks() if self.real else ():
+            if not self.in_place:
+                block.sub_(self.log_sum[run].unsqueeze(1)).exp_()
+            block.mul_(factor[run].unsqueeze(1))
             if smoothing:
-                piece.sub_(spread[run])
-            piece.scatter_add_(1, self.target[run], at_target[run].to(piece.dtype))
-            if not self.kept:
-                self.logits[run, : self.real] = piece
+                block.sub_(spread[run])
+            block.scatter_add_(1, self.target[run], at_target[run].to(block.dtype))
+            if not self.in_place:
+                self.logits[run, : self.real] = block
         self.logits[:, self.real :] = 0.0
         return self.logits
 
 
-# The output head and the loss as one step: logits exist for a chunk of tokens at a time.
-#
-# Losses need the whole table, gradients too, but both need the logits of one token alone. So the
-# tokens go through in chunks: logits, statistics, losses, gradients in place of the logits, and
-# their two GEMMs, before the next chunk's logits take the memory. That is three GEMMs, as without
-# chunks; to make the logits again in the backward would be four, to keep them all the memory.
-# Gradients in the forward need to know what the losses will be multiplied with, so the caller says
-# it beforehand. Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels, on one
-# device.
-
-
 @dataclass(frozen=True)
 class HeadLoss:
-    """Losses of hidden states against a table whose rows are split over `group`.
+    """Computes the losses of hidden states against an LM head split over `group`, in chunks.
+
+    Per chunk of tokens: logits, statistics, losses, gradients in place of the logits and their two
+    GEMMs, before the next chunk reuses the memory. That is three GEMMs, as without chunks;
+    recomputing the logits in the backward would cost a fourth, and keeping them would need the full
+    logits in memory. As the gradients are computed in the forward, the caller gives the loss scale
+    beforehand. Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels on one device.
 
     Attributes:
         padded_size: rows of the table over all ranks.
@@ -236,16 +233,16 @@ class HeadLoss:
     def train(
         self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor
     ) -> Tensor:
-        """The sum of the unmasked losses, to be backpropagated from `loss_scale` and nothing else.
+        """Returns the sum of the unmasked losses, whose gradient must be `loss_scale`.
 
-        The table's gradient is added to its bucket here, in the forward; the bucket is told in the
-        backward, as it is by the other layers.
+        The table's gradient is added to its bucket in the forward, and registered as ready in the
+        backward.
 
         Args:
             x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
             table: (padded_size / tp, h).
             labels, loss_mask: (b, s).
-            loss_scale: scalar, what the sum's gradient will be.
+            loss_scale: scalar gradient of the sum.
 
         Raises:
             RuntimeError: in the backward, on a CPU, if it starts from another gradient.
@@ -255,9 +252,9 @@ class HeadLoss:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """The sum of the unmasked cross-entropies, without gradients, smoothing or z-loss."""
+        """Returns the sum of the unmasked cross-entropies, without smoothing or z-loss."""
         self._check(table)
-        run = _Run(self, self.objective.plain, x, table, labels, loss_mask)
+        run = _ChunkedLoss(self, self.objective.plain, x, table, labels, loss_mask)
         for chunk in run.chunks():
             run.forward(chunk)
         return run.losses.mul_(run.mask).sum()
@@ -281,7 +278,7 @@ class _HeadLoss(torch.autograd.Function):
         loss_scale: Tensor,
         head: HeadLoss,
     ) -> Tensor:
-        run = _Run(head, head.objective, x, table, labels, loss_mask)
+        run = _ChunkedLoss(head, head.objective, x, table, labels, loss_mask)
         grad_x, grad_table = run.train(loss_scale)
         ctx.table, ctx.gradients, ctx.loss_scale = table, (grad_x, grad_table), loss_scale
         return run.losses.mul_(run.mask).sum()
@@ -295,12 +292,12 @@ class _HeadLoss(torch.autograd.Function):
             )
         grad_x, grad_table = ctx.gradients
         if grad_table is None:
-            ctx.table.register_grad_ready()
+            register_grad_ready(ctx.table)
         return grad_x, grad_table, None, None, None, None
 
 
-class _Run:
-    """One micro-batch on its way through the chunks; rows are tokens, (b, s) flattened."""
+class _ChunkedLoss:
+    """Processes one micro-batch in chunks; rows are tokens, (b, s) flattened."""
 
     def __init__(
         self,
@@ -321,7 +318,7 @@ class _Run:
         self.losses = torch.empty_like(self.mask)
 
     def chunks(self) -> list[slice]:
-        """Runs of tokens."""
+        """Returns the runs of tokens."""
         columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
         sizes = loss_chunks(
             self.x.shape[0],
@@ -333,7 +330,7 @@ class _Run:
         return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
 
     def forward(self, chunk: slice) -> ChunkLoss:
-        """Writes the losses of a chunk; one collective."""
+        """Writes the losses of a chunk, with one collective."""
         group, rows = self.head.group, self.table.shape[0]
         logits = matmul(self.x[chunk], self.table.t())
         if self.head.gather_logits and group.size > 1:
@@ -349,36 +346,37 @@ class _Run:
         return loss
 
     def train(self, loss_scale: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Losses, and the gradients of x and, where it has no bucket, of the table."""
+        """Writes the losses; returns the gradients of x and, without a bucket, of the table."""
         chunks = self.chunks()
         grad_x = torch.empty_like(self.x)
-        main_grad = getattr(self.table, "main_grad", None)
+        main_grad = main_grad_of(self.table)
         wide = torch.promote_types(self.table.dtype, torch.float32)
         out = torch.zeros_like(self.table, dtype=wide) if main_grad is None else main_grad
         factor = self.mask * loss_scale.to(self.mask.dtype)
-        work, reduced = CompletedWork(), grad_x
+        work: Work = CompletedWork()
+        reduced = grad_x
         for chunk in chunks:
             grad = self._gradient(chunk, factor)
             if accelerator.is_on_accelerator(grad):
                 torch.mm(grad, self.table, out=grad_x[chunk])
-            else:  # on a CPU not every product can be written in place
+            else:  # on a CPU not every matmul can be written in place
                 grad_x[chunk] = matmul(grad, self.table)
-            if chunk is chunks[-1]:  # travels while the last weight-gradient GEMM runs
+            if chunk is chunks[-1]:  # reduced while the last weight-gradient GEMM runs
                 reduced, work = self._reduce(grad_x.view_as(self.full))
-            add_product(out, grad, self.x[chunk])
-            del grad  # or the next chunk's logits would stand beside it
+            add_matmul(out, grad, self.x[chunk])
+            del grad  # so that the next chunk's logits can reuse its memory
         work.wait()
         grad_x = reduced.transpose(0, 1).contiguous() if self.sp else reduced
         return grad_x, out.to(self.table.dtype) if main_grad is None else None
 
     def _gradient(self, chunk: slice, factor: Tensor) -> Tensor:
-        """(chunk, rows): the gradient of this rank's logits."""
+        """Returns the gradient (chunk, rows) of this rank's logits."""
         grad = self.forward(chunk).gradient(factor[chunk])
         rows = self.table.shape[0]
         return grad.narrow(1, rows * self.head.group.index, rows) if grad.shape[1] > rows else grad
 
     def _reduce(self, grad_x: Tensor) -> tuple[Tensor, Work]:
-        """Starts the sum of the partial gradients of x over the ranks."""
+        """Starts the reduction of the partial gradients of x over the ranks."""
         if self.sp:
             return collectives.reduce_scatter_async(sequence_first(grad_x), self.head.group)
         return grad_x, collectives.all_reduce_async(grad_x, self.head.group)

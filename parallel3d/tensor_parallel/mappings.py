@@ -1,8 +1,8 @@
-"""The autograd pairs of tensor and sequence parallelism.
+"""Autograd pairs of tensor and sequence parallelism.
 
 Shoeybi et al. 2019 (Megatron-LM) §3 names f and g; Korthikanti et al. 2022 §4.2.2 names the
-sequence-parallel pair. f and the gather of a sequence are in the linears' own nodes, beside their
-GEMMs (`linear_nodes`). Activations are (batch, sequence, hidden).
+sequence-parallel pair. f and the gather of a sequence are part of the linear layers' nodes
+(`linear_ops`). Activations are (batch, sequence, hidden).
 
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
@@ -12,9 +12,9 @@ GEMMs (`linear_nodes`). Activations are (batch, sequence, hidden).
 | gather_heads                  | all-gather, ranks first   | reduce-scatter            |
 | rows_of_replicated            | this rank's rows          | all rows (see there)      |
 
-The backward of a gather depends on who reads the result. `gather_heads` feeds work that is itself
-split, so the gradients of the ranks differ and must be summed; `gather_from_vocabulary` feeds
-replicated work, so they are equal and a sum would multiply them by tp.
+The backward of a gather depends on the reader of its result. `gather_heads` feeds split work: the
+gradients differ between ranks and are summed. `gather_from_vocabulary` feeds replicated work: the
+gradients are equal, and a sum would multiply them by tp.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from parallel3d.comm.process_groups import Group
 
 
 def sequence_first(x: Tensor) -> Tensor:
-    """(b, s, ...) as contiguous (s, b, ...): collectives gather and scatter dimension 0."""
+    """Returns (b, s, ...) as contiguous (s, b, ...): collectives split dimension 0."""
     return x.transpose(0, 1).contiguous()
 
 
 def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """(b, s/tp, h) of every rank as (b, s, h)."""
+    """All-gathers (b, s/tp, h) to (b, s, h)."""
     return collectives.all_gather(sequence_first(x), group).transpose(0, 1).contiguous()
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """The sum of (b, s, h) over the ranks, this rank's (b, s/tp, h) of it."""
+    """Reduce-scatters (b, s, h) to this rank's (b, s/tp, h)."""
     return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(x)  # in place: `x` is the fresh result of a GEMM that nobody else reads
+        ctx.mark_dirty(x)  # in place: `x` is the result of a GEMM, which nothing else reads
         return collectives.all_reduce(x, group)
 
     @staticmethod
@@ -104,30 +104,30 @@ class _RowsOfReplicated(torch.autograd.Function):
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """g: adds the partial results of split work, in place; the gradient is the same for each."""
+    """All-reduces the partial results of split work in place (g); the gradient passes unchanged."""
     return _Reduce.apply(x, group) if group.size > 1 else x
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """Adds partial (b, s, h) of split work and keeps this rank's (b, s/tp, h)."""
+    """Reduce-scatters partial (b, s, h) of split work to this rank's (b, s/tp, h)."""
     return _ScatterSequence.apply(x, group) if group.size > 1 else x
 
 
 def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
-    """(..., v/tp) → (..., v) for replicated work."""
+    """All-gathers (..., v/tp) to (..., v) for replicated work."""
     return _GatherVocabulary.apply(x, group) if group.size > 1 else x
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """(b, s, n) of every rank's heads as (tp, b, s, n) in front of split work."""
+    """All-gathers (b, s, n) of every rank's heads to (tp, b, s, n) for split work."""
     return _GatherHeads.apply(x, group)
 
 
 def rows_of_replicated(weight: Tensor, group: Group, partial: bool) -> Tensor:
-    """This rank's rows of a table that every tp rank holds, for a head split over the vocabulary.
+    """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
 
-    The gradient of a replicated parameter must be the same kind on every use: complete on each
-    rank (`partial=False`, the rows are gathered), or a partial sum that sequence parallelism adds
-    over tp after the backward (`partial=True`, the other ranks' rows are zero here).
+    All uses of a replicated parameter must give the same kind of gradient: complete on each rank
+    (`partial=False`, the rows are gathered), or a partial sum that sequence parallelism adds over
+    tp after the backward (`partial=True`, the other ranks' rows are zero).
     """
     return _RowsOfReplicated.apply(weight, group, partial) if group.size > 1 else weight

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config
-from parallel3d.parameters.gather import gather_boxes
+from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import Trainer
@@ -120,7 +120,7 @@ def run_cases(
                 results = [trainer.train_step() for _ in range(case.problem.steps)]
                 evaluation = trainer.evaluate() if case.is_evaluated else None
                 final = trainer.full_parameters()
-                boxes = gather_boxes(trainer.parameters.values(), groups)
+                boxes = gather_shards(trainer.parameters.values(), groups)
         except Exception as error:
             error.add_note(f"in case: {case} on rank {dist.get_rank()} of {layout}")
             raise

@@ -63,7 +63,7 @@ def boxes_of_all(message_bytes: int) -> list[tuple[int, str, list[float]]]:
         for module in (dist, dist.distributed_c10d):
             patch.setattr(module, "gather_object", refuse)
             patch.setattr(module, "_object_to_tensor", refuse, raising=False)
-        boxes = gather.gather_boxes(trainer.parameters.values(), groups)
+        boxes = gather.gather_shards(trainer.parameters.values(), groups)
         full = trainer.full_parameters()
     groups.close()
     for _, piece, box in boxes:

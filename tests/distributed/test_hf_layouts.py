@@ -56,7 +56,7 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
         source = read_hf_config(folder)
         config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
         stage = blank_stage(config, groups, torch.device("cpu"))
-        held = {p.name: (p, local) for local in stage.parameters() for p in local.spec.pieces}
+        held = {p.name: (p, local) for local in stage.parameters() for p in local.spec.shards}
         with torch.no_grad():
             for name, full in tensors_of(folder, config.model, source.kind):
                 if name in held:

@@ -208,9 +208,9 @@ def norms_of_heads_apart() -> Iterator[None]:
     sound = Initializer.parameter
 
     def parameter(self: Initializer, spec: ParameterSpec) -> Any:
-        if spec.pieces[0].name.endswith(("q_norm.weight", "k_norm.weight")):
-            piece = dataclasses.replace(spec.pieces[0], copies=1)
-            spec = dataclasses.replace(spec, pieces=(piece,), replicated=True)
+        if spec.shards[0].name.endswith(("q_norm.weight", "k_norm.weight")):
+            piece = dataclasses.replace(spec.shards[0], tp_replicas=1)
+            spec = dataclasses.replace(spec, shards=(piece,), replicated=True)
         return sound(self, spec)
 
     with patch.object(Initializer, "parameter", parameter):

@@ -384,7 +384,7 @@ class Kernels(Observer):
 
 @contextmanager
 def products_are_rounded_before_they_are_added() -> Iterator[None]:
-    with patch.object(gradients, "adds_wide_products", lambda *_: False):
+    with patch.object(gradients, "supports_wide_addmm", lambda *_: False):
         yield
 
 

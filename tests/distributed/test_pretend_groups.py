@@ -93,7 +93,7 @@ def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
     api.synchronize()
     api.reset_peak_memory_stats()
     before = api.memory_allocated()
-    boxes = gather.gather_boxes(trainer.parameters.values(), groups)
+    boxes = gather.gather_shards(trainer.parameters.values(), groups)
     more = api.max_memory_allocated() - before
     sizes = [box.nbytes for rank, _, box in boxes if rank > 0]
     groups.close()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d.comm.process_groups import Group
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data.loader import MicroBatch
-from parallel3d.parameters.gradients import deferred_jobs
+from parallel3d.parameters.gradients import deferred_queue
 from parallel3d.pipeline.executor import ActionTimes, Executor, Measured
 from parallel3d.pipeline.p2p import P2PRoute
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
@@ -59,7 +59,7 @@ class _Work(torch.autograd.Function):
             time.sleep(weight_s)
             ctx.weight.main_grad += activation.numel()
 
-        jobs = deferred_jobs(ctx.weight)
+        jobs = deferred_queue(ctx.weight)
         if jobs is None:
             weight_gradient()
         else:

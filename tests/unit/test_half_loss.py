@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.matmul import linear, matmul
-from parallel3d.parameters.gradients import add_product
+from parallel3d.parameters.gradients import add_matmul
 from parallel3d.tensor_parallel.loss import ChunkLoss, HeadLoss, Objective
 
 VOCAB, TOKENS = 3001, 64
@@ -85,5 +85,5 @@ def test_products_are_rounded_once(dtype: torch.dtype) -> None:
 def test_weight_gradients_of_fp16_do_not_overflow_on_their_way_into_the_bucket() -> None:
     grad, x = torch.full((4, 3), 300.0).half(), torch.full((4, 5), 200.0).half()
     out = torch.ones(3, 5)
-    add_product(out, grad, x)
+    add_matmul(out, grad, x)
     assert torch.equal(out, torch.full((3, 5), 1 + 4 * 300.0 * 200.0))

@@ -82,7 +82,7 @@ def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -
     stage = huggingface.blank_model(model)
     held = set()
     for parameter in stage.parameters():
-        for piece in parameter.spec.pieces:
+        for piece in parameter.spec.shards:
             piece.of_local(parameter.detach()).copy_(piece.of_full(weights[piece.name]))
             held.add(piece.name)
     assert held == weights.keys()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel3d.device import accelerator
 from parallel3d.parameters import gradients, sharding
-from parallel3d.parameters.gradients import add_product, adds_wide_products
+from parallel3d.parameters.gradients import add_matmul, supports_wide_addmm
 from parallel3d.parameters.sharding import TILE, Initializer, ParameterSpec, ShardSpec
 
 CPU = torch.device("cpu")
@@ -21,9 +21,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
-    adds_wide_products.cache_clear()
+    supports_wide_addmm.cache_clear()
     yield
-    adds_wide_products.cache_clear()
+    supports_wide_addmm.cache_clear()
 
 
 def draw(
@@ -81,7 +81,7 @@ def test_padding_rows_stay_zero_and_constants_are_constant() -> None:
 
 def test_runs_cut_a_parameter_where_its_copies_change() -> None:
     q, k, v = (
-        ShardSpec(name, (8, 4), (0, 0), (rows, 4), row, copies=copies)
+        ShardSpec(name, (8, 4), (0, 0), (rows, 4), row, tp_replicas=copies)
         for name, rows, row, copies in (("q", 4, 0, 1), ("k", 2, 4, 2), ("v", 2, 6, 2))
     )
     spec = ParameterSpec((8, 4), (q, k, v), replicated=False)
@@ -195,7 +195,7 @@ def factors(kind: torch.dtype) -> tuple[Tensor, Tensor]:
 def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """As on a device that has no kernel for it, and products of fp16."""
     with patch.object(gradients, "is_widened", lambda tensor: False):
-        add_product(out, grad, x)
+        add_matmul(out, grad, x)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
@@ -217,8 +217,8 @@ def test_an_accelerators_products_reach_fp32_unrounded(
     assert not calls
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)
-    adds_wide_products.cache_clear()
-    add_product(wide, grad, x)
+    supports_wide_addmm.cache_clear()
+    add_matmul(wide, grad, x)
     how = {"out_dtype": torch.float32, "in_place": True, "kind": kind}
     assert [{k: c[k] for k in how} for c in calls] == [how, how]  # tried once, then done
     assert calls[-1]["out"] is wide
@@ -235,13 +235,13 @@ def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch
     plain, wide = torch.zeros(2, 2), torch.zeros(2, 2)
     add_rounded(plain, huge, huge)
     assert plain.isinf().all()
-    add_product(wide, huge, huge)
+    add_matmul(wide, huge, huge)
     assert (wide == 160000.0).all()  # on a CPU, which widens fp16
     wide.zero_()
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)
-    adds_wide_products.cache_clear()
-    add_product(wide, huge, huge)
+    supports_wide_addmm.cache_clear()
+    add_matmul(wide, huge, huge)
     assert (wide == 160000.0).all()
 
 
@@ -250,8 +250,8 @@ def test_where_the_kernel_is_missing_products_are_added_as_they_come(
 ) -> None:
     grad, x = factors(torch.bfloat16)
     plain, own = torch.zeros(24, 16), torch.zeros(24, 16)
-    add_product(plain, grad, x)
+    add_matmul(plain, grad, x)
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
-    assert not adds_wide_products(CPU, torch.bfloat16, torch.float32)
-    add_product(own, grad, x)
+    assert not supports_wide_addmm(CPU, torch.bfloat16, torch.float32)
+    add_matmul(own, grad, x)
     assert torch.equal(own, plain)
