@@ -1,1 +1,1 @@
-"""The transformer, written once, from the tensor-parallel layers."""
+"""The decoder-only transformer, built from tensor-parallel layers."""

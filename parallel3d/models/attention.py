@@ -1,4 +1,4 @@
-"""The attention kernel of a run: `attention_kernel`, tried on the device before training."""
+"""Causal self-attention, and the choice of its kernel (`attention_kernel`)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from parallel3d.models.document_attention import attend_within
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads_rotary
 
-# Key-value heads from which on cuDNN's kernel is said to be right on B200s, of compute capability
-# 10.0: https://github.com/pytorch/pytorch/issues/193893, open, found in generation.
+# On B200s (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads:
+# https://github.com/pytorch/pytorch/issues/193893, open, found in generation.
 LEAST_KV_HEADS = 8
 TRIED_TOKENS = 128
 
 
 def choose_kernel(config: Config, device: torch.device) -> str:
-    """The kernel that attention is to be given on `device`.
+    """Returns the attention kernel for `device`.
 
-    A value that was asked for is run once, forward and backward, with the heads and the type of
-    this rank. Raises UserError where that fails: on every rank alike, and not in the first step.
+    A configured kernel is run once, forward and backward, with this rank's heads and dtype.
+
+    Raises:
+        UserError: the kernel fails; on every rank, before the first step.
     """
     asked = config.attention_kernel
     if asked == AUTO:
@@ -41,9 +43,9 @@ def choose_kernel(config: Config, device: torch.device) -> str:
     kernel = asked
     if asked in PACKAGES:
         kernel = FLASH
-        if accelerator.has_values(device):  # a dry run has no use for the package
+        if accelerator.has_values(device):  # a dry run does not need the package
             _activate(asked)
-    if kernel != MATH:  # which takes everything
+    if kernel != MATH:  # which accepts all shapes
         _try(config, device, kernel)
     return kernel
 
@@ -56,20 +58,20 @@ def avoids_cudnn(config: Config, device: torch.device) -> bool:
     if config.attention_kernel != AUTO or device.type != "cuda" or torch.version.hip is not None:
         return False
     half = config.precision.name in HALF_PRECISION  # cuDNN has no attention for other types
-    if not half or _kv_heads(config) >= LEAST_KV_HEADS:
+    if not half or _local_kv_heads(config) >= LEAST_KV_HEADS:
         return False
     return accelerator.module(device).get_device_capability(device)[0] == BLACKWELL
 
 
-def _kv_heads(config: Config) -> int:
-    """Of a tensor-parallel rank."""
+def _local_kv_heads(config: Config) -> int:
     return max(1, config.model.kv_heads // config.tp)
 
 
 def _activate(asked: str) -> None:
-    """Has torch's flash attention be the package's, for the rest of the process.
+    """Replaces torch's flash attention by the package's, for the rest of the process.
 
-    Raises UserError where torch has no registry, does not offer the package or cannot load it.
+    Raises:
+        UserError: torch has no registry, does not offer the package or cannot load it.
     """
     name, module = PACKAGES[asked]
     reason = None
@@ -92,11 +94,11 @@ def _activate(asked: str) -> None:
 
 def _try(config: Config, device: torch.device, kernel: str) -> None:
     model, dtype = config.model, compute_dtype(config.precision)
-    heads, kv_heads = model.num_attention_heads // config.tp, _kv_heads(config)
+    heads, kv_heads = model.num_attention_heads // config.tp, _local_kv_heads(config)
     tokens, width = min(model.seq_length, TRIED_TOKENS), (heads + 2 * kv_heads) * model.head_size
     try:
         with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")  # PyTorch says of every kernel why not, in many lines
+            warnings.simplefilter("ignore")  # PyTorch warns about every kernel that it rejects
             qkv = torch.zeros(1, tokens, width, dtype=dtype, device=device, requires_grad=True)
             shape = (heads, kv_heads, model.head_size)
             causal_attention(qkv, *shape, None, kernel=kernel).sum().backward()
@@ -113,9 +115,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-# Causal self-attention from the fused projection: heads split, rotated, attended, joined.
-
-
 def causal_attention(
     qkv: Tensor,
     heads: int,
@@ -127,17 +126,16 @@ def causal_attention(
     documents: Documents | None = None,
     kernel: str = AUTO,
 ) -> Tensor:
-    """softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
+    """Computes softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
     Query head h reads key-value head h // (heads // kv_heads) (GQA, Ainslie et al. 2023).
 
     Args:
-        qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v side by side.
-        rotary: cos and sin to rotate q and k with; None: they stay as they are.
-        dropout: of the probabilities, where there are `samples`: not by PyTorch's kernel, but
-            slower, some rows of scores at a time.
-        documents: a token reads its own alone; None: a sample is one.
-        kernel: see `attention_backends`. What drops probabilities takes none.
+        qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
+        rotary: cos and sin to rotate q and k with; None: no rotation.
+        dropout: of the probabilities, if there are `samples`: slower than PyTorch's kernel.
+        documents: attention stays within each; None: a sample is one document.
+        kernel: see `attention_backends`; unused with dropout.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -146,12 +144,12 @@ def causal_attention(
     else:
         parts = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
         q, k, v = (t.transpose(1, 2) for t in parts)
-    plain = dropout is None or samples is None
-    if not (plain and kernel_shares_heads(q)):
+    drops = dropout is not None and samples is not None
+    if drops or not kernel_shares_heads(q):
         k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
-    if not plain:
+    if dropout is not None and samples is not None:
         y = attend_dropping(q, k, v, dropout, samples, documents)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel)
@@ -161,7 +159,7 @@ def causal_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:
-    """PyTorch's kernel; k and v may have fewer heads where `kernel_shares_heads`."""
+    """Runs PyTorch's kernel; k and v may have fewer heads where `kernel_shares_heads`."""
     shared = k.shape[1] != q.shape[1]
     with allowed(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
@@ -170,24 +168,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AU
 def kernel_shares_heads(q: Tensor) -> bool:
     """Whether the kernel for `q` reads one key-value head for several query heads.
 
-    Those of flash attention and cuDNN do. What takes fp32 on a GPU does not, and would be left for
-    the path that writes the scores out, s × s.
+    Flash attention and cuDNN do. The fp32 kernel on a GPU does not; PyTorch would fall back to
+    writing s × s scores.
     """
     return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """(b, kv_heads, s, head_dim) with a copy for each of the `heads` query heads."""
+    """Repeats (b, kv_heads, s, head_dim) for each of the `heads` query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _is_slow_below_fp32(q: Tensor) -> bool:
-    """Whether PyTorch's CPU kernel is faster in fp32 than in q's own, narrower type: in fp16, whose
-    products it makes one element at a time, always (`device.products`).
+    """Whether PyTorch's CPU kernel is faster in fp32 than in the narrower type of q.
 
-    Forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts,
-    (1, 8, 1024, 64) 24 and 43 ms (one core with AMX): short sequences of narrow heads spend their
-    time packing.
+    In fp16 always (see `device.matmul`), in bf16 for short sequences of narrow heads. Forward and
+    backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts, those of
+    (1, 8, 1024, 64) 24 and 43 ms (one core with AMX).
     """
     short = q.shape[-1] < 64 and q.shape[-2] < 1024
     narrow = q.dtype == torch.bfloat16 and q.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Which backends PyTorch's attention may take inside of a block of code."""
+"""Restricts the backends of PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel3d.config.sections import CUDNN, FLASH, MATH
 
-NOT_CUDNN = "not cudnn"  # what `attention_kernel=auto` becomes where cuDNN's results are wrong
+NOT_CUDNN = "not cudnn"  # replaces `attention_kernel=auto` where cuDNN's results are wrong
 BACKENDS = {
     FLASH: [SDPBackend.FLASH_ATTENTION],
     CUDNN: [SDPBackend.CUDNN_ATTENTION],
@@ -18,10 +18,9 @@ BACKENDS = {
 
 
 def allowed(kernel: str) -> AbstractContextManager[object]:
-    """Inside, `scaled_dot_product_attention` takes this kernel, or raises RuntimeError.
+    """Lets `scaled_dot_product_attention` use this kernel alone, or raise RuntimeError.
 
-    What is neither named above is PyTorch's own choice. The backward runs the kernel of its
-    forward, wherever it is called from.
+    A kernel not in `BACKENDS` leaves the choice to PyTorch. The backward runs its forward's kernel.
     """
     backends = BACKENDS.get(kernel)
     return nullcontext() if backends is None else sdpa_kernel(backends)

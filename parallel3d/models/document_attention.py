@@ -1,9 +1,8 @@
-"""Causal attention within documents: tokens of one sample that do not see each other.
+"""Causal attention within documents of packed samples.
 
-The scores of a document of L tokens are L × L, so a sample costs the sum of the squares of its
-documents' lengths. On a CPU each document is a call of PyTorch's kernel, on a GPU in half precision
-all are one call of the kernel for sequences of any length. To a compiler the whole is one operator
-that it does not look into; its shapes do not depend on the documents, so new ones need no new code.
+On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all are one call of
+the varlen kernel. To a compiler the whole is one opaque operator, whose shapes do not depend on the
+documents, so new documents need no recompilation.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from parallel3d.device.fused import define, differentiate
 from parallel3d.models.attention_backends import allowed
 
 aten = torch.ops.aten
-# Rows of scores that are written out at once where a backward has no kernel.
-ROWS = 256
+ROWS = 256  # rows of scores that a backward without a kernel computes at a time
 
 
 def attend_within(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, kernel: str = AUTO
 ) -> Tensor:
-    """Each query reads the keys of its own document up to its own position.
+    """Attends from each query to the keys of its own document up to its position.
 
-    q (b, heads, s, head_dim), k and v with as many heads, or with fewer where the device's kernel
+    q (b, heads, s, head_dim), k and v with as many heads, or fewer where the device's kernel
     shares them; the result is stored as (b, s, heads, head_dim).
     """
     within = documents.bounds, documents.edges, kernel
@@ -55,53 +53,53 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *_backward(grad, *ctx.saved_tensors, ctx.kernel), None, None, None
+        saved = (*ctx.saved_tensors, ctx.kernel)
+        return *_backward(grad, *saved), None, None, None
 
 
-class _Run(NamedTuple):
-    """`count` documents of `length` tokens each, one behind the other from token `begin` of row
-    `row` of the batch."""
+class _EqualDocuments(NamedTuple):
+    """Consecutive documents of `length` tokens, from token `begin` of row `row` of the batch."""
 
     row: int
     begin: int
-    count: int
+    number: int
     length: int
 
     def of(self, x: Tensor) -> Tensor:
-        """A view of (b, heads, s, …): (count, heads, length, …). One call, as there are many."""
+        """Returns the view (number, heads, length, …) of (b, heads, s, …)."""
         of_row, of_head, of_token, *rest = x.stride()
         first = x.storage_offset() + self.row * of_row + self.begin * of_token
-        size = (self.count, x.shape[1], self.length, *x.shape[3:])
+        size = (self.number, x.shape[1], self.length, *x.shape[3:])
         return x.as_strided(size, (self.length * of_token, of_head, of_token, *rest), first)
 
 
-def _runs(bounds: Tensor, length: int) -> Iterator[_Run]:
-    """The documents of rows of `length` tokens; neighbours of equal length together."""
+def _equal_documents(bounds: Tensor, length: int) -> Iterator[_EqualDocuments]:
+    """Yields the documents of rows of `length` tokens, neighbours of equal length together."""
     count = int(bounds[0])
     edges = bounds[2 : count + 3].tolist()
-    run = None
+    run: _EqualDocuments | None = None
     for begin, end in itertools.pairwise(edges):
         row, place = divmod(begin, length)
         if run is not None and (run.row, run.length) == (row, end - begin):
-            run = run._replace(count=run.count + 1)
+            run = run._replace(number=run.number + 1)
             continue
         if run is not None:
             yield run
-        run = _Run(row, place, 1, end - begin)
+        run = _EqualDocuments(row, place, 1, end - begin)
+    assert run is not None  # a batch has at least one document
     yield run
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithms of the sums of exp(scores), (b, heads, s), where the kernel
-    of the backward wants them."""
-    if _takes_all(q, kernel):
-        return _forward_of_all(q, k, v, bounds, edges)
+    """Returns the result, and log Σ exp(scores) (b, heads, s) if the backward's kernel needs it."""
+    if _uses_varlen_kernel(q, kernel):
+        return _varlen_forward(q, k, v, bounds, edges)
     out, sums = _empty(q)
-    run_kernel = _cpu_forward if _is_cpus(q, kernel) else _plain_forward
+    run_kernel = _cpu_forward if _uses_cpu_kernel(q, kernel) else _plain_forward
     with allowed(kernel):
-        for run in _runs(bounds, q.shape[2]):
+        for run in _equal_documents(bounds, q.shape[2]):
             run_kernel(run.of(out), run.of(sums), *map(run.of, (q, k, v)))
     return out, sums
 
@@ -110,20 +108,19 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
     edges: Tensor, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, stored as the result is."""
-    if _takes_all(q, kernel):
-        return _backward_of_all(grad, q, k, v, out, sums, bounds, edges)
+    """Returns the gradients of q, k and v, stored as the result is."""
+    if _uses_varlen_kernel(q, kernel):
+        return _varlen_backward(grad, q, k, v, out, sums, bounds, edges)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    grads = tuple(_empty(x)[0] for x in (q, k, v))
-    run_kernel = _cpu_backward if _is_cpus(q, kernel) else _plain_backward
-    for run in _runs(bounds, q.shape[2]):
+    grads = (_empty(q)[0], _empty(k)[0], _empty(v)[0])
+    run_kernel = _cpu_backward if _uses_cpu_kernel(q, kernel) else _plain_backward
+    for run in _equal_documents(bounds, q.shape[2]):
         run_kernel(tuple(map(run.of, grads)), *map(run.of, (grad, q, k, v, out, sums)))
     return grads
 
 
 def _empty(like: Tensor) -> tuple[Tensor, Tensor]:
-    """A result and its sums: (b, heads, s, head_dim) stored as (b, s, heads, head_dim), and
-    (b, heads, s)."""
+    """Allocates (b, heads, s, head_dim), stored as (b, s, heads, head_dim), and (b, heads, s)."""
     b, heads, s, size = like.shape
     wide = torch.promote_types(like.dtype, torch.float32)
     return like.new_empty(b, s, heads, size).transpose(1, 2), like.new_empty(
@@ -131,10 +128,10 @@ def _empty(like: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-# On a CPU: what PyTorch's attention calls there, forward and backward.
+# On a CPU: the kernels of PyTorch's attention.
 
 
-def _is_cpus(q: Tensor, kernel: str) -> bool:
+def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
     return q.device.type == "cpu" and kernel != MATH
 
 
@@ -155,13 +152,13 @@ def _cpu_backward(
         to.copy_(value)
 
 
-# On a GPU in half precision: flash attention over sequences laid end to end (Dao 2023), which
+# On a GPU in half precision: flash attention over concatenated sequences (Dao 2023), which
 # `torch.nn.attention.varlen` calls too.
 
 
 @functools.cache
-def _has_kernel_of_all(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there is one for heads of this size. It is tried once."""
+def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the device has a varlen kernel for heads of this size; it is tried once."""
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         _flash(x, x, x, torch.tensor((2, 1, 0, 1, 2)), torch.arange(3, device=device).int())
@@ -170,22 +167,22 @@ def _has_kernel_of_all(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return True
 
 
-def _takes_all(q: Tensor, kernel: str) -> bool:
+def _uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
     narrow = q.dtype in (torch.bfloat16, torch.float16) and kernel != MATH
     return (
-        is_accelerator(q.device) and narrow and _has_kernel_of_all(q.device, q.dtype, q.shape[-1])
+        is_accelerator(q.device) and narrow and _has_varlen_kernel(q.device, q.dtype, q.shape[-1])
     )
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> tuple[Tensor, ...]:
-    """(tokens, heads, head_dim) each → the result, and the sums (heads, tokens)."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Attends over (tokens, heads, head_dim); returns the result and the sums (heads, tokens)."""
     count, longest = bounds[:2].tolist()
     edges = edges[: count + 1]
     found = aten._flash_attention_forward(q, k, v, edges, edges, longest, longest, 0.0, True, False)
     return found[0], found[1]
 
 
-def _end_to_end(x: Tensor) -> Tensor:
+def _concatenated(x: Tensor) -> Tensor:
     """(b, heads, s, head_dim) → (b · s, heads, head_dim); a view where x is stored that way."""
     return x.transpose(1, 2).flatten(0, 1)
 
@@ -194,32 +191,32 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _forward_of_all(
+def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor
 ) -> tuple[Tensor, Tensor]:
-    out, sums = _flash(*map(_end_to_end, (q, k, v)), bounds, edges)
+    out, sums = _flash(_concatenated(q), _concatenated(k), _concatenated(v), bounds, edges)
     sums = sums.view(sums.shape[0], q.shape[0], -1).transpose(0, 1)
     return _as_batch(out, q.shape[0]), sums.contiguous()
 
 
-def _backward_of_all(
+def _varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
     edges: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     count, longest = bounds[:2].tolist()
     edges = edges[: count + 1]
     sums = sums.transpose(0, 1).flatten(1)
-    # Of the dropout that there is none of.
+    # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
     found = aten._flash_attention_backward(
-        *map(_end_to_end, (grad, q, k, v, out)), sums, edges, edges, longest, longest, 0.0, True,
+        *map(_concatenated, (grad, q, k, v, out)), sums, edges, edges, longest, longest, 0.0, True,
         state, unused,
     )  # fmt: skip
     dq, dk, dv = (_as_batch(x, q.shape[0]) for x in found)
     return dq, dk, dv
 
 
-# Elsewhere: the device's kernel forward, and the formula backward, some rows of scores at a time.
+# Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.
 
 
 def _plain_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -230,8 +227,10 @@ def _plain_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 def _plain_backward(
     grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
 ) -> None:
-    """Dao et al. 2022, §B.2: with P = softmax(scores), dV = Pᵀ·dO, dP = dO·Vᵀ and
-    dS = P ∘ (dP − rowsum(dP ∘ P))."""
+    """Writes the gradients of q, k and v (Dao et al. 2022, §B.2).
+
+    With P = softmax(scores): dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)).
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     times, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
     k, v = (x.to(wide).repeat_interleave(times, 1) for x in (k, v))
@@ -242,17 +241,17 @@ def _plain_backward(
         keys, values = k[:, :, : rows.stop], v[:, :, : rows.stop]
         scores = queries @ keys.transpose(-2, -1) * scale
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(begin + 1)
-        chances = scores.masked_fill(later, -torch.inf).softmax(-1)
-        of_chances = of_out @ values.transpose(-2, -1)
-        of_scores = chances * (of_chances - (of_chances * chances).sum(-1, keepdim=True)) * scale
+        p = scores.masked_fill(later, -torch.inf).softmax(-1)
+        of_p = of_out @ values.transpose(-2, -1)
+        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
         to_q[:, :, rows] = of_scores @ keys
         of_k[:, :, : rows.stop] += of_scores.transpose(-2, -1) @ queries
-        of_v[:, :, : rows.stop] += chances.transpose(-2, -1) @ of_out
+        of_v[:, :, : rows.stop] += p.transpose(-2, -1) @ of_out
     for to, value in zip(grads[1:], (of_k, of_v), strict=True):
         to.copy_(value.unflatten(1, (-1, times)).sum(2))
 
 
-def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, bounds, edges, ctx.kernel = inputs
     ctx.save_for_backward(q, k, v, *output, bounds, edges)
 
@@ -275,4 +274,4 @@ define(
     _backward,
     lambda grad, q, k, v, *_: tuple(_empty(x)[0] for x in (q, k, v)),
 )
-differentiate("document_attention", _differentiate, _remember)
+differentiate("document_attention", _differentiate, _setup_context)

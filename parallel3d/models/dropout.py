@@ -1,19 +1,18 @@
-"""Dropout whose masks are a function of what is computed, never of where or in which order.
+"""Dropout with layout-independent masks, also of attention probabilities.
 
-Whether an element is dropped is a hash of (seed, site, sample of the run, head, position, channel).
-A site is a place in the model, `layers.3.mlp`. So every split of the batch, the sequence, the heads
-or the layers drops the same elements, nothing is stored from forward to backward, recomputation
-needs no generator's state, and a resumed run goes on with the masks of the uninterrupted one.
+A mask is a hash of (seed, site, sample of the run, head, position, channel), where a site is a
+place in the model, `layers.3.mlp`. So all layouts drop the same elements, no mask is stored,
+recomputation needs no generator state, and a resumed run uses the masks of an uninterrupted one.
 
-Of each row (all but the channel) a 64-bit key is made:
+Each row (all dimensions but the channel) has a 64-bit key, modulo 2⁶⁴:
 
-    key = finish(site + A · sample + B · (2³² · head + position))            modulo 2⁶⁴
+    key = finish(site + A · sample + B · (2³² · head + position))
 
-with `finish` the end of SplitMix64 (Steele et al. 2014), and of its low and high half L and H and
-the channel c 31 bits by a 32-bit mixing in the manner of MurmurHash3's end:
+where `finish` is the finaliser of SplitMix64 (Steele et al. 2014). Its low and high half L and H
+and the channel c are mixed like MurmurHash3's finaliser, modulo 2³²:
 
     x = c · 0x9E3779B9 + L;  x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;
-    x ^= H;  x *= 0x735A2D97;  x ^= x >> 15                                  modulo 2³²
+    x ^= H;  x *= 0x735A2D97;  x ^= x >> 15
 
 An element is dropped if the low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
 """
@@ -39,13 +38,13 @@ CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
 
 
 class Dropout(nn.Module):
-    """Drops elements of one site in training; what else is given passes unchanged.
+    """Drops elements of one site in training.
 
     Args:
         seed: of the run.
         site: place in the model, the same for every layout.
         p: probability.
-        first_head, first_position: of this rank's part of the heads or the sequence.
+        first_head, first_position: of this rank's shard of the heads or the sequence.
     """
 
     def __init__(
@@ -54,11 +53,12 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.first_head, self.first_position = p, first_head, first_position
         digest = hashlib.blake2b(f"{seed}/dropout/{site}".encode(), digest_size=8).digest()
-        # A tensor, so that compiled code of one layer serves the others.
+        # A tensor, so that all layers share compiled code.
         self.site = torch.tensor(int.from_bytes(digest, "little", signed=True))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        """
+        """Drops elements of x.
+
         Args:
             x: (b, s, channels) or (b, heads, s, channels).
             samples: (b,) int64, numbers of the samples in the run; None: nothing is dropped.
@@ -72,11 +72,9 @@ class Dropout(nn.Module):
 
 
 class _Dropout(torch.autograd.Function):
-    """The mask is made again in the backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-        ctx.where = where  # not a saved tensor: recomputation need not come this far
+        ctx.where = where  # not a saved tensor, so recomputation may end before this node
         return _dropped(x, *where)
 
     @staticmethod
@@ -85,28 +83,28 @@ class _Dropout(torch.autograd.Function):
 
 
 def _signed(value: int, bits: int) -> int:
-    """The same bits as a signed number, which torch's integers are."""
+    """Returns the signed integer with the same bits, as torch's integers are signed."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
-    """A logical shift to the right."""
+    """Shifts right without sign extension."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 
-@functools.partial(fused, least=0)  # small, and else fifteen launches
+@functools.partial(fused, least=0)  # even small calls: it would be fifteen launches
 def row_keys(
-    start: Tensor, rows: tuple[int, ...], first_head: int, places: Tensor
+    start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
+    """Returns L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
 
     Args:
         start: (b,) site + A · sample.
-        places: (s,) positions.
+        positions: (s,).
     """
-    number = places.to(torch.int64)
+    number = positions.to(torch.int64)
     if len(rows) == 2:
-        heads = torch.arange(first_head, first_head + rows[0], device=places.device)
+        heads = torch.arange(first_head, first_head + rows[0], device=positions.device)
         number = number + (heads << 32).unsqueeze(1)
     key = start.view(-1, *(1 for _ in rows)) + number * _signed(ROW, 64)
     for by, factor in FINISH:
@@ -116,16 +114,13 @@ def row_keys(
 
 
 def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
-    """site + A · sample, (b,) int64.
-
-    `site` stays on the CPU: of no dimensions, it goes to a device as a kernel's argument, where a
-    copy of its own would make the host wait for the device.
-    """
+    """Returns site + A · sample, (b,) int64."""
+    # `site` is 0-d on the CPU: a kernel's argument, not a copy that would block the host.
     return site + samples * _signed(SAMPLE, 64)
 
 
 def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
-    """Which elements of rows with these keys: (*rows, channels) bool."""
+    """Returns the mask (*rows, channels) of rows with these keys; true: dropped."""
     channel = torch.arange(channels, dtype=torch.int32, device=low.device)
     bits = channel * _signed(CHANNEL, 32) + low
     bits ^= _shifted(bits, 16, 32)
@@ -134,12 +129,12 @@ def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
     bits ^= high
     bits *= SECOND
     bits ^= _shifted(bits, 15, 32)
-    # Not < round(p · 2³¹): for p next to 1 that is 2³¹, which int32 does not have.
+    # Not < round(p · 2³¹): for p close to 1 that is 2³¹, which overflows int32.
     return bits.bitwise_and_(0x7FFFFFFF) <= round(p * (1 << 31)) - 1
 
 
 def without(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """`x` over 1 − p with zeros where `dropped`, contiguous."""
+    """Returns contiguous x / (1 − p), with zeros where `dropped`."""
     return (x.contiguous() / (1.0 - p)).masked_fill_(dropped, 0.0)
 
 
@@ -152,11 +147,11 @@ def _dropped(
     x: Tensor, samples: Tensor, site: Tensor, first_head: int, first_position: int, p: float
 ) -> Tensor:
     rows = tuple(x.shape[1:-1])
-    places = torch.arange(first_position, first_position + rows[-1], device=x.device)
-    return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, places), p)
+    positions = torch.arange(first_position, first_position + rows[-1], device=x.device)
+    return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, positions), p)
 
 
-def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     _, samples, site, *ctx.where = inputs
     ctx.save_for_backward(samples, site)
 
@@ -166,36 +161,24 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     return given, None, None, None, None, None
 
 
-# In a compiled block an operator of its own: the hash relies on integers that wrap around, which
-# the compiler's C++ does not promise.
+# Opaque to the compiler: the hash relies on integers that wrap around, which its C++ code does not
+# guarantee.
 define(
     "dropout",
     "(Tensor x, Tensor samples, Tensor site, int head, int position, float p) -> Tensor",
     _dropped,
     lambda x, *_: x.new_empty(x.shape),
 )
-differentiate("dropout", _differentiate, _remember)
+differentiate("dropout", _differentiate, _setup_context)
 
 
-# Causal attention whose probabilities are dropped, some rows of scores at a time.
-#
-# PyTorch's kernels draw masks of their own, which depend on the layout. Here the probabilities are
-# written out, dropped by the hash of `dropout` and multiplied with v, for as many queries at once
-# as `AT_ONCE` allows; neither probabilities nor masks are kept. The backward makes both again, as
-# in Dao et al. 2022, §B.2: with P = softmax(scores), Z the mask over 1 − p and A = Z ∘ P, out =
-# A·V,
-#
-#     dV = Aᵀ·dO,   dP = Z ∘ (dO·Vᵀ),   dS = P ∘ (dP − rowsum(dP ∘ P)).
-#
-# Memory is that of s · heads · head_dim and of one block, not of s². To a compiler it is one
-# operator that it does not look into.
-
+# Attention with dropped probabilities, in blocks of rows.
 
 # Scores of one block: on a CPU 4 MiB in fp32, which stay in its cache; on an accelerator enough
-# that launches do not count.
+# that launch overhead is negligible.
 AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 20, 1 << 24
-# On a CPU, however long the keys: fewer queries read them all for products of a few rows, which
-# took (1, 16, 4096, 64) 4.0 s with 4 at a time and 1.5 with 32 (one core).
+# Queries of a block on a CPU: (1, 16, 4096, 64) took 4.0 s with 4 and 1.5 s with 32 (one core),
+# because every block reads all keys.
 LEAST_ROWS = 32
 
 
@@ -207,13 +190,17 @@ def attend_dropping(
     samples: Tensor,
     documents: Documents | None,
 ) -> Tensor:
-    """dropout(softmax(q·kᵀ / sqrt(head_dim) + causal mask))·v.
+    """Computes dropout(softmax(q·kᵀ / sqrt(head_dim) + causal mask))·v.
+
+    PyTorch's kernels draw layout-dependent masks, so the probabilities are computed here, for some
+    queries at a time; the backward recomputes probabilities and masks. Memory beside the result is
+    that of one block. To a compiler it is one opaque operator.
 
     Args:
         q, k, v: (b, heads, s, head_dim), as many heads each.
         dropout: its heads begin with the first of `q`.
         samples: (b,) numbers of the samples in the run.
-        documents: a token reads its own alone; None: a sample is one.
+        documents: attention stays within each; None: a sample is one document.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -230,7 +217,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.starts, ctx.where = starts, where  # not of the graph: recomputation need not save them
+        ctx.starts, ctx.where = starts, where  # not saved tensors: recomputation skips them
         return _forward(q, k, v, starts, *where)
 
     @staticmethod
@@ -239,8 +226,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Scores that are written out together: of these samples, these queries and the keys before
-    `keys`."""
+    """Scores that are computed together: of these samples and queries, and the first `keys`."""
 
     samples: slice
     rows: slice
@@ -248,8 +234,11 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: Tensor) -> Iterator[_Block]:
-    """On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as a
-    fused kernel is made for each."""
+    """Yields the blocks of all scores.
+
+    On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as each
+    shape needs a fused kernel.
+    """
     b, heads, s, _ = q.shape
     if not is_accelerator(q.device):
         rows = max(LEAST_ROWS, AT_ONCE // (b * heads * s))
@@ -265,14 +254,14 @@ def _blocks(q: Tensor) -> Iterator[_Block]:
 
 
 def _divisor(n: int, most: int) -> int:
-    """The largest one of `n` up to `most`; 1 at least."""
+    """Returns the largest divisor of `n` up to `most`, at least 1."""
     return next((d for d in range(min(n, most), 1, -1) if n % d == 0), 1)
 
 
-def _chances(scores: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
-    """Softmax in fp32 or better over the keys that each query, at its place, sees."""
+def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
+    """Returns the softmax, in fp32 or better, over the keys that each query sees."""
     key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    unseen = key > places.unsqueeze(-1)
+    unseen = key > positions.unsqueeze(-1)
     if starts is not None:
         unseen = unseen | (key < starts[:, None, :, None])
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -281,32 +270,36 @@ def _chances(scores: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
 
 @fused
 def dropped_softmax(
-    scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor, p: float
+    scores: Tensor, positions: Tensor, starts: Tensor | None, low: Tensor, high: Tensor, p: float
 ) -> Tensor:
-    chances = _chances(scores, places, starts)
+    probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
-    return without(chances, dropped, p).to(scores.dtype)
+    return without(probabilities, dropped, p).to(scores.dtype)
 
 
 @fused
 def dropped_softmax_backward(
-    grad: Tensor, scores: Tensor, places: Tensor, starts: Tensor | None, low: Tensor, high: Tensor,
-    p: float,
+    grad: Tensor, scores: Tensor, positions: Tensor, starts: Tensor | None, low: Tensor,
+    high: Tensor, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward's result once more, and the gradient of the scores."""
-    chances = _chances(scores, places, starts)
+    """Returns the forward's result, recomputed, and the gradient of the scores.
+
+    Dao et al. 2022, §B.2, with the mask Z divided by 1 − p: dP = Z ∘ (dO·Vᵀ) and
+    dS = P ∘ (dP − rowsum(dP ∘ P)).
+    """
+    probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
-    of_chances = without(grad.to(chances.dtype), dropped, p)
-    along = (of_chances * chances).sum(-1, keepdim=True)
-    of_scores = of_chances.sub_(along).mul_(chances)
-    return without(chances, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
+    of_probabilities = without(grad.to(probabilities.dtype), dropped, p)
+    along = (of_probabilities * probabilities).sum(-1, keepdim=True)
+    of_scores = of_probabilities.sub_(along).mul_(probabilities)
+    return without(probabilities, dropped, p).to(scores.dtype), of_scores.to(scores.dtype)
 
 
 class _Scores(NamedTuple):
-    """What the kernels read of a block."""
+    """Inputs of the kernels for one block."""
 
     scores: Tensor
-    places: Tensor
+    positions: Tensor
     starts: Tensor | None
     low: Tensor
     high: Tensor
@@ -317,13 +310,14 @@ def _scores(
     block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, samples: Tensor, site: Tensor,
     head: int, p: float,
 ) -> _Scores:  # fmt: skip
-    """`q` is scaled already."""
+    """Computes the scores of a block from scaled `q`."""
     of, rows, keys = block
     scores = q[of, :, rows] @ k[of, :, :keys].mT
-    places = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)
-    keyed = row_keys(starts_of_keys(samples[of], site), (q.shape[1], len(places)), head, places)
+    positions = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=q.device)
+    shape = (q.shape[1], len(positions))
+    low, high = row_keys(starts_of_keys(samples[of], site), shape, head, positions)
     begins = None if starts is None else starts[of, rows]
-    return _Scores(scores, places, begins, *keyed, p)
+    return _Scores(scores, positions, begins, low, high, p)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
@@ -337,7 +331,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of k and v add over blocks in fp32 or better."""
+    """Returns the gradients of q, k and v; blocks are summed in fp32 or better."""
     of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
     q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
     of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
@@ -357,12 +351,12 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(b, s, heads, size).transpose(1, 2)
 
 
-def _dropped_attention_remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _attention_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     *tensors, ctx.head, ctx.p = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _dropped_attention_differentiate(ctx: Any, grad: Tensor) -> tuple:
+def _attention_differentiate(ctx: Any, grad: Tensor) -> tuple:
     found = torch.ops.parallel3d.dropped_attention_backward(
         grad, *ctx.saved_tensors, ctx.head, ctx.p
     )
@@ -379,4 +373,4 @@ define(
     _backward,
     lambda grad, q, k, v, *_: (_empty(q), torch.empty_like(k), torch.empty_like(v)),
 )
-differentiate("dropped_attention", _dropped_attention_differentiate, _dropped_attention_remember)
+differentiate("dropped_attention", _attention_differentiate, _attention_setup_context)

@@ -1,4 +1,4 @@
-"""The two ends of the transformer: the embedding, and the head with its loss."""
+"""The embedding, and the LM head with its loss."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 
 class Embedding(nn.Module):
-    """Word embedding plus, for GPT, the learned positions."""
+    """Adds the word embedding and, for GPT, the learned position embedding."""
 
     def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int) -> None:
         super().__init__()
         self.tp, self.sp = ctx.tp, ctx.sequence_parallel
         replicated = model.embedding == "replicated"
-        table = _word_table(model, ctx, WORD_EMBEDDING, uses=uses)
+        table = _vocabulary_table(model, ctx, WORD_EMBEDDING, uses=uses)
         self.word = VocabParallelEmbedding(table, group=ctx.tp, sp=ctx.sp, replicated=replicated)
         self.position = None
         if model.position_embedding == "learned":
             shape = (model.max_positions, model.hidden_size)
-            piece = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
-            self.position = ctx.init.parameter(ParameterSpec(shape, (piece,), replicated=True))
+            shard = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
+            self.position = ctx.init.parameter(ParameterSpec(shape, (shard,), replicated=True))
         self.dropout = ctx.dropout("embedding", model)
 
     def forward(
         self, tokens: Tensor, samples: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """`positions` (b, s) of the tokens; None: they count from the sample's first."""
+        """Embeds tokens (b, s); `positions` (b, s), or None to count from the sample's first."""
         x = self.word(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
@@ -44,14 +44,14 @@ class Embedding(nn.Module):
             if positions is None:
                 x = x + self.position[mine]
             else:
-                # Under sequence parallelism the gradients of the ranks are added over tp.
-                alike = self.tp.size > 1 and not self.sp
-                x = x + look_up(positions[:, mine], self.position, alike)
+                # Under sequence parallelism the gradients are summed over tp, so they end up equal.
+                deterministic = self.tp.size > 1 and not self.sp
+                x = x + look_up(positions[:, mine], self.position, deterministic)
         return self.dropout(x, samples)
 
 
 class Head(nn.Module):
-    """Final norm, logits split over the vocabulary, and the loss."""
+    """Computes the final norm, logits split over the vocabulary, and the loss."""
 
     def __init__(
         self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
@@ -62,9 +62,9 @@ class Head(nn.Module):
         if tied_table is not None:
             self.table = tied_table
         elif model.tie_embeddings:
-            self.table = _word_table(model, ctx, WORD_EMBEDDING, tied_lm_head=True)
+            self.table = _vocabulary_table(model, ctx, WORD_EMBEDDING, tied_lm_head=True)
         else:
-            self.table = _word_table(model, ctx, "head.weight", replicated=False)
+            self.table = _vocabulary_table(model, ctx, "head.weight", replicated=False)
         loss = ctx.loss
         self.loss = HeadLoss(
             Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
@@ -76,26 +76,26 @@ class Head(nn.Module):
         )
 
     def rows(self) -> Tensor:
-        """(padded vocabulary / tp, hidden): this rank's rows of the table."""
+        """Returns this rank's rows of the table, (padded vocabulary / tp, hidden)."""
         if self.model.tie_embeddings and self.model.embedding == "replicated":
             return rows_of_replicated(self.table, self.tp, partial=self.sp)
         return self.table
 
     def logits(self, x: Tensor) -> Tensor:
-        """(b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
+        """Returns logits: (b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
         return column_parallel_linear(self.norm(x), self.rows(), None, self.tp, self.sp)
 
     def forward(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None
     ) -> Tensor:
-        """The sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
+        """Returns the sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
         x, rows = self.norm(x), self.rows()
         if loss_scale is None:
             return self.loss.evaluate(x, rows, labels, loss_mask)
         return self.loss.train(x, rows, labels, loss_mask, loss_scale)
 
 
-def _word_table(
+def _vocabulary_table(
     model: ModelConfig,
     ctx: BuildContext,
     name: str,

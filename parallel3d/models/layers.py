@@ -1,4 +1,4 @@
-"""What every part of the model is built with."""
+"""Norms, rotary positions, and the context that layers are built with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every layer needs beside its shape: who shares it and its initial values."""
+    """Options common to all layers of a model."""
 
     init: Initializer
     tp: Group
@@ -31,14 +31,14 @@ class BuildContext:
     recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
     recompute_layers: tuple[int, ...] = ()  # of each stage, or one for all; (): all layers
     loss: LossConfig = field(default_factory=LossConfig)
-    half_loss: bool = False  # see `cross_entropy.Objective`
-    chunks: int = 1  # pieces in which sequence parallelism communicates
+    half_loss: bool = False  # see `tensor_parallel.loss.Objective`
+    chunks: int = 1  # in which sequence parallelism communicates
     gather_qk: bool = False  # see `Attention.project`
     attention_kernel: str = AUTO  # see `attention_backends`
 
     @classmethod
     def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
-        """What the configuration of a run says."""
+        """Creates the context of a run's configuration."""
         return cls(
             init,
             tp,
@@ -58,30 +58,27 @@ class BuildContext:
 
     @property
     def split(self) -> dict[str, Any]:
-        """What every split linear layer takes."""
+        """Returns the arguments common to all tensor-parallel linear layers."""
         sp = self.sequence_parallel
         common = {"group": self.tp, "sp": sp, "init": self.init, "chunks": self.chunks}
         return common | {"recomputed": bool(self.recompute)}
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
-        """Of the residual stream: whole, or this rank's part of the sequence."""
+        """Creates a dropout of the residual stream, or of this rank's part of the sequence."""
         first = model.seq_length // self.tp.size * self.tp.index if self.sequence_parallel else 0
         return Dropout(self.init.seed, site, model.dropout, first_position=first)
 
 
-# Norms and rotary positions: the parts of a block that tensor parallelism does not split.
-
-
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the hidden dimension; its parameters are replicated over tp."""
+    """Applies LayerNorm or RMSNorm over the hidden dimension; replicated over tp."""
 
     def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
         self.eps, self.size = model.norm_eps, (model.hidden_size,)
 
         def vector(part: str, fill: float) -> nn.Parameter:
-            piece = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
-            return init.parameter(ParameterSpec(self.size, (piece,), replicated=True))
+            shard = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
+            return init.parameter(ParameterSpec(self.size, (shard,), replicated=True))
 
         self.weight = vector("weight", 1.0)
         self.bias = vector("bias", 0.0) if model.norm == "layernorm" else None
@@ -92,39 +89,37 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def is_fused_with_sum(self, x: Tensor) -> bool:
-        """Whether `add` is one kernel, forward and backward.
-
-        A compiler fuses them itself, and a CPU's losses stay what they are.
-        """
+        """Whether `add` is one kernel, forward and backward; a compiler fuses by itself."""
         return self.bias is None and is_on_accelerator(x) and not torch.compiler.is_compiling()
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + y (x where y is None), and the norm of it."""
+        """Returns x + y (x where y is None) and its norm."""
         return add_rms_norm(x, y, self.weight, self.eps)
 
 
 def rotary_tables(
     model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
+    """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
 
-    The frequency of pair d is base^(-2d/r), scaled where the model says so.
+    The frequency of pair d is base^(-2d/r), scaled if the model scales it.
     """
     rotated = int(model.head_size * model.rotary_percent) // 2 * 2
-    wide = torch.float64  # angles of late positions lose their digits below this
+    wide = torch.float64  # fp32 is too coarse for the angles of late positions
     exponent = torch.arange(0, rotated, 2, dtype=wide) / rotated
     frequency = _scaled(model.rotary_base**-exponent, model)
     angle = torch.outer(torch.arange(model.seq_length, dtype=wide), frequency)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
-    return tuple(t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))
+    cos, sin = (t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))
+    return cos, sin
 
 
 def _scaled(frequency: Tensor, model: ModelConfig) -> Tensor:
-    """Frequencies for longer sequences (Llama 3.1's models/llama3/reference_impl, `apply_scaling`).
+    """Scales frequencies for longer sequences (Llama 3.1's reference_impl, `apply_scaling`).
 
     A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
     `rope_scaling_factor` times slower, one that turns more than `rope_high_freq_factor` times
-    stays, and between the two it goes linearly with the number of turns.
+    stays, and between the two the factor is linear in the number of turns.
     """
     if model.rope_scaling_factor == 1:
         return frequency
@@ -135,19 +130,17 @@ def _scaled(frequency: Tensor, model: ModelConfig) -> Tensor:
 
 
 def output_std(model: ModelConfig) -> float:
-    """Init of the layers that write into the residual stream (Radford et al. 2019 §2.3)."""
+    """Returns the init std of layers that write into the residual stream (Radford et al. 2019)."""
     return model.init_std / math.sqrt(2 * model.num_layers)
 
 
-# RMSNorm of every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
-
-
 class QKNorm(nn.Module):
-    """One weight for all heads of q and one for those of k; v passes.
+    """Applies RMSNorm to every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
 
-    Every tp rank holds both, and each rank's gradient is that of its own heads: they are to be
-    added over tp, with sequence parallelism or without. That is what `Piece.copies` says. A
-    key-value head on several ranks is no exception: each has it for other query heads.
+    One weight for all heads of q and one for those of k. Every tp rank holds both, and each rank's
+    gradient is that of its own heads, to be summed over tp with or without sequence parallelism
+    (`ShardSpec.tp_replicas`). A key-value head on several ranks is no exception: each rank reads it
+    with other query heads.
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -162,8 +155,8 @@ class QKNorm(nn.Module):
 
         def weight(part: str) -> nn.Parameter:
             name = f"{prefix}.{part}_norm.weight"
-            piece = ShardSpec(name, size, (0,), size, fill=1.0, tp_replicas=tp)
-            return ctx.init.parameter(ParameterSpec(size, (piece,), replicated=tp == 1))
+            shard = ShardSpec(name, size, (0,), size, fill=1.0, tp_replicas=tp)
+            return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=tp == 1))
 
         self.q, self.k = weight("q"), weight("k")
 
@@ -176,8 +169,6 @@ class QKNorm(nn.Module):
 
 
 class _NormHeads(torch.autograd.Function):
-    """One node: the gradient of the projection is written in one piece."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -190,7 +181,7 @@ class _NormHeads(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         ctx.shape = (heads, kv_heads, head_dim)
-        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, *ctx.shape, eps)
+        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, heads, kv_heads, head_dim, eps)
         ctx.save_for_backward(qkv, q_weight, k_weight, *scales)
         return out
 
@@ -209,7 +200,7 @@ def norm_heads_forward(
     head_dim: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the scales (b, s, heads, 1) of q and of k in fp32 or better."""
+    """Returns the result, and the scales (b, s, heads, 1) of q and k in fp32 or better."""
     q, k, v = _split(qkv, heads, kv_heads, head_dim)
     (q, q_scale), (k, k_scale) = _normed(q, q_weight, eps), _normed(k, k_weight, eps)
     return torch.cat((q, k, v), 2).flatten(2), q_scale, k_scale
@@ -227,7 +218,7 @@ def norm_heads_backward(
     kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the projection and of both weights."""
+    """Returns the gradients of the projection and of both weights."""
     q, k, _ = _split(qkv, heads, kv_heads, head_dim)
     grad_q, grad_k, grad_v = _split(grad, heads, kv_heads, head_dim)
     grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale)
@@ -236,7 +227,7 @@ def norm_heads_backward(
 
 
 def _split(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """q, k and v as views, (b, s, heads, head_dim)."""
+    """Returns views of q, k and v, (b, s, heads, head_dim)."""
     return qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
 
 
@@ -247,7 +238,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight: with n = x · scale, dx = scale · (g·w − n · mean(g·w·n))."""
+    """Returns those of x and the weight: with n = x · scale, dx = scale · (g·w − n·mean(g·w·n))."""
     normed = x * scale
     grad_weight = (grad * normed).flatten(0, -2).sum(0)
     weighed = grad * weight

@@ -1,12 +1,9 @@
-"""Element-wise parts of a block as single autograd nodes.
+"""RMSNorm, SwiGLU and rotary positions as single autograd nodes.
 
-Autograd's own graph for these reads and writes the activations two to three times as often (a pass
-per operation, copies where slices are joined again). Written as one node, each makes the fewest
-passes that PyTorch's kernels allow, and writes its gradients straight into the tensor that the GEMM
-behind it reads. On an accelerator the forward and the backward of a node are one kernel each
-(`fused`), which makes again in registers what a CPU had better keep. Inside a compiled block
-(`compile=true`) the same functions are written as plain arithmetic instead, which TorchInductor
-joins with what stands around it.
+Autograd's own graphs for these read and write the activations two to three times as often. On an
+accelerator forward and backward of a node are one kernel each (`fused`), which recomputes in
+registers where a CPU keeps results. In a compiled block (`compile=true`) the functions are plain
+arithmetic, which TorchInductor fuses with the code around it.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) eac
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in fp32 or better: statistics and sigmoids are taken there."""
+    """Returns `x` in fp32 or better."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 @fused
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The result, and the scale (..., 1) in fp32 or better."""
+    """Returns the result, and the scale (..., 1) in fp32 or better."""
     return _normed(x, weight, eps)
 
 
@@ -38,7 +35,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight."""
+    """Returns the gradients of x and of the weight."""
     return _norm_gradients(None, grad, x, weight, scale)
 
 
@@ -46,7 +43,7 @@ def rms_norm_backward(
 def add_rms_norm_forward(
     x: Tensor, y: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y, its norm, and the scale (..., 1) in fp32 or better."""
+    """Returns x + y, its norm, and the scale (..., 1) in fp32 or better."""
     total = x + y
     return total, *_normed(total, weight, eps)
 
@@ -55,9 +52,10 @@ def add_rms_norm_forward(
 def add_rms_norm_backward(
     grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both terms of the total, which are equal, and of the weight.
+    """Returns the gradient of both terms, which is equal, and of the weight.
 
-    `grad_total` comes from what reads the total beside the norm, `grad` from the norm's result.
+    Args:
+        grad_total: of the sum itself. grad: of the norm's result.
     """
     return _norm_gradients(grad_total, grad, total, weight, scale)
 
@@ -70,23 +68,23 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_gradients(
-    beside: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+    grad_total: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, with `beside` added before it is rounded to its type, and of the weight."""
-    shape, parts = x.shape, [grad, x, scale] + ([] if beside is None else [beside])
+    """Returns the gradients of x, with `grad_total` added before rounding, and of the weight."""
+    shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
     if all(part.is_contiguous() for part in parts):
-        # As matrices: TorchInductor then adds along rows and columns and writes grad_x in one pass,
-        # where of three dimensions it makes two (10 bytes an element in bf16 instead of 6).
+        # As matrices: TorchInductor then reduces rows and columns and writes grad_x in one pass;
+        # in three dimensions it makes two (10 bytes an element in bf16 instead of 6).
         grad, x, scale, *rest = (part.flatten(0, -2) for part in parts)
-        beside = rest[0] if rest else None
+        grad_total = rest[0] if rest else None
     normed = x * scale
-    product = grad * normed
-    grad_weight = product.flatten(0, -2).sum(0)
-    along = torch.matmul(product, weight.to(product.dtype)).unsqueeze(-1)
+    weighted = grad * normed
+    grad_weight = weighted.flatten(0, -2).sum(0)
+    along = torch.matmul(weighted, weight.to(weighted.dtype)).unsqueeze(-1)
     grad_x = torch.mul(grad, weight)
     grad_x.addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
-    if beside is not None:
-        grad_x = grad_x + beside
+    if grad_total is not None:
+        grad_x = grad_x + grad_total
     return grad_x.to(x.dtype).view(shape), grad_weight.to(weight.dtype)
 
 
@@ -103,7 +101,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
+    """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
 
     Statistics in fp32 or better. Shapes: (..., h), (h,) → (..., h).
     """
@@ -115,19 +113,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """The residual stream with a branch added, and its norm; y None: the stream and its norm.
-
-    In the backward the stream's own gradient joins the norm's in the same kernel. Apart, autograd
-    would read both and write their sum.
-    """
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         ctx.adds = y is not None
         if y is None:
-            total = x.view_as(x)  # autograd takes no input as a result
+            total = x.view_as(x)  # autograd does not allow an input as a result
             normed, scale = rms_norm_forward(x, weight, eps)
         else:
             total, normed, scale = add_rms_norm_forward(x, y, weight, eps)
@@ -141,9 +133,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y (x where y is None) and `rms_norm` of it, for accelerators in eager mode.
+    """Returns x + y (x where y is None) and its `rms_norm`, for accelerators in eager mode.
 
-    One kernel forward and one backward: the sum is written and not read again for its norm.
+    One kernel forward and one backward, which also adds the gradients of the sum and of the norm.
     """
     return _AddRMSNorm.apply(x, y, weight, eps)
 
@@ -175,16 +167,16 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
 
 @fused
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """silu'(z) = σ(z)·(1 + z·(1 − σ(z)))."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate, grad = _wide(gate), _wide(grad)
     sigmoid = torch.sigmoid(gate)
+    # silu'(z) = σ(z)·(1 + z·(1 − σ(z)))
     grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return torch.cat((grad_gate, grad * gate * sigmoid), -1).to(gate_up.dtype)
 
 
 class _FusedSwiGLU(torch.autograd.Function):
-    """Keeps nothing beside its input: silu is made again while that is read."""
+    """Saves only its input: silu is recomputed in the backward's kernel."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -197,7 +189,7 @@ class _FusedSwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up (Shazeer 2020) of gate and up side by side: (..., 2f) → (..., f)."""
+    """Returns silu(gate) · up (Shazeer 2020) of concatenated gate and up: (..., 2f) → (..., f)."""
     if not torch.compiler.is_compiling():
         node = _FusedSwiGLU if is_on_accelerator(gate_up) else _SwiGLU
         return node.apply(gate_up)
@@ -235,22 +227,21 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v apart, contiguous (b, s, heads, head_dim) each, q and k rotated."""
+    """Returns contiguous q, k and v, (b, s, heads, head_dim) each, q and k rotated."""
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
     return _rotated(q, cos, sin), _rotated(k, cos, sin), v.contiguous()
 
 
 @fused
 def split_heads_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients (b, s, heads, head_dim) of q, k and v as the gradient of the projection."""
-    # The inverse rotation is the transpose. v is a mere copy: no attention backward of PyTorch has
-    # an out= that could write into a slice.
+    """Returns the projection's gradient, given those (b, s, heads, head_dim) of q, k and v."""
+    # The inverse rotation is the transpose. v is copied: PyTorch's attention backward has no out=
+    # to write into a slice.
     return torch.cat((_rotated(q, cos, -sin), _rotated(k, cos, -sin), v), 2).flatten(2)
 
 
 class _FusedSplitHeads(torch.autograd.Function):
-    """`_SplitHeads` for accelerators. There attention's kernels take the heads of a token side by
-    side as well, and give their output likewise, so that nothing is copied to join the heads."""
+    """Splits heads on accelerators, whose attention kernels accept (b, s, heads, head_dim)."""
 
     @staticmethod
     def forward(
@@ -295,15 +286,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What `_rotate` writes, as arithmetic.
+    """Rotates like `_rotate`, without writing in place, for a compiler.
 
-    a·cos − b·sin and b·cos + a·sin are one expression over both halves, so that a compiler reads
-    and writes a head once, without joining halves.
+    a·cos − b·sin and b·cos + a·sin are one expression over both halves, so a compiler reads and
+    writes each head once.
     """
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    # The signs go with the heads: their product with sin would be kept for the backward.
+    # The signs multiply the heads: signs · sin would be kept for the backward.
     turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signs * sin.unsqueeze(-2)
     turned = turned.flatten(-2).to(x.dtype)
     if 2 * half == x.shape[-1]:

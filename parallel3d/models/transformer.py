@@ -1,10 +1,15 @@
-"""The MLP of a block."""
+"""The decoder-only transformer (GPT, Llama, Qwen3, …), its pipeline stages, and decoding.
+
+Parallelism is in the layers that blocks are made of (`tensor_parallel`). Hidden states are (batch,
+sequence, hidden); under sequence parallelism the residual stream holds sequence/tp.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -39,9 +44,13 @@ from parallel3d.sizes.model import recomputing
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_heads
 
+# Blocks of one compiled graph: enough that the cost of entering a graph (0.4 ms measured) is
+# negligible, few enough that a deep stage compiles in seconds.
+GRAPH_BLOCKS = 8
+
 
 class MLP(nn.Module):
-    """Two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
+    """Runs two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -57,14 +66,16 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of norm(x)."""
+        """Returns the MLP of norm(x)."""
         if {"mlp", "norm"} <= self.recompute:
-            return checkpoint_up_to_linear(self.down, lambda x: self.inner(norm(x)), x, again=True)
+            return checkpoint_up_to_linear(
+                self.down, lambda x: self.inner(norm(x)), x, recompute=True
+            )
         if "mlp" in self.recompute:
-            return checkpoint_up_to_linear(self.down, self.inner, norm(x), again=True)
-        x = checkpoint_up_to_linear(self.up, norm, x, again="norm" in self.recompute)
+            return checkpoint_up_to_linear(self.down, self.inner, norm(x), recompute=True)
+        x = checkpoint_up_to_linear(self.up, norm, x, recompute="norm" in self.recompute)
         return checkpoint_up_to_linear(
-            self.down, self.activate, x, again="activation" in self.recompute
+            self.down, self.activate, x, recompute="activation" in self.recompute
         )
 
     def inner(self, x: Tensor) -> Tensor:
@@ -78,26 +89,14 @@ class MLP(nn.Module):
         return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
-# One decoder-only transformer that spells GPT, Llama and what lies between, by configuration.
-#
-# Free of parallelism but for the layers it is made of: a block reads as in the papers, and what is
-# split, gathered and reduced is the business of `tensor_parallel`. Hidden states are
-# (batch, sequence, hidden); under sequence parallelism the stream between blocks holds sequence/tp.
-
-
-# Blocks of one compiled graph: enough that what a graph costs to enter (0.4 ms measured) does not
-# count, few enough that a deep stage compiles in seconds.
-GRAPH_BLOCKS = 8
-
-
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries; whole heads per tensor-parallel rank."""
+    """Computes causal self-attention with grouped queries; whole heads per tensor-parallel rank."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.head_dim = model.head_size
         self.heads = model.num_attention_heads // ctx.tp.size
-        # Fewer key-value heads than ranks: each head on as many ranks as its query heads take.
+        # With fewer key-value heads than ranks, a head is on all ranks that have its query heads.
         replicas = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
@@ -137,10 +136,10 @@ class Attention(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Of norm(x)."""
+        """Returns the attention of norm(x)."""
         inner = (self.project(x, norm), rotary, samples, documents)
         return checkpoint_up_to_linear(
-            self.out, self.attend, *inner, again="attention" in self.recompute
+            self.out, self.attend, *inner, recompute="attention" in self.recompute
         )
 
     def attend(
@@ -150,20 +149,28 @@ class Attention(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Between the projections."""
+        """Computes attention between the projections."""
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
-        shape = (self.heads, self.kv_heads, self.head_dim)
-        inputs = (rotary, self.dropout, samples, documents, self.kernel)
-        return causal_attention(qkv, *shape, *inputs)
+        return causal_attention(
+            qkv,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            rotary,
+            self.dropout,
+            samples,
+            documents,
+            self.kernel,
+        )
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """q, k and v of this rank's heads, side by side, of norm(x).
+        """Returns q, k and v of this rank's heads, concatenated, from norm(x).
 
-        With `tensor_parallel.attention=gather_qk` every rank first gathers q and k of all heads,
-        as where scores are computed from whole matrices, and takes those of its own from there.
+        With `tensor_parallel.attention=gather_qk` every rank all-gathers q and k of all heads and
+        takes its own.
         """
-        qkv = checkpoint_up_to_linear(self.qkv, norm, x, again="norm" in self.recompute)
+        qkv = checkpoint_up_to_linear(self.qkv, norm, x, recompute="norm" in self.recompute)
         if not self.gathers:
             return qkv
         v_size = self.kv_heads * self.head_dim
@@ -172,7 +179,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -192,7 +199,7 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Dropout for `samples`, (b,) numbers in the run; None: without it."""
+        """Runs the block; `samples` (b,) are numbers in the run, None for no dropout."""
         if self.recompute:
             return recomputed(self.layer, x, rotary, samples, documents)
         return self.layer(x, rotary, samples, documents)
@@ -209,10 +216,10 @@ class TransformerBlock(nn.Module):
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """x + y (x where y is None), and the norm as a function of it.
+        """Returns x + y (x where y is None), and a function that computes its norm.
 
-        Where one kernel makes both the function only hands out what is there. Not where the norm
-        is made again in the backward: then its result must not be kept, and comes from the sum.
+        A fused kernel computes both at once, unless the norm is recomputed in the backward: then
+        its result must not be kept.
         """
         if self.keeps_norms and norm.is_fused_with_sum(x):
             x, normed = norm.add(x, y)
@@ -233,18 +240,20 @@ def _run_blocks(
 
 
 class Stage(nn.Module):
-    """A contiguous run of layers; the first stage embeds, the last one has head and loss.
+    """Runs contiguous layers; the first stage has the embedding, the last one head and loss.
 
     Args:
         layers: global layer numbers of this stage.
         first, last: whether it holds the embedding, the head. Both: the whole model.
-        beside: on the rank that holds both ends in two stages (a V), the first of them for the
-            last: the last reads its word table where they are tied.
-        first_and_last_share_rank: both ends are on this rank.
-        recomputed: how many of its layers recompute, the first ones; None: all.
+        first_stage: for a last stage whose rank also holds the first (a V schedule): the first
+            stage, whose word embedding a tied head reads.
+        first_and_last_share_rank: the first and the last stage are on this rank.
+        recomputed: number of layers that recompute, the first ones; None: all.
 
-    `pre_forward(part)` is called before the forward reads the parameters of "embedding", "layers.3"
-    or "head": whoever shards parameters makes them whole there.
+    Attributes:
+        pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
+            or "head"; sharded parameters are all-gathered (unsharded) there.
+        tied_table: local name of the word embedding that another rank holds too, if any.
     """
 
     def __init__(
@@ -254,37 +263,42 @@ class Stage(nn.Module):
         first: bool,
         last: bool,
         ctx: BuildContext,
-        beside: Stage | None = None,
+        first_stage: Stage | None = None,
         first_and_last_share_rank: bool = False,
         recomputed: int | None = None,
     ) -> None:
         super().__init__()
         first_and_last_share_rank |= first and last
-        self.first, self.last, self.drops = first, last, model.dropout > 0
+        self.first, self.last, self.uses_dropout = first, last, model.dropout > 0
         self.pre_forward: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
-        # Local name of the word table that first and last rank of a pipeline both hold.
         self.tied_table: str | None = None
         if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
         uses = 2 if first_and_last_share_rank and model.tie_embeddings else 1
         self.embedding = Embedding(model, ctx, uses) if first else None
         count = len(layers) if recomputed is None else recomputed
-        keeping = replace(ctx, recompute=frozenset())
+        without = replace(ctx, recompute=frozenset())
         self.layers = nn.ModuleDict(
             {
-                str(i): TransformerBlock(i, model, ctx if i in layers[:count] else keeping)
+                str(i): TransformerBlock(i, model, ctx if i in layers[:count] else without)
                 for i in layers
             }
         )
         self.head = None
         if last:
-            owner = (beside or self).embedding
-            shared = owner is not None and model.tie_embeddings
-            self.head = Head(model, ctx, owner.word.weight if shared else None)
+            owner = (first_stage or self).embedding
+            tied = owner is not None and model.tie_embeddings
+            self.head = Head(model, ctx, owner.word.weight if owner is not None and tied else None)
         self.rotary = None
         if model.position_embedding == "rope":
             self.rotary = rotary_tables(model, ctx.init.dtype, ctx.init.device)
+
+    @property
+    def blocks(self) -> dict[str, TransformerBlock]:
+        """Returns the blocks by global layer number."""
+        # nn.ModuleDict is not generic.
+        return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
 
     def forward(
         self,
@@ -296,32 +310,35 @@ class Stage(nn.Module):
         documents: Documents | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states for the next stage or, on the last, the sum of the unmasked losses.
+        """Returns hidden states or, on the last stage, the sum of the unmasked losses.
 
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
-            tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by the ends alone.
+            tokens, labels: (b, s) ids; loss_mask: (b, s) bool. Read by first and last stage alone.
             samples: (b,) numbers of the samples in the run, for dropout.
-            documents: attention and positions are within each; None: a sample is one.
-            loss_scale: scalar, the gradient that the sum of the losses will be given in the
-                backward; None: evaluation, without gradients or dropout.
+            documents: attention and positions are within each; None: a sample is one document.
+            loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
+                without gradients or dropout.
         """
-        if loss_scale is None or not self.drops:
+        if loss_scale is None or not self.uses_dropout:
             samples = None
         x, rotary, positions = hidden, self.rotary, None
         if documents is not None:
             positions = documents.positions()
             if rotary is not None:
-                rotary = tuple(table[positions] for table in rotary)
-        if self.first:
+                cos, sin = rotary
+                rotary = cos[positions], sin[positions]
+        if self.embedding is not None:
             self.pre_forward("embedding")
             x = self.embedding(tokens, samples, positions)
-        blocks, names = list(self.layers.values()), list(self.layers)
+        assert x is not None  # only the first stage has no hidden states
+        blocks = list(self.blocks.items())
         for i in range(0, len(blocks), GRAPH_BLOCKS):
-            for name in names[i : i + GRAPH_BLOCKS]:
+            graph = blocks[i : i + GRAPH_BLOCKS]
+            for name, _ in graph:
                 self.pre_forward(f"layers.{name}")
-            x = self.run_blocks(blocks[i : i + GRAPH_BLOCKS], x, rotary, samples, documents)
-        if not self.last:
+            x = self.run_blocks([block for _, block in graph], x, rotary, samples, documents)
+        if self.head is None:
             return x
         self.pre_forward("head")
         return self.head(x, labels, loss_mask, loss_scale)
@@ -334,9 +351,7 @@ def stages_of_rank(
     rank: int,
     ctx: BuildContext,
 ) -> list[Stage]:
-    """The stages that `rank` of a pipeline holds, in the order of the model.
-
-    Each has layers of its own numbers, and so its own initial values.
+    """Creates the stages that `rank` of a pipeline holds, in the order of the model.
 
     Args:
         layers: global layer numbers of every stage of the pipeline.
@@ -346,50 +361,57 @@ def stages_of_rank(
     first_and_last_share_rank = 0 in held and last in held
     stages: list[Stage] = []
     for stage in held:
-        beside = stages[0] if stage == last and first_and_last_share_rank and stages else None
+        first_stage = stages[0] if stage == last and first_and_last_share_rank and stages else None
         recomputed = recomputing(ctx.recompute_layers, stage, len(layers[stage]))
-        ends = stage == 0, stage == last
         stages.append(
-            Stage(model, layers[stage], *ends, ctx, beside, first_and_last_share_rank, recomputed)
+            Stage(
+                model,
+                layers[stage],
+                stage == 0,
+                stage == last,
+                ctx,
+                first_stage,
+                first_and_last_share_rank,
+                recomputed,
+            )
         )
     return stages
 
 
 def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
-    """From here on the blocks run, forward and backward, as compiled graphs.
+    """Compiles the forward and backward of the blocks, in groups that share their code.
 
-    Groups of equal size share their code. Gradients of the linear layers go to their buckets (see
-    `tensor_parallel.linear_ops`), never to `.grad`.
+    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), never to
+    `.grad`.
 
     Args:
-        saves_operands: weight gradients may be put off (see `shared_inductor`).
+        saves_operands: weight gradients may be deferred (see `shared_inductor`).
     """
-    own_code = {}  # models of other shapes in this process are not counted as recompilations
+    options: dict[str, bool] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
-        own_code["isolate_recompiles"] = True
+        # Models of other shapes in this process then do not count as recompilations.
+        options["isolate_recompiles"] = True
     backend = without_inplace_reuse if saves_operands else shared_inductor
-    compiled = torch.compile(
-        _run_blocks, backend=backend, fullgraph=True, dynamic=False, **own_code
-    )
+    # Its overloads differ between the versions of torch.
+    torch_compile: Callable[..., Callable[..., Tensor]] = torch.compile
+    compiled = torch_compile(_run_blocks, backend=backend, fullgraph=True, dynamic=False, **options)
     for stage in stages:
         stage.run_blocks = compiled
 
 
-# The forward pass one token at a time: keys and values of what was read are kept.
-#
-# Runs the very layers that were trained, on tensor-parallel ranks and through the stages of a
-# pipeline. One sequence, no gradients, no sequence parallelism.
+# Decoding, one token at a time, on tensor-parallel ranks and through the stages of a pipeline: one
+# sequence, no sequence parallelism.
 
 
 class Blank(Initializer):
-    """Makes parameters whose values come from elsewhere: drawing them would be for nothing."""
+    """Creates parameters whose values are loaded, so none are drawn."""
 
-    def fill(self, piece: ShardSpec, out: Tensor) -> None:
+    def fill(self, shard: ShardSpec, out: Tensor) -> None:
         pass
 
 
 def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> Stage:
-    """This rank's part of the model in fp32 (fp64 for a run of that precision), all zero."""
+    """Creates this rank's stage in fp32 (fp64 for a run of that precision), all zero."""
     dtype = torch.float64 if config.precision.name == "fp64" else torch.float32
     init, kernel = Blank(config.seed, dtype, device), choose_kernel(config, device)
     context = BuildContext(init, groups.tp, sp=False, attention_kernel=kernel)
@@ -399,16 +421,16 @@ def blank_stage(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 @dataclass
 class _Cache:
-    """Keys and values of one attention layer: (1, key-value heads, seq_length, head_dim)."""
+    """Holds keys and values of one layer: (1, key-value heads, seq_length, head_dim)."""
 
     keys: Tensor
     values: Tensor
 
 
 class Decoder:
-    """Reads a sequence and gives the logits of what comes next; collective over tp × pp.
+    """Computes the logits of the next token with a KV cache; collective over tp × pp.
 
-    At most `seq_length` tokens are in view, as in training.
+    At most `seq_length` tokens are in the window, as in training.
     """
 
     def __init__(self, config: Config, groups: ProcessGroups, stage: Stage) -> None:
@@ -416,9 +438,9 @@ class Decoder:
         self.window = self.model.seq_length
         example = next(stage.parameters())
         self.device, self.dtype = example.device, example.dtype
-        self.caches = {name: self._empty_cache(b.attention) for name, b in stage.layers.items()}
-        self.start = 0  # first token in view
-        self.read = 0  # tokens in the caches, from `start` on
+        self.caches = {name: self._empty_cache(b.attention) for name, b in stage.blocks.items()}
+        self.start = 0  # first token in the window
+        self.cached = 0  # tokens in the caches, from `start` on
 
     def _empty_cache(self, attention: Attention) -> _Cache:
         shape = (1, attention.kv_heads, self.window, attention.head_dim)
@@ -427,65 +449,68 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
-        """Logits (vocab_size,) of the token after `tokens`, on the last stage; None elsewhere.
+        """Returns logits (vocab_size,) of the token after `tokens` on the last stage, else None.
 
-        Call it with the whole sequence so far: only what is new since the last call is read. When
-        the window is full, the latter half of it is read anew, from position 0 on.
+        Call it with the whole sequence so far; tokens of earlier calls are cached. When the window
+        is full, its latter half is read again, from position 0 on.
         """
-        start = self._in_view(len(tokens))
-        if start != self.start or len(tokens) - start - self.read != 1:
-            self.start, self.read = start, 0
-        view = tokens[start:]
-        new = torch.tensor([view[self.read :]], device=self.device)
-        x = self._embed(new) if self.stage.first else self._receive(new.shape[1])
-        for name, block in self.stage.layers.items():
+        start = self._window_start(len(tokens))
+        if start != self.start or len(tokens) - start - self.cached != 1:
+            self.start, self.cached = start, 0
+        window = tokens[start:]
+        new = torch.tensor([window[self.cached :]], device=self.device)
+        if self.stage.embedding is not None:
+            x = self._embed(self.stage.embedding, new)
+        else:
+            x = torch.empty(
+                (1, new.shape[1], self.model.hidden_size), dtype=self.dtype, device=self.device
+            )
+            self._exchange(dist.irecv, x, -1)
+        for name, block in self.stage.blocks.items():
             x = self._block(block, self.caches[name], x)
-        self.read = len(view)
-        if not self.stage.last:
-            transfer(dist.isend, x.contiguous(), self._neighbour(1), self.groups.pp.handle)
+        self.cached = len(window)
+        if self.stage.head is None:
+            self._exchange(dist.isend, x.contiguous(), 1)
             return None
         logits = gather_from_vocabulary(self.stage.head.logits(x[:, -1:]), self.groups.tp)
         return logits[0, 0, : self.model.vocab_size]
 
-    def _in_view(self, length: int) -> int:
-        """First token in view: it moves on by half a window whenever the window is full."""
+    def _window_start(self, length: int) -> int:
+        """Returns the first token of the window, which moves by half its length when full."""
         half = max(1, self.window // 2)
         return 0 if length <= self.window else -(-(length - self.window) // half) * half
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedding = self.stage.embedding
+    def _embed(self, embedding: Embedding, tokens: Tensor) -> Tensor:
         x = embedding.word(tokens)
         if embedding.position is None:
             return x
-        return x + embedding.position[self.read : self.read + tokens.shape[1]]
+        return x + embedding.position[self.cached : self.cached + tokens.shape[1]]
 
-    def _receive(self, length: int) -> Tensor:
-        shape = (1, length, self.model.hidden_size)
-        x = torch.empty(shape, dtype=self.dtype, device=self.device)
-        transfer(dist.irecv, x, self._neighbour(-1), self.groups.pp.handle)
-        return x
-
-    def _neighbour(self, step: int) -> int:
-        return self.groups.pp.ranks[self.groups.pp.index + step]
+    def _exchange(self, call: Callable, x: Tensor, offset: int) -> None:
+        """Sends x to the next stage (1), or receives it from the one before (-1)."""
+        pp = self.groups.pp
+        assert pp.handle is not None  # there is another stage
+        transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
 
     def _block(self, block: TransformerBlock, cache: _Cache, x: Tensor) -> Tensor:
-        """`Block.layer` with the attention over the cache."""
+        """Runs `TransformerBlock.layer` with attention over the cache."""
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
         x = x + attention.out(inner)
         return x + block.mlp(x, block.mlp_norm)
 
     def _attend(self, attention: Attention, cache: _Cache, qkv: Tensor) -> Tensor:
-        """`causal_attention` of new tokens (1, n, …) over all that were read, kept in `cache`.
+        """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
 
-        Either the cache is empty or n is 1: then every new token sees what it may see.
+        Either the cache is empty or n is 1, so no other mask than the causal one is needed.
         """
-        first, end = self.read, self.read + qkv.shape[1]
+        first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
             qkv = attention.qk_norm(qkv)
         heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
         if self.stage.rotary is not None:
-            rotary = tuple(table[first:end] for table in self.stage.rotary)
+            cos, sin = self.stage.rotary
+            rotary = cos[first:end], sin[first:end]
             q, k, v = split_heads_rotary(qkv, heads, kv_heads, width, rotary)
         else:
             parts = qkv.unflatten(-1, (-1, width)).split((heads, kv_heads, kv_heads), dim=2)
