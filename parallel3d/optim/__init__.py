@@ -1,1 +1,1 @@
-"""Learning rates, the global gradient norm, optimizers on flat buckets."""
+"""Learning-rate schedules, and optimizers on flat shards with the global gradient norm."""

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step."""
+"""Learning-rate schedules, as functions of the step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from parallel3d.config.schema import OptimConfig
 
 
 def warmup_steps(optim: OptimConfig, train_steps: int) -> int:
-    """Steps of linear warm-up: given, or a fraction of the decay steps."""
+    """Returns the steps of linear warm-up: configured, or a fraction of the decay steps."""
     decay = optim.lr_decay_steps or train_steps
     return optim.lr_warmup_steps or round(optim.lr_warmup_fraction * decay)
 
 
 def learning_rate(optim: OptimConfig, train_steps: int, step: int) -> float:
-    """Learning rate of `step`, counted from 1.
+    """Returns the learning rate of `step`, counted from 1.
 
     Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
     (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; or wsd (Hu et al. 2024,

@@ -1,8 +1,10 @@
-"""What a checkpoint saves of one rank: slices of parameters with their optimizer state."""
+"""AdamW and SGD on flat shards, with gradient clipping and the gradient sums over tp.
+
+`parameter_slices` gives checkpoints the masters and the optimizer state by parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,83 +14,17 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import OptimConfig
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
-
-
-@dataclass(frozen=True)
-class ParameterSlice:
-    """A run of one local parameter's elements, with all that its optimizer knows of them.
-
-    Attributes:
-        name: local parameter name; spec: the boxes of logical tensors that the parameter holds.
-        start: first element of the slice in the flattened local parameter.
-        values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum".
-        replica: (this rank's number, how many) among the ranks that hold these very elements with
-            equal bits.
-    """
-
-    name: str
-    spec: ParameterSpec
-    start: int
-    values: dict[str, Tensor]
-    replica: tuple[int, int]
-
-
-def parameter_slices(
-    optimizer: Optimizer, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
-) -> list[ParameterSlice]:
-    """Everything that this rank steps, in no particular order.
-
-    Args:
-        replicas: (number, count) among the dp ranks that step the same elements.
-        tied: first and last stage of a pipeline both hold the word table.
-    """
-    found = []
-    for group in optimizer.groups:
-        state = zip(*group.state.values(), strict=True) if group.state else [()] * len(group.steps)
-        for segment, moments in zip(group.segments, state, strict=True):
-            values = dict(zip(("parameter", *group.state), (segment.master, *moments), strict=True))
-            for part, offset in _with_offsets(segment.parts):
-                for first, end, copies in part.spec.runs(part.start, part.numel):
-                    views = {k: v[offset + first : offset + end] for k, v in values.items()}
-                    replica = _replica(part.spec, copies, groups, replicas, tied)
-                    start = part.start + first
-                    found.append(ParameterSlice(part.name, part.spec, start, views, replica))
-    return found
-
-
-def _with_offsets(parts: list[SegmentPart]) -> Iterator[tuple[SegmentPart, int]]:
-    offset = 0
-    for part in parts:
-        yield part, offset
-        offset += part.numel
-
-
-def _replica(
-    spec: ParameterSpec, copies: int, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
-) -> tuple[int, int]:
-    number, count = replicas
-    if spec.replicated:
-        copies = groups.tp.size
-    number, count = number * copies + groups.tp.index % copies, count * copies
-    if tied and spec.is_word_embedding:
-        number, count = number * 2 + int(spec.tied_lm_head), count * 2
-    return number, count
-
-
-# AdamW and SGD on flat segments of parameters, with global-norm clipping.
-
+from parallel3d.parameters.sharding import ParameterSpec, Segment
 
 NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
 
 
 @dataclass
 class FlatGroup:
-    """Segments that are stepped alike, with their optimizer state: flat tensors side by side.
+    """Segments with equal weight decay, and their optimizer state.
 
-    `state` holds, by name, AdamW's two running means or SGD's momentum buffer (nothing without
-    momentum); `steps` is the kernels' own count, a scalar for each segment.
+    `state` holds, by name, AdamW's two moments or SGD's momentum buffer (empty without momentum);
+    `steps` is the kernels' own step count, a scalar per segment.
     """
 
     weight_decay: float
@@ -115,23 +51,22 @@ class FlatGroup:
 class Optimizer:
     """Steps the parameters of one rank.
 
-    Each segment is one flat tensor to PyTorch's fused kernels: the update is elementwise, so the
-    result is the same and a step is a handful of calls. The kernels are called directly:
-    `torch.optim`'s classes bring in the compiler, a second of start-up on every rank.
+    Each segment is one flat tensor to PyTorch's fused kernels. The kernels are called directly:
+    `torch.optim`'s classes import the compiler, which adds a second to every rank's start.
 
     Args:
-        segments: what this rank steps; their masters are updated.
+        segments: flat shards that this rank steps; their masters are updated.
         tp: decides which rank counts replicated parameters in the norm (see `counts_in_norm`).
 
     Attributes:
-        updates: steps taken so far; skipped ones do not count.
+        updates: number of steps so far, without skipped ones.
     """
 
     def __init__(self, optim: OptimConfig, segments: list[Segment], tp: Group) -> None:
         self.optim, self.tp, self.segments = optim, tp, segments
-        names = ("exp_avg", "exp_avg_sq") if optim.name == "adamw" else ("momentum",)
-        if optim.name == "sgd" and optim.momentum == 0:
-            names = ()
+        names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
+        if optim.name == "adamw":
+            names = ("exp_avg", "exp_avg_sq")
         kinds = [(True, optim.weight_decay), (False, 0.0)]
         alike = [([s for s in segments if s.decays is d], decay) for d, decay in kinds]
         self.groups = [FlatGroup.of(some, decay, names) for some, decay in alike if some]
@@ -139,20 +74,21 @@ class Optimizer:
 
     @property
     def device(self) -> torch.device:
-        """Where the segments are; a CPU for none."""
+        """Returns the segments' device; a CPU if there are none."""
         return self.segments[0].grad.device if self.segments else torch.device("cpu")
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared gradient norm, each distinct parameter once, float64.
+        """Returns this rank's share of the squared gradient norm, each parameter once, float64.
 
         Not finite if any gradient here is not, also of a parameter that another rank counts.
         """
-        counted, rest = [], []
+        counted: list[Tensor] = []
+        rest: list[Tensor] = []
         for segment in self.segments:
             counts = counts_in_norm(segment, self.tp)
-            for run, copies in segment.runs():
-                first = self.tp.index % copies == 0  # of the ranks that share the run
+            for run, tp_replicas in segment.runs():
+                first = self.tp.index % tp_replicas == 0  # of the ranks that share the run
                 (counted if counts and first else rest).append(segment.grad[run])
         device = self.device
         # 0 · inf and 0 · NaN are NaN
@@ -165,7 +101,8 @@ class Optimizer:
         The clip factor is min(1, clip_grad / (norm + 1e-6)), as in torch.nn.utils.
 
         Args:
-            grad_norm: without the loss scale. loss_scale: that the gradients still carry.
+            grad_norm: without the loss scale.
+            loss_scale: by which the gradients are still multiplied.
         """
         factor = 1.0 / loss_scale
         if self.optim.clip_grad > 0:
@@ -183,32 +120,32 @@ class Optimizer:
         self.updates += 1
 
     def _divisor(self, factor: float) -> Tensor | None:
-        """1 / factor for the kernels to divide fp32 gradients by; None: multiply them beforehand.
+        """Returns 1 / factor for the kernels to divide by; None: multiply the gradients first.
 
-        An accelerator reads and writes each gradient once less so. The division errs as the product
-        does, by a rounding of its scalar (none for a loss scale alone, a power of two) and its own.
-        A CPU multiplies, to the bits that it always had, and fp64 too: the kernels read fp32.
+        Accelerators divide in the kernel, which saves reading and writing each gradient once. CPUs
+        multiply first, and so does fp64, as the kernels read fp32.
         """
         fp32 = all(s.grad.dtype == torch.float32 for s in self.segments)
         if not (self.segments and fp32 and is_accelerator(self.device)):
             return None
-        # Filled by a kernel: a number copied from the host would be waited for.
+        # Filled by a kernel: copying a number from the host would block it.
         return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.device)
 
     def restore(self, updates: int) -> None:
-        """Goes on after so many updates; the state itself was written into `groups`."""
+        """Sets the number of updates; the caller has written the state into `groups`."""
         self.updates = updates
         for group in self.groups:
             for step in group.steps:
                 step.fill_(updates)
 
     def _adamw(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
-        """Loshchilov and Hutter 2019, algorithm 2."""
+        """Steps by AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
         torch._foreach_add_(group.steps, 1)
         torch._fused_adamw_(
             group.masters,
             group.grads,
-            *group.state.values(),
+            group.state["exp_avg"],
+            group.state["exp_avg_sq"],
             [],
             group.steps,
             lr=learning_rate,
@@ -222,11 +159,11 @@ class Optimizer:
         )
 
     def _sgd(self, group: FlatGroup, learning_rate: float, divisor: Tensor | None) -> None:
-        """With momentum as torch.optim.SGD has it: the buffer starts as the first gradient."""
+        """Steps by SGD; the momentum buffer starts as the first gradient, as in torch.optim.SGD."""
         torch._fused_sgd_(
             group.masters,
             group.grads,
-            *(group.state.values() if group.state else ([],)),
+            group.state.get("momentum", []),
             weight_decay=group.weight_decay,
             momentum=self.optim.momentum,
             lr=learning_rate,
@@ -239,27 +176,27 @@ class Optimizer:
 
 
 def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Float64 scalar on `device`, where the gradients are; 0 of nothing."""
+    """Returns the sum of squares of gradients on `device`, a float64 scalar."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if not is_accelerator(device):
-        # In pieces: an fp32 sum over a whole bucket drops its small terms (3e-5 of the norm).
-        # Accelerators add in a tree anyway, where each piece would cost the host a call.
+        # In pieces: an fp32 sum over a whole bucket loses its small terms (3e-5 of the norm).
+        # Accelerators add in a tree, and each piece would cost the host a call.
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
     return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
 
 def counts_in_norm(segment: Segment, tp: Group) -> bool:
-    """Sharded parameters count on every rank, replicated ones on tp rank 0, a tied copy never."""
+    """Whether this rank counts a segment: every sharded one, a replicated one on tp rank 0."""
     return not segment.tied_lm_head and (not segment.replicated or tp.index == 0)
 
 
 @torch.no_grad()
 def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
-    """Adds, under sequence parallelism, the gradients of replicated parameters over tp.
+    """All-reduces the gradients of replicated parameters over tp, under sequence parallelism.
 
-    Norms, biases after row-parallel layers and positions saw this rank's tokens alone
-    (Korthikanti et al. 2022 §4.2.2). One all-reduce for all of them.
+    Norms, biases after row-parallel layers and position embeddings have seen this rank's tokens
+    alone (Korthikanti et al. 2022 §4.2.2). One all-reduce for all of them.
     """
     partial = [s.grad for s in segments if s.replicated]
     if tp.size == 1 or not partial:
@@ -271,38 +208,103 @@ def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
 
 @torch.no_grad()
 def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
-    """Adds the gradients of what several tp ranks in a row hold (`Piece.copies`), over those ranks:
-    key-value heads of which there are fewer than ranks, norms of heads.
+    """All-reduces the gradients of shared key-value heads and of head norms over their replicas.
 
-    One all-reduce over tp of a buffer with a place for each part: what other parts' ranks add
-    there is zero, so that no group is needed for each part, and all copies get the same bits.
+    These are the runs with `tp_replicas` > 1. One all-reduce over all of tp.
     """
-    shared: dict[int, list[Tensor]] = {}
+    shared: dict[int, list[Tensor]] = {}  # tp_replicas → gradients
     for segment in segments:
-        for run, copies in segment.runs():
-            if copies > 1:
-                shared.setdefault(copies, []).append(segment.grad[run])
+        for run, tp_replicas in segment.runs():
+            if tp_replicas > 1:
+                shared.setdefault(tp_replicas, []).append(segment.grad[run])
     if not shared:
         return
-    sizes = {copies: sum(g.numel() for g in grads) for copies, grads in shared.items()}
-    rooms = [tp.size // copies * size for copies, size in sizes.items()]
-    flat = next(iter(shared.values()))[0].new_zeros(sum(rooms))
-    mine = {
-        copies: places.view(-1, sizes[copies])[tp.index // copies]
-        for copies, places in zip(sizes, flat.split(rooms), strict=True)
+    # Runs with r replicas form tp/r sets of r consecutive ranks: ranks 0 … r − 1 hold one shard,
+    # ranks r … 2r − 1 the next. The buffer has one slot per set. A rank writes its gradients to
+    # slot index // r and leaves the others zero, so the sum over tp puts into each slot the sum
+    # over that set alone: no process group per set, and all replicas get the same bits.
+    numel = {r: sum(g.numel() for g in grads) for r, grads in shared.items()}
+    slots_numel = [tp.size // r * n for r, n in numel.items()]
+    flat = next(iter(shared.values()))[0].new_zeros(sum(slots_numel))
+    own_slot = {
+        r: slots.view(-1, numel[r])[tp.index // r]
+        for r, slots in zip(numel, flat.split(slots_numel), strict=True)
     }
-    for copies, grads in shared.items():
-        torch.cat(grads, out=mine[copies])
+    for r, grads in shared.items():
+        torch.cat(grads, out=own_slot[r])
     collectives.all_reduce(flat, tp)
-    for copies, grads in shared.items():
-        for grad, total in zip(grads, mine[copies].split([g.numel() for g in grads]), strict=True):
+    for r, grads in shared.items():
+        for grad, total in zip(grads, own_slot[r].split([g.numel() for g in grads]), strict=True):
             grad.copy_(total)
 
 
 @torch.no_grad()
 def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> None:
-    """Adds the two gradients of a tied table that first and last stage hold (Megatron-LM's tie)."""
+    """All-reduces the gradient of a tied table over first and last stage, as Megatron-LM does."""
     if table_grad is not None and embedding.size > 1:
-        met = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
-        collectives.all_reduce_few(met, embedding)  # waiting, told from the sum
+        # A small sum first: it takes the wait for the other stage, so that the time of the second
+        # one is communication alone.
+        number = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
+        collectives.all_reduce_few(number, embedding)
         collectives.all_reduce(table_grad, embedding)
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """A run of one local parameter's elements, with their optimizer state.
+
+    Attributes:
+        name: local parameter name; spec: its shards of full tensors.
+        start: first element of the slice in the flattened local parameter.
+        values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
+            optimizer's "exp_avg" and "exp_avg_sq", or "momentum".
+        replica: (index, count) among the ranks that hold the same elements with equal bits.
+    """
+
+    name: str
+    spec: ParameterSpec
+    start: int
+    values: dict[str, Tensor]
+    replica: tuple[int, int]
+
+
+def parameter_slices(
+    optimizer: Optimizer, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
+) -> list[ParameterSlice]:
+    """Returns slices of everything that this rank steps, in no particular order.
+
+    Args:
+        replicas: (index, count) among the dp ranks that step the same elements.
+        tied: first and last stage of a pipeline both hold the word embedding.
+    """
+    found: list[ParameterSlice] = []
+    for group in optimizer.groups:
+        for i, segment in enumerate(group.segments):
+            values = {"parameter": segment.master}
+            values |= {name: moments[i] for name, moments in group.state.items()}
+            offset = 0
+            for part in segment.parts:
+                for first, end, tp_replicas in part.spec.runs(part.start, part.numel):
+                    views = {k: v[offset + first : offset + end] for k, v in values.items()}
+                    replica = _replica(part.spec, tp_replicas, groups, replicas, tied)
+                    start = part.start + first
+                    found.append(ParameterSlice(part.name, part.spec, start, views, replica))
+                offset += part.numel
+    return found
+
+
+def _replica(
+    spec: ParameterSpec,
+    tp_replicas: int,
+    groups: ProcessGroups,
+    replicas: tuple[int, int],
+    tied: bool,
+) -> tuple[int, int]:
+    """Returns (index, count) over dp, the tp ranks that share a run, and tied stages."""
+    index, count = replicas
+    if spec.replicated:
+        tp_replicas = groups.tp.size
+    index, count = index * tp_replicas + groups.tp.index % tp_replicas, count * tp_replicas
+    if tied and spec.is_word_embedding:
+        index, count = index * 2 + int(spec.tied_lm_head), count * 2
+    return index, count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -17,8 +16,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.parameters.sharding import ShardSpec, compute_dtype_of, spec_of
 
 MESSAGE_BYTES = 1 << 26  # small shards are sent together, up to this size
-# All fields of a shard, without the deep copies of `dataclasses.astuple`.
-_fields = operator.attrgetter(*(field.name for field in fields(ShardSpec)))
+FIELDS = tuple(field.name for field in fields(ShardSpec))
 
 
 def owned_shards(
@@ -68,7 +66,8 @@ def _gather(
 
     NCCL sends device memory alone, so rank 0's device holds one message at a time.
     """
-    facts = [[_fields(spec), str(values.dtype)] for spec, values in shards]
+    # Not `dataclasses.astuple`, which makes deep copies.
+    facts = [[[getattr(spec, f) for f in FIELDS], str(values.dtype)] for spec, values in shards]
     by_rank = gather_json(facts, groups.world.handle, device)
     if groups.rank > 0:
         assert groups.world.handle is not None
@@ -107,7 +106,11 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
 
 def _shard_spec(values: Sequence[Any]) -> ShardSpec:
     """Rebuilds a spec from JSON, where its tuples have become lists."""
-    return ShardSpec(*(tuple(value) if isinstance(value, list) else value for value in values))
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in zip(FIELDS, values, strict=True)
+    }
+    return ShardSpec(**given)
 
 
 def _dtype(name: str) -> torch.dtype:
