@@ -89,7 +89,7 @@ def step_times(groups: ProcessGroups, rounds: int, precision: str) -> list[tuple
             start = time.perf_counter()
             for _ in range(TURN):
                 trainer.train_step()
-            trainer.data_parallel.wait_for_all()  # nothing of it reaches into the other's turn
+            trainer.data_parallel.wait_for_all_gathers()  # before the other's turn
             row.append(1e3 * (time.perf_counter() - start) / TURN)
         if number:  # the first warms up
             rows.append(tuple(row if number % 2 else reversed(row)))

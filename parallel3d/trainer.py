@@ -1,14 +1,11 @@
-"""The training step, readable from top to bottom: every arrow of the house on one page.
-
-config → layout → groups → this stage's layers, sharded → plan → forward and backward per
-micro-batch → buckets reduced → partial and tied gradients added → norm, clip → step.
-"""
+"""The trainer of one rank, and its training step from forward to optimizer."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +22,11 @@ from parallel3d.data.blend import Blend
 from parallel3d.data.loader import Batches, SampleSource
 from parallel3d.data.reading import sources_of
 from parallel3d.data.split import Corpus
-from parallel3d.data_parallel.engine import data_parallel_engine, in_measured_order
+from parallel3d.data_parallel.engine import (
+    BucketedDataParallel,
+    data_parallel_engine,
+    rebuild_buckets,
+)
 from parallel3d.data_parallel.noise_scale import Noise, NoiseScale
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.metrics.breakdown import RankTimes, times_of_ranks
@@ -50,13 +51,15 @@ log = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
-    """One optimizer step, the same on every rank.
+    """The result of an optimizer step, equal on every rank.
 
-    loss: mean over the unmasked tokens of the global batch, in nats; None if all are masked.
-    grad_norm: before clipping. tokens: tokens read, masked ones included. skipped: the gradients
-    were not finite, or there is no loss, and the parameters stay as they were. stop: some rank was
-    asked to end the run (`stop_requested`).
-    noise: what the gradients say of the batch size, with `train.noise_scale`.
+    Attributes:
+        loss: mean over the unmasked tokens of the global batch, in nats; None if all are masked.
+        grad_norm: before clipping.
+        tokens: tokens read, masked ones included.
+        skipped: the parameters are unchanged, as the gradients were not finite or there is no loss.
+        stop: a rank was asked to end the run (`stop_requested`).
+        noise: estimates of the gradient noise, with `train.noise_scale`.
     """
 
     step: int
@@ -74,11 +77,13 @@ class Trainer:
     """Trains one rank's part of the model.
 
     Args:
-        config: a whole configuration; it is checked here too, so that a library user gets the same
-            refusals as the command line.
+        config: a whole configuration; checked here too, for library users.
         groups: this rank's process groups.
-        corpus: what `open_corpus` opened: where training and held-out samples come from.
+        corpus: from `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
+
+    Attributes:
+        before_update: called once a step, before parameters change.
 
     Raises:
         UserError: a configuration that cannot work.
@@ -103,17 +108,17 @@ class Trainer:
         self.steps_done = 0
         self.consumed_samples = 0
         self.stop_requested = False
-        self.before_update = lambda: None  # called once a step, before parameters change
+        self.before_update: Callable[[], None] = lambda: None
 
         wide = torch.promote_types(self.dtype, torch.float32)
-        # The engine below draws the parameters, where it keeps them.
+        # Deferred: the engine below draws the parameters that this rank keeps.
         initializer = Initializer(config.seed, wide, self.device, deferred=True)
         context = BuildContext.of_run(config, initializer, groups.tp)
         self.use(run_schedule(config))
         placement = self.schedule.placement
         layers = layers_of_stages(config)
         self.stages = stages_of_rank(model, layers, placement, groups.pp.index, context)
-        self.reads = any(stage.first or stage.last for stage in self.stages)
+        self.needs_batch = any(stage.first or stage.last for stage in self.stages)
         self.has_loss = self.stages[-1].last
         tied = [stage.tied_table for stage in self.stages if stage.tied_table is not None]
         self.tied_name = tied[0] if tied else None
@@ -123,11 +128,11 @@ class Trainer:
         self.parameters = self.data_parallel.parameters
         self.noise = NoiseScale.of_run(config, self.data_parallel, groups, self.tied_name)
         for stage in self.stages:
-            stage.pre_forward = self.data_parallel.wait_for
+            stage.pre_forward = self.data_parallel.pre_forward
         if config.compile:
             compile_blocks(self.stages, saves_operands=self.schedule.splits_backward)
         self.optimizer = Optimizer(config.optim, self.data_parallel.segments, groups.tp)
-        self.measures_order = config.ddp.bucket_order == "measured" and groups.dp.size > 1
+        self.rebuilds_buckets = config.ddp.bucket_order == "measured" and groups.dp.size > 1
 
         self.executor = Executor.of_run(
             config, self.stages, self.schedule, groups, self.dtype, self.device, self.clock
@@ -135,7 +140,7 @@ class Trainer:
         self._open_data()
 
     def use(self, schedule: Schedule) -> None:
-        """Train and evaluate by `schedule`, once the checker has proved its plan."""
+        """Sets the schedule for training and evaluation, after the checker has proved its plan."""
         plan, rank = schedule.plan(), self.groups.pp.index
         check(plan, schedule.microbatches, schedule.placement)
         self.schedule, self.plan = schedule, plan[rank]
@@ -153,19 +158,26 @@ class Trainer:
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
-        size, count = config.micro_batch_size, config.num_microbatches
-        how = (self.reads, config.data.document_mask, config.global_batch_size * ahead)
-        return Batches(source, size, count, dp.index, self.device, *how)
+        return Batches(
+            source,
+            config.micro_batch_size,
+            config.num_microbatches,
+            dp.index,
+            self.device,
+            self.needs_batch,
+            config.data.document_mask,
+            config.global_batch_size * ahead,
+        )
 
     @property
     def tokens_per_step(self) -> int:
         return self.config.global_batch_size * self.config.model.seq_length
 
     def train_step(self) -> StepResult:
-        """One optimizer step on the next global batch; collective over the world.
+        """Runs one optimizer step on the next global batch; collective over the world.
 
-        Gradients that are not finite anywhere leave parameters and optimizer as they are, on all
-        ranks, and so does a batch without an unmasked token, of which nothing is to be learned.
+        Gradients that are not finite on some rank, or a batch without an unmasked token, leave
+        parameters and optimizer unchanged on all ranks.
         """
         self.clock.start_step()
         result = self._train_step()
@@ -179,7 +191,7 @@ class Trainer:
         tokens = self._global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.plan,
-            lambda m: self.train_batches.micro_batch(first, m),
+            functools.partial(self.train_batches.micro_batch, first),
             self.loss_scale.scale / tokens.clamp(min=1.0),
             self.data_parallel.start_last_microbatch,
         )
@@ -202,11 +214,12 @@ class Trainer:
             with self.clock.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.all_gather_params()
-        if self.measures_order:  # in the first step alone
-            self.optimizer = in_measured_order(
+        if self.rebuilds_buckets:  # in the first step alone
+            assert isinstance(self.data_parallel, BucketedDataParallel)  # the checks see to it
+            self.optimizer = rebuild_buckets(
                 self.data_parallel, self.optimizer, self.config.optim, self.groups
             )
-            self.measures_order = False
+            self.rebuilds_buckets = False
         if loss is not None:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
@@ -215,25 +228,29 @@ class Trainer:
         return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Mean loss over `train.eval_batches` global batches of held-out samples; None if all of
-        their tokens are masked; collective. `part`: of one of `held_out_batches`, a blend's."""
+        """Returns the mean loss over `train.eval_batches` global batches of held-out samples.
+
+        None if all of their tokens are masked; collective.
+
+        Args:
+            part: one of `held_out_batches`, the parts of a blend; None: all.
+        """
         batches = self.valid_batches if part is None else self.held_out_batches[part]
+        assert batches is not None  # the checks see to held-out samples
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.data_parallel.wait_for_all()
+        self.data_parallel.wait_for_all_gathers()
         size = self.config.global_batch_size
         for first in range(0, self.config.train.eval_batches * size, size):
             tokens = self._global_tokens(batches, first)
-            loss_sum = self.executor.evaluate(
-                self.forwards, lambda m, first=first: batches.micro_batch(first, m)
-            )
-            total += self._share_of_loss(loss_sum, tokens)
+            load = functools.partial(batches.micro_batch, first)
+            total += self._share_of_loss(self.executor.evaluate(self.forwards, load), tokens)
         collectives.all_reduce(total, self.groups.world)
         with blocking(self.groups.world):
             loss_sum, count = total.tolist()
         return loss_sum / count if count else None
 
     def _global_tokens(self, batches: Batches, first: int) -> Tensor:
-        """Unmasked tokens of a global batch, float64; zero on ranks without a loss."""
+        """Returns the unmasked tokens of a global batch, float64; zero on ranks without a loss."""
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.has_loss:
             with self.clock.within("data"):
@@ -242,24 +259,28 @@ class Trainer:
         return count
 
     def _share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
-        """(Σ losses, tokens) such that the shares of all ranks add up to the global batch's.
+        """Returns this rank's share of (Σ losses, tokens) of the global batch.
 
-        Of the tensor group, whose members have equal losses, the first rank speaks.
+        All tp ranks hold the same loss; only tp rank 0 contributes it.
         """
         groups = self.groups
-        speaks = self.has_loss and groups.tp.index == 0
-        return torch.stack((loss_sum * speaks, tokens * (speaks and groups.dp.index == 0)))
+        contributes = self.has_loss and groups.tp.index == 0
+        return torch.stack(
+            (loss_sum * contributes, tokens * (contributes and groups.dp.index == 0))
+        )
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
-        """Global loss, None without an unmasked token; unscaled gradient norm; and whether any
-        rank was asked to stop.
+        """Reduces over the world; returns equal numbers on every rank.
 
-        One small reduction over the world, the same numbers on every rank.
+        Returns: the global loss, None without an unmasked token; the unscaled gradient norm; and
+            whether any rank was asked to stop.
         """
         squared = self.optimizer.squared_norm().to(self.device)
-        if self.data_parallel.replicas[0] > 0:  # the first of equal replicas speaks,
-            squared = squared * 0.0  # the others too where theirs is not finite
-        # By a kernel: a number copied from the host would be waited for.
+        if self.data_parallel.replicas[0] > 0:
+            # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow
+            # reaches the sum.
+            squared = squared * 0.0
+        # Filled by a kernel: copying a number from the host would block it.
         stop = torch.full_like(squared, float(self.stop_requested))
         own = (self._share_of_loss(loss_sum, tokens), torch.stack((squared, stop)))
         sums = torch.cat((*own, *self.noise.squares()))
@@ -271,13 +292,13 @@ class Trainer:
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        """What this rank steps: masters and optimizer state, as live views."""
-        two_tables = self.tied_name is not None  # on the ranks that hold one of them
+        """Returns masters and optimizer state of this rank, as live views."""
+        two_tables = self.tied_name is not None  # of which this rank holds one
         replicas = self.data_parallel.replicas
         return parameter_slices(self.optimizer, self.groups, replicas, two_tables)
 
     def progress(self) -> dict[str, int | float]:
-        """What goes on beside the parameters; numbers alone, the same on every rank."""
+        """Returns the state besides the parameters; numbers alone, equal on every rank."""
         return {
             "steps": self.steps_done,
             "consumed_samples": self.consumed_samples,
@@ -287,7 +308,7 @@ class Trainer:
         }
 
     def restore(self, progress: dict[str, int | float]) -> None:
-        """Goes on from `progress`, after the values of `parameter_slices` were overwritten.
+        """Restores `progress`, after the values of `parameter_slices` were overwritten.
 
         Collective over dp.
         """
@@ -297,13 +318,13 @@ class Trainer:
         self.loss_scale.restore(progress)
         self.noise.restore(progress)
         self.data_parallel.all_gather_params()
-        self.data_parallel.wait_for_all()
+        self.data_parallel.wait_for_all_gathers()
 
     def step_times(self) -> list[RankTimes]:
-        """What the steps so far went into, of every rank in rank order; collective."""
+        """Returns the times of the steps so far, by rank; collective."""
         return times_of_ranks(self.clock, self.groups, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Logical name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""
-        self.data_parallel.wait_for_all()
+        """Returns name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""
+        self.data_parallel.wait_for_all_gathers()
         return gather_parameters(self.parameters.values(), self.groups)

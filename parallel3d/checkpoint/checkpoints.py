@@ -180,7 +180,7 @@ class Checkpoints:
         if step == self.saved_step:
             return written
         # With zero=1 parameters may be on their way: they are written over this rank's own too.
-        trainer.data_parallel.wait_for_all()
+        trainer.data_parallel.wait_for_all_gathers()
         state = logical_tensors(trainer.parameter_slices(), shared=True)
         if not wait:
             trainer.before_update = self.saver.copied.wait

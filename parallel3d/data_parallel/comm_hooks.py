@@ -1,4 +1,4 @@
-"""Sums of several phases, all of them beside the backward pass."""
+"""Comm hooks: hierarchical, bf16 and PowerSGD reductions of gradient buckets."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from parallel3d.sizes.traffic import compressed_rank, padded_numel
 
 
 class SideStream:
-    """Queues every phase of a bucket's sum on an accelerator as soon as the bucket is full.
+    """Runs all phases of a bucket's reduction on an accelerator stream of their own.
 
-    A phase waits for the collective of the one before. On the stream that computes, that would
-    hold up the backward, so there the later phases would have to come after it, where nothing
-    hides them. On a stream of their own only that stream waits, and the compute stream waits for
-    it once, when the step needs the sums. One bucket follows the other on it, in the same order on
-    every rank.
+    A phase waits for the collective of the phase before. On the compute stream this would block the
+    backward; here only the side stream waits, and the compute stream waits for it once, when the
+    step needs the sums. Buckets follow each other in the same order on every rank.
 
-    Lifetimes. What the phases make is allocated on the side stream, and reused there after them.
-    What they read or write of the compute stream's memory must not be freed before that stream
-    has waited: the bucket's buffer lives on, and a phase that drops anything else of it (a matrix
-    that it replaces) keeps it in its handle, which is held until then.
+    Lifetimes: tensors that the phases allocate belong to the side stream. Tensors of the compute
+    stream that they use must not be freed before that stream has waited: a phase that replaces one
+    keeps it in its handle until then.
     """
 
     def __init__(self) -> None:
         self.stream: Any = None
 
     def run(self, tensor: Tensor, start: Callable[[], Work]) -> Work:
-        """Queues `start()` and the wait for what it returns, the other phases in it.
+        """Queues `start()` and the wait for its handle, which runs the other phases.
 
         Args:
             tensor: the bucket, complete on the stream that calls.
@@ -58,24 +55,19 @@ class _Queued:
     kept: Work | None
 
     def wait(self) -> None:
-        """Orders the current stream behind the sum; the host goes on."""
+        """Makes the current stream wait for the sum; the host does not wait."""
         device = self.tensor.device
         accelerator.module(device).current_stream(device).wait_event(self.done)
         self.kept = None
 
 
-# Gradient reduction in two levels: inside each NVLink domain, then between the domains.
-#
-# A group that straddles domains has a ring whose slowest wire is a NIC, used for the whole of the
-# gradients. In two levels only 1/g of them leaves a domain, where g members of the group share one,
-# and the j-th members of all domains, which talk to each other, sit on one rail.
-
-
 @dataclass(frozen=True)
 class HierarchicalAllReduce:
-    """A `CommHook`: reduce-scatter inside, all-reduce of the shard outside, all-gather inside.
+    """A `CommHook`: reduce-scatters inside NVLink domains, all-reduces the shards between domains.
 
-    Time 2(g − 1)/g · S/B_nvlink + 2(m − 1)/m · S/(g · B_nic) for S bytes, g members a domain and m
+    A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leaves
+    a domain, and members of equal index, which communicate, are on one rail. Time
+    2(g − 1)/g · S/B_nvlink + 2(m − 1)/m · S/(g · B_nic) for S bytes, g members per domain and m
     domains, without latencies (`costs.hierarchical_all_reduce`).
     """
 
@@ -84,7 +76,7 @@ class HierarchicalAllReduce:
     side: SideStream = field(default_factory=SideStream)
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a flat `tensor` over inner × outer, which are the whole `group`."""
+        """Starts the sum of a flat `tensor` over `group`, which is inner × outer."""
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: self._start(tensor))
         return self._start(tensor)
@@ -117,88 +109,77 @@ class _Started:
                 collectives.all_reduce(rest, group)
 
 
-# Gradient buckets that travel as bf16: half the bytes of fp32.
-
-
 @dataclass(frozen=True)
 class InBf16:
-    """A `CommHook`: each rank's gradients are rounded to bf16, added in fp32, and the sum rounded.
+    """A `CommHook`: sends gradients as bf16 and adds them in fp32.
 
-    Two roundings of 2⁻⁹ at most, however many ranks: every rank gets its part of the bucket from
-    all others, adds it in fp32 in rank order, and hands the rounded sum to all. An all-reduce of
-    bf16 tensors sends the same bytes, and rounds after each of its n − 1 additions.
+    All-to-all of bf16, sums in fp32 in rank order, all-gather of bf16 sums: two roundings of at
+    most 2⁻⁹, for any number of ranks. An all-reduce of bf16 tensors sends the same bytes and rounds
+    after each of its n − 1 additions.
     """
 
     side: SideStream = field(default_factory=SideStream)
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a flat `tensor` over the group; it is there after `wait()`."""
-        started = _CompressedStarted(tensor, group)
+        """Starts the sum of a flat `tensor` over the group, complete after `wait()`."""
+        started = _Bf16Started(tensor, group)
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: started)
-        if group.shared is None:  # else all in the wait, as `collectives.all_reduce_bucket` does
+        if group.shared is None:  # shared memory: all in the wait, as `all_reduce_bucket` does
             started.exchange()
         return started
 
 
 @dataclass
-class _CompressedStarted:
+class _Bf16Started:
     tensor: Tensor
     group: Group
-    parts: Tensor | None = None
-    exchanging: Work | None = None
+    exchanged: tuple[Tensor, Work] | None = None  # gradients of all ranks for this rank's shard
 
-    def exchange(self) -> None:
+    def exchange(self) -> tuple[Tensor, Work]:
         size = self.tensor.numel()
         padded = padded_numel(size, self.group.size)
         rounded = self.tensor.new_zeros(padded, dtype=torch.bfloat16)
         rounded[:size] = self.tensor
-        self.parts, self.exchanging = collectives.all_to_all_async(rounded, self.group)
+        self.exchanged = collectives.all_to_all_async(rounded, self.group)
+        return self.exchanged
 
     def wait(self) -> None:
-        if self.exchanging is None:
-            self.exchange()
-        self.exchanging.wait()
-        mine = self.parts.view(self.group.size, -1).sum(0, dtype=torch.float32)
+        received, exchanging = self.exchanged or self.exchange()
+        exchanging.wait()
+        mine = received.view(self.group.size, -1).sum(0, dtype=torch.float32)
         total = collectives.all_gather(mine.bfloat16(), self.group)
         self.tensor.copy_(total[: self.tensor.numel()])
 
 
-# PowerSGD: gradients travel as two thin matrices (Vogels, Karimireddy and Jaggi 2019, §3).
-#
-# PyTorch has the algorithm as a hook of its DDP. That one starts its second and third reduction
-# from the completion of the one before, on whatever thread that runs: with several buckets under
-# way the ranks of a gloo group would enter them in different orders. Here a bucket's first
-# reduction starts with the bucket and its second in `wait()`, which every rank calls in bucket
-# order (on an accelerator both start with the bucket, see `SideStream`), and the result is a sum
-# and not a mean. `tests/distributed/test_comm_hooks.py` holds the two side by side.
+# PowerSGD (Vogels, Karimireddy and Jaggi 2019, §3).
 
 
 Shapes = list[tuple[int, ...]]
-SEED = 1  # of the first Q: the same on every rank, so that P = Σ M·Q is one product
-EPSILON = 1e-30  # a matrix without any gradient has no direction; its factors stay zero
+SEED = 1  # of the first Q: equal on every rank, so that P = Σ M·Q is one matmul
+EPSILON = 1e-30  # a zero matrix has no direction; its factors stay zero
 
 
 @dataclass
 class Matrix:
-    """One compressed gradient: where it stands in its bucket, and what the last step left."""
+    """One compressed gradient: its place in the bucket, and its warm start and error."""
 
     offset: int
     rows: int
     columns: int
-    random: Tensor  # (columns, rank), the same on every rank
+    random: Tensor  # (columns, rank), equal on every rank
     q: Tensor  # (columns, rank), the warm start of the next step
-    error: Tensor  # (rows, columns), what this rank's gradients have been short of
+    error: Tensor  # (rows, columns), the error feedback of this rank
 
     def of(self, bucket: Tensor) -> Tensor:
-        """(rows, columns), a view."""
+        """Returns the matrix (rows, columns) as a view of the bucket."""
         size = self.rows * self.columns
         return bucket[self.offset : self.offset + size].view(self.rows, self.columns)
 
     def directions(self) -> Tensor:
-        """Orthonormal (columns, rank): where the last step ended, random where it ended in zero.
+        """Returns orthonormal (columns, rank): the last Q, with random columns instead of zeros.
 
-        Gradients of a lower rank, or none at all, leave zeros, from which no product would return.
+        Gradients of a lower rank leave zero columns, which no matmul would change again.
         """
         lost = self.q.norm(dim=0) == 0
         return orthonormal(torch.where(lost, self.random, self.q))
@@ -206,7 +187,7 @@ class Matrix:
 
 @dataclass
 class Factors:
-    """What PowerSGD knows of one bucket: its matrices, and the ranges of all the rest."""
+    """PowerSGD's state of one bucket: its matrices, and the ranges of uncompressed gradients."""
 
     matrices: list[Matrix] = field(default_factory=list)
     plain: list[tuple[int, int]] = field(default_factory=list)
@@ -214,18 +195,22 @@ class Factors:
 
 
 class PowerSGD:
-    """A `CommHook` with memory: error feedback and warm start, of every bucket apart.
+    """A stateful `CommHook`: low-rank gradients with error feedback and warm start.
 
-    Matrices of n rows and m columns travel as P (n, r) and Q (m, r), in fp32 or better, vectors and
-    small matrices as they are. What a rank's gradient loses is added to its next one, so that
-    nothing is lost for good. The memory is of this run: a resumed run starts it anew.
+    Matrices of n rows and m columns are sent as P (n, r) and Q (m, r), in fp32 or better, vectors
+    and small matrices uncompressed. The error of a rank's gradient is added to its next one. The
+    state is not saved: a resumed run starts without it.
+
+    PyTorch's hook starts later reductions when earlier ones complete, on any thread: with several
+    buckets in flight, gloo ranks would enter them in different orders. Here a bucket's second
+    reduction starts in `wait()`, which every rank calls in bucket order (on accelerators both start
+    with the bucket, see `SideStream`). The result is a sum, not a mean.
 
     Args:
-        layouts: of each bucket, its flat gradients and the shapes of the parameters in them, in the
-            order in which they lie there.
+        layouts: per bucket its flat gradients and the shapes of its parameters, in order.
         rank: r of the paper.
-        start: sums in full before compression begins; early gradients are no low-rank matrices.
-        rank_of: (rows, columns, rank) → the rank of a matrix, 0 to leave it alone.
+        start: number of uncompressed sums at the start; early gradients are not of low rank.
+        rank_of: (rows, columns, rank) → the rank of a matrix, 0 to leave it uncompressed.
     """
 
     def __init__(
@@ -241,7 +226,7 @@ class PowerSGD:
         }
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a bucket's flat gradients; it is there after `wait()`."""
+        """Starts the sum of a bucket's flat gradients, complete after `wait()`."""
         factors = self.by_address[tensor.data_ptr()]
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:
@@ -270,9 +255,9 @@ def _factors(
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, in place, by Gram-Schmidt, twice over for fp32's sake.
+    """Orthonormalises the columns in place by Gram-Schmidt, twice for accuracy in fp32.
 
-    Columns that depend on the ones before become zero, not noise: their rounding is no direction.
+    Columns that depend on earlier ones become zero: their rounding error is no direction.
     """
     tiny = 10 * torch.finfo(matrix.dtype).eps
     for i in range(matrix.shape[1]):
@@ -287,11 +272,11 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 class _PowersgdStarted:
-    """One bucket's sum under way: P and the uncompressed rest first, Q in the wait."""
+    """A bucket's sum in flight: P and the uncompressed gradients first, Q in the wait."""
 
     def __init__(self, tensor: Tensor, group: Group, factors: Factors) -> None:
         self.tensor, self.group, self.factors = tensor, group, factors
-        # What the wait replaces, made on another stream at first: see `SideStream`, lifetimes.
+        # Replaced in the wait, and allocated on another stream: see `SideStream`, lifetimes.
         self.replaced = [(m.q, m.error) for m in factors.matrices]
         self.ps = []
         for m in factors.matrices:
@@ -315,10 +300,10 @@ class _PowersgdStarted:
         own = [m.of(self.tensor).t() @ p for m, p in zip(matrices, ps, strict=True)]
         qs = collectives.all_reduce(torch.cat([q.flatten() for q in own]), self.group)
         totals = qs.split([q.numel() for q in own])
-        # An overflow shows on all ranks alike, spoils this step and must not stay in the memory.
+        # An overflow appears on all ranks, fails this step and must not stay in the state.
         finite = self.sent.isfinite().all() & qs.isfinite().all()
         for m, p, q, total in zip(matrices, ps, own, totals, strict=True):
-            # p·qᵀ is this rank's share of the sum P·Qᵀ: what it lacks is this rank's to make good.
+            # p·qᵀ is this rank's share of the sum P·Qᵀ, so the difference is this rank's error.
             m.error = torch.where(finite, m.of(self.tensor) - p @ q.t(), 0.0)
             m.q = torch.where(finite, total.view_as(q), 0.0)
             torch.mm(p, total.view_as(q).t(), out=m.of(self.tensor))

@@ -1,4 +1,7 @@
-"""Which engine holds gradients and masters: flat buckets, or FSDP2; and how buckets are summed."""
+"""Data-parallel engines: flat buckets (`zero` 0 and 1), or FSDP2 (`zero` 2 and 3).
+
+`rebuild_buckets` re-buckets in the order in which the first step's gradients became ready.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.config.schema import Config, DataParallelConfig, OptimConfig
 from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, PowerSGD
 from parallel3d.data_parallel.reducer import (
-    WHOLE,
+    UNSHARDED,
     Bucket,
     CommHook,
     InitFn,
@@ -25,11 +28,11 @@ from parallel3d.data_parallel.reducer import (
 )
 from parallel3d.models.transformer import Stage
 from parallel3d.optim.optimizer import Optimizer, ParameterSlice, parameter_slices
-from parallel3d.parameters.sharding import Initializer, Segment
+from parallel3d.parameters.sharding import Initializer, Segment, spec_of
 
 
 class DataParallel(Protocol):
-    """What the trainer asks of an engine; see `BucketedDataParallel` for each."""
+    """The interface of an engine; see `BucketedDataParallel` for each method."""
 
     parameters: dict[str, nn.Parameter]
     segments: list[Segment]
@@ -40,8 +43,8 @@ class DataParallel(Protocol):
     def finish_step(self) -> list[str]: ...
     def tied_gradient(self, name: str) -> Tensor: ...
     def all_gather_params(self) -> None: ...
-    def wait_for(self, part: str) -> None: ...
-    def wait_for_all(self) -> None: ...
+    def pre_forward(self, part: str) -> None: ...
+    def wait_for_all_gathers(self) -> None: ...
 
 
 def data_parallel_engine(
@@ -52,23 +55,23 @@ def data_parallel_engine(
     groups: ProcessGroups,
     tied: Iterable[str] = (),
 ) -> DataParallel:
-    """The engine of `config.zero` for a rank's stages, whose parameters are in fp32 or better.
+    """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
 
     Args:
-        stages: in the order of the model; under zero ≥ 2 one.
-        initializer: what the stages were made with. With `deferred` the engine draws the values,
-            each rank what it keeps: so a stage starts on a device that cannot hold it twice.
+        stages: in the order of the model; a single one under zero ≥ 2.
+        initializer: of the stages. With `deferred` the engine draws the values that each rank
+            keeps, so the device never holds a stage twice.
         dtype: the compute type.
         tied: names of tables that another rank holds too.
 
     Raises:
-        ValueError: `ddp.shard_size` is not that of the groups (`ProcessGroups.of_run` makes them).
+        ValueError: `ddp.shard_size` is not that of the groups (see `ProcessGroups.of_run`).
     """
     if config.zero > 1 and groups.dp.size > 1:
         shards = groups.dp.size if groups.dp_inner.size == 1 else groups.dp_inner.size
         if config.ddp.shard_size not in (None, shards):
             raise ValueError(f"ddp.shard_size={config.ddp.shard_size}, but groups of {shards}")
-        # Imported here: FSDP2 and DTensor take a second that no other run needs.
+        # Imported here: FSDP2 and DTensor take a second.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel
 
         every = config.ddp.reduces_every_microbatch(config.zero)
@@ -82,12 +85,12 @@ def data_parallel_engine(
         config.zero,
         tied,
         lambda buckets: comm_hook(config, groups, buckets),
-        (lambda p: initializer.values(p.spec)) if initializer.deferred else current_values,
+        (lambda p: initializer.values(spec_of(p))) if initializer.deferred else current_values,
     )
 
 
 def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
-    """By stage, name → parameter; one that two stages share is the first one's."""
+    """Returns name → parameter by stage; a shared parameter belongs to the first of its stages."""
     seen: set[nn.Parameter] = set()
     chunks = []
     for stage in stages:
@@ -97,7 +100,7 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 
 def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> CommHook:
-    """How the configuration sums a bucket over dp."""
+    """Returns the hook that reduces a bucket over dp."""
     ddp = config.ddp
     if config.zero and groups.dp.size > 1:
         return collectives.reduce_scatter_bucket
@@ -106,34 +109,32 @@ def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> C
     if ddp.comm_hook == "bf16":
         return InBf16()
     if ddp.comm_hook == "powersgd":
-        inside = [(b.grad, [p.spec.shape for s in b.segments for p in s.parts]) for b in buckets]
-        return PowerSGD(inside, ddp.powersgd_rank, ddp.powersgd_start)
+        shapes = [(b.grad, [p.spec.shape for s in b.segments for p in s.parts]) for b in buckets]
+        return PowerSGD(shapes, ddp.powersgd_rank, ddp.powersgd_start)
     return collectives.all_reduce_bucket
 
 
-# Data parallelism on flat buckets: whole optimizers (zero=0) or one shard each (zero=1).
-#
-# Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) a bucket's gradients are reduce-scattered, each
-# rank steps its shard, and the parameters are gathered while the next forward begins: a layer waits
-# for its own bucket alone. The bytes are those of an all-reduce.
-
-
 class BucketedDataParallel:
-    """Owns the gradients, their reduction and the return of the stepped parameters.
+    """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
+
+    Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) a bucket's gradients are reduce-scattered,
+    each rank steps its shard, and the parameters are gathered while the next forward begins: a
+    layer waits for its own bucket alone. The bytes are those of an all-reduce.
 
     Args:
-        chunks: of each of this rank's stages the parameters by name, in forward order, fp32 or
+        chunks: the parameters of each of this rank's stages by name, in forward order, fp32 or
             better. No bucket holds parameters of two stages, which are ready at other times.
-        dtype: the compute type that the model reads them in.
+        dtype: the compute type.
         zero: 0 or 1.
-        tied: names of tables that another rank holds too: cut alike on both, in own buckets.
-        make_hook: how these buckets are summed (`reducer.CommHook`); None: in the plain way.
-        values: the initial ones of a parameter (see `build_buckets`).
+        tied: names of tables that another rank holds too, in buckets of their own, so that both
+            ranks shard them equally.
+        make_hook: creates the `CommHook` of the buckets; None: reduce-scatter or all-reduce.
+        values: initial values of a parameter (see `build_buckets`).
 
     Attributes:
-        parameters: all of them by name.
-        segments: what this rank steps.
-        replicas: (this rank's number, how many) among the dp ranks that step the same elements.
+        parameters: all of this rank's parameters by name.
+        segments: flat shards that this rank steps.
+        replicas: (index, count) among the dp ranks that step the same elements.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class BucketedDataParallel:
         values: InitFn = current_values,
     ) -> None:
         self.dp, self.sharded = dp, zero > 0 and dp.size > 1
-        self.sharding = Sharding(dp.size, dp.index) if self.sharded else WHOLE
+        self.sharding = Sharding(dp.size, dp.index) if self.sharded else UNSHARDED
         self.replicas = (0, 1) if self.sharded else (dp.index, dp.size)
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.cap, self.dtype = config.bucket_cap_mb, dtype
@@ -174,53 +175,50 @@ class BucketedDataParallel:
         self.segments: list[Segment] = [s for bucket in self.buckets for s in bucket.segments]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
 
-    def reorder(self, ready: list[str], masters: dict[str, Tensor]) -> None:
-        """Fills new buckets, in the order in which gradients are `ready` (Li et al. 2020 §3.2.3).
-
-        Between steps; `segments` are new ones, and whoever steps them must be made anew.
+    def rebuild_buckets(self, ready_order: list[str], masters: dict[str, Tensor]) -> None:
+        """Moves the parameters to new buckets, between steps; `segments` are new ones.
 
         Args:
-            ready: names of all parameters, the same on all ranks of dp and tp.
+            ready_order: names of all parameters, the same on all ranks of dp and tp.
             masters: name → all of the local parameter, in fp32 or better, any shape.
         """
         for name, parameter in self.parameters.items():
             parameter.data = masters[name].view(parameter.shape)
-        self._fill_buckets([ready[::-1]])
-        self.reducer.use(self.buckets, self.make_hook(self.buckets))
+        self._fill_buckets([ready_order[::-1]])
+        self.reducer.set_buckets(self.buckets, self.make_hook(self.buckets))
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients of the step before; `microbatches` are to come."""
+        """Clears the gradients before a step of so many micro-batches."""
         self.reducer.start_step(microbatches)
 
     def start_last_microbatch(self) -> None:
-        """The reducer counts by itself."""
+        """Does nothing: the reducer counts micro-batches itself."""
 
     def finish_step(self) -> list[str]:
-        """Waits for the sums; returns the names of parameters without a gradient."""
+        """Waits for the reductions; returns the names of parameters without a gradient."""
         return self.reducer.finish_step()
 
     def tied_gradient(self, name: str) -> Tensor:
-        """The part of a tied table's gradient that this rank steps, flat."""
+        """Returns the shard of a tied table's gradient that this rank steps, flat."""
         bucket = self.bucket_of[name]
         return bucket.grad[bucket.own]
 
     def all_gather_params(self) -> None:
-        """Makes the stepped masters the model's parameters; starts gathering what others step.
-
-        The buckets of the first layers, which are last in the backward, are gathered first.
-        """
+        """Copies the stepped masters to the parameters; starts all-gathering the other shards."""
         for segment in self.segments:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
         if self.sharded:
             with self.reducer.clock.range("parameter all-gather"):
-                for bucket in reversed(self.buckets):
+                for bucket in reversed(self.buckets):  # those of the first layers first
                     work = collectives.all_gather_bucket(bucket.param, self.dp)
                     self.gathering[bucket.index] = work
 
-    def wait_for(self, part: str) -> None:
-        """Returns when the parameters of a part of the stage, given by the prefix of their names,
-        are complete. Every rank of dp asks in the same order."""
+    def pre_forward(self, part: str) -> None:
+        """Waits for the parameters of a part of a stage, given by the prefix of their names.
+
+        Every dp rank calls it in the same order.
+        """
         if not self.gathering:
             return
         last = min(
@@ -231,37 +229,33 @@ class BucketedDataParallel:
             for index in [i for i in self.gathering if i >= last]:
                 self.gathering.pop(index).wait()
 
-    def wait_for_all(self) -> None:
-        """Returns when all parameters are complete (before a checkpoint or an evaluation)."""
+    def wait_for_all_gathers(self) -> None:
+        """Waits for all parameters (before a checkpoint or an evaluation)."""
         for index in list(self.gathering):
             self.gathering.pop(index).wait()
 
 
-# Buckets in the order in which the first step's gradients became ready.
-#
-# The reverse order of the model is a guess: what runs when is the business of autograd. As
-# PyTorch's DDP does (Li et al. 2020 §3.2.3), the order is measured once and the buckets are filled
-# anew. All ranks of a stage take the order of its first rank: they must reduce the same buckets,
-# and under sequence parallelism add up the same segments.
+# Flat values of whole local parameters, by kind of value and name.
+FullValues = dict[str, dict[str, Tensor]]
 
 
-Whole = dict[str, dict[str, Tensor]]  # kind of value → name → flat, all of the local parameter
-
-
-def in_measured_order(
+def rebuild_buckets(
     engine: BucketedDataParallel, optimizer: Optimizer, optim: OptimConfig, groups: ProcessGroups
 ) -> Optimizer:
-    """Fills the buckets anew and moves masters and optimizer state; collective over dp and tp.
+    """Re-buckets in ready order and moves masters and optimizer state, as PyTorch's DDP does.
 
-    Returns the optimizer of the new buckets. Once in a run: under ZeRO every rank holds all masters
-    of its stage, and all of one kind of state, while it lasts.
+    The reverse order of the model is only a guess of autograd's order (Li et al. 2020 §3.2.3).
+    Collective over dp and tp; once in a run, as under ZeRO every rank holds all masters and all
+    optimizer state of its stage meanwhile.
+
+    Returns: the optimizer of the new buckets.
     """
-    engine.wait_for_all()
-    ready = agreed_order(engine.reducer.arrivals, list(engine.parameters), groups)
+    engine.wait_for_all_gathers()
+    ready_order = agreed_order(engine.reducer.ready_order, list(engine.parameters), groups)
     slices = parameter_slices(optimizer, groups, engine.replicas, tied=False)
     group = engine.dp if engine.sharded else None
-    state = whole_values(slices, engine.parameters, group)
-    engine.reorder(ready, state.pop("parameter"))
+    state = full_values(slices, engine.parameters, group)
+    engine.rebuild_buckets(ready_order, state.pop("parameter"))
     moved = Optimizer(optim, engine.segments, groups.tp)
     moved.restore(optimizer.updates)
     for s in parameter_slices(moved, groups, engine.replicas, tied=False):
@@ -271,21 +265,28 @@ def in_measured_order(
     return moved
 
 
-def agreed_order(arrivals: list[str], names: list[str], groups: ProcessGroups) -> list[str]:
-    """The first rank's order of a stage, on all its ranks; what never arrived comes last."""
-    seen = set(arrivals)
-    mine = [*arrivals, *(name for name in reversed(names) if name not in seen)]
-    numbers = torch.tensor([names.index(name) for name in mine])
-    numbers = numbers.to(groups.mesh.device_type)
+def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups) -> list[str]:
+    """Returns the ready order of a stage's first rank; unused parameters come last.
+
+    All ranks of a stage need one order: they reduce the same buckets and, under sequence
+    parallelism, the same segments.
+    """
+    seen = set(ready_order)
+    mine = [*ready_order, *(name for name in reversed(names) if name not in seen)]
+    assert groups.mesh is not None
+    numbers = torch.tensor([names.index(name) for name in mine]).to(groups.mesh.device_type)
     for group in (groups.tp, groups.dp):
         collectives.broadcast(numbers, 0, group)
     return [names[i] for i in numbers.tolist()]
 
 
-def whole_values(
+def full_values(
     slices: Iterable[ParameterSlice], parameters: dict[str, nn.Parameter], shards: Group | None
-) -> Whole:
-    """Everything that the ranks of `shards` hold in slices, on each of them; None: all is here."""
+) -> FullValues:
+    """Assembles whole local parameters from the slices of the ranks of `shards`, on each rank.
+
+    `shards` None: this rank holds all slices.
+    """
     found: dict[str, Tensor] = {}
     total = sum(p.numel() for p in parameters.values())
     starts, offset = {}, 0
@@ -299,7 +300,7 @@ def whole_values(
             flat[first : first + values.numel()] = values
     if shards is not None:
         for flat in found.values():
-            collectives.all_reduce(flat, shards)  # of slices that do not meet
+            collectives.all_reduce(flat, shards)  # disjoint slices, zeros elsewhere
     return {
         kind: {name: flat[starts[name] :][: p.numel()] for name, p in parameters.items()}
         for kind, flat in found.items()

@@ -1,19 +1,20 @@
-"""ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), with the face of the bucket engine.
+"""ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), with the bucket engine's interface.
 
-Every block is a unit of its own, and the rest of the stage (embedding, final norm, head, so that a
-tied table is one tensor) is one more. FSDP2 cuts each local parameter, already this rank's part of
-the tensor group, along its first dimension over dp. A unit's parameters are gathered before its
-forward. Under stage 3 those of a block are freed after it and gathered again for its backward; the
-others, and all under stage 2, stay until the step's last backward. Gradients are reduce-scattered
-in every backward, or (`every_microbatch` false) add up whole and are reduce-scattered in the last.
+Every block is an FSDP unit, and the rest of the stage (embedding, final norm, head, so that a tied
+table is one tensor) is one more. FSDP2 shards each local parameter along its first dimension over
+dp. A unit's parameters are gathered before its forward. Under stage 3 those of a block are freed
+after it and gathered again for its backward; the others, and all under stage 2, stay until the
+step's last backward. Gradients are reduce-scattered in every backward, or (`every_microbatch`
+false) accumulated unsharded and reduce-scattered in the last.
 
-What FSDP2 leaves to us: sums instead of means (the loss carries 1/N already), one flat buffer that
-all reduced gradients are added to, the names of what never got one, and the collectives, which are
-those of everybody else: through shared memory where there is some, timed, logged and counted.
+Added here: sums instead of means (the loss is already divided), one flat gradient buffer, the names
+of parameters without a gradient, and our own collectives, which are timed, logged, counted, and use
+shared memory on one host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.data_parallel.reducer import segment_kind
 from parallel3d.device import accelerator
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.sharding import (
@@ -42,19 +44,19 @@ class FullyShardedDataParallel:
 
     Args:
         stage: with parameters in fp32 or better, which become the masters.
-        initializer: what the stage was made with; with `deferred`, the values are drawn here.
+        initializer: of the stage; with `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
-        groups: with two levels of dp (`dp_inner`, `dp_outer`), a copy of the model is sharded over
-            the inner group, and the outer one holds replicas (HSDP).
+        groups: with two levels of dp the inner group (`dp_inner`) shards a model, and the outer one
+            (`dp_outer`) holds its replicas (HSDP).
         zero: 2 or 3.
-        every_microbatch: reduce in every backward: no rank holds whole gradients of more than a
-            unit, for as many reduce-scatters as there are micro-batches. With two levels of dp the
-            sum over the replicas is made once, at the end of the step.
+        every_microbatch: reduce in every backward: no rank holds unsharded gradients of more than a
+            unit, at the cost of a reduce-scatter per micro-batch. With HSDP the gradients are
+            summed over the replicas once, at the end of the step.
 
     Attributes:
         parameters: local name → sharded parameter with its spec and compute dtype.
-        segments: what this rank steps, one parameter's shard each.
-        replicas: (this rank's number, how many) among the dp ranks that step the same elements.
+        segments: flat shards that this rank steps, one per parameter.
+        replicas: (index, count) among the dp ranks that step the same elements.
     """
 
     def __init__(
@@ -71,25 +73,26 @@ class FullyShardedDataParallel:
         wide = torch.promote_types(dtype, torch.float32)
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
         hybrid = groups.dp_inner.size > 1
-        shards, copies = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
+        shards, replicas = (groups.dp_inner, groups.dp_outer) if hybrid else (groups.dp, SINGLE)
         mesh, self.zero, self.every_microbatch = _mesh(groups), zero, every_microbatch
-        for unit in (*stage.layers.values(), stage):  # drawn and cut one after the other
+        for module in (*stage.layers.values(), stage):  # drawn and sharded one after the other
             if initializer.deferred:
-                _draw_own_rows(unit, initializer, shards)
-            # The root's parameters are needed again at once in the backward: they stay.
-            frees = zero == 3 and unit is not stage
-            fully_shard(unit, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+                _draw_own_rows(module, initializer, shards)
+            # The root's parameters are needed at once in the backward, so they stay.
+            frees = zero == 3 and module is not stage
+            fully_shard(module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
+        assert isinstance(stage, FSDPModule)  # `fully_shard` has changed its class
         self.stage: FSDPModule = stage
         self.units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in self.units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            unit.set_custom_all_gather(_AllGather(shards))
-            unit.set_custom_reduce_scatter(_ReduceScatter(shards))
+            # The base classes that these methods name are private to FSDP2.
+            unit.set_custom_all_gather(_AllGather(shards))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_ReduceScatter(shards))  # type: ignore[arg-type]
             if hybrid and not every_microbatch:
-                unit.set_all_reduce_hook(lambda flat: _sum_over_copies(flat, copies))
-        self.copies = copies
-        self.replicas = (copies.index, copies.size)
+                unit.set_all_reduce_hook(lambda flat: _sum_over_replicas(flat, replicas))
+        self.replica_group, self.replicas = replicas, (replicas.index, replicas.size)
         self.parameters: dict[str, nn.Parameter] = dict(stage.named_parameters())
         self.without_gradient: set[str] = set()
         self.gradients = torch.zeros(
@@ -107,13 +110,16 @@ class FullyShardedDataParallel:
             grad = self.gradients[offset : offset + flat.numel()]
             offset += flat.numel()
             self._keep_gradient(name, parameter, grad)
-            if flat.numel():  # fewer rows than ranks leave some without any
-                start = first_row(whole[name][0], shards.size, shards.index) * _row(whole[name])
-                self.segments.append(_segment(name, parameter, flat, grad, start))
+            if flat.numel():  # with fewer rows than ranks some shards are empty
+                rows, *row = whole[name]
+                start = first_row(rows, shards.size, shards.index) * math.prod(row)
+                part = SegmentPart(name, specs[name], start, flat.numel())
+                self.segments.append(Segment(flat, grad, flat, *segment_kind(parameter), [part]))
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
-        """FSDP2 adds reduced gradients to `parameter.grad`, from now on a view of the buffer."""
-        sharded: DTensor = parameter.data
+        """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""
+        sharded = parameter.data
+        assert isinstance(sharded, DTensor)
         parameter.grad = DTensor.from_local(
             grad.view(_local(parameter).shape),
             sharded.device_mesh,
@@ -126,13 +132,13 @@ class FullyShardedDataParallel:
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients of the step before."""
+        """Clears the gradients before a step."""
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)
         self._last_backward(False)
 
     def start_last_microbatch(self) -> None:
-        """The next backward is the last: after it the parameters may go."""
+        """Lets the next backward, the last of the step, free the parameters."""
         self._last_backward(True)
 
     def _last_backward(self, last: bool) -> None:
@@ -141,29 +147,29 @@ class FullyShardedDataParallel:
         self.stage.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
-        """The names of parameters without a gradient; FSDP2 has waited for the sums."""
-        if self.every_microbatch and self.copies.size > 1:
-            collectives.all_reduce(self.gradients, self.copies)
+        """Returns the names of parameters without a gradient; FSDP2 has waited for the sums."""
+        if self.every_microbatch and self.replica_group.size > 1:
+            collectives.all_reduce(self.gradients, self.replica_group)
         return [name for name in self.parameters if name in self.without_gradient]
 
     def tied_gradient(self, name: str) -> Tensor:
-        """This rank's shard of a tied table's gradient, flat; both stages cut it alike."""
+        """Returns this rank's shard of a tied table's gradient, flat; equal on both stages."""
         return self.gradient_of[name]
 
     def all_gather_params(self) -> None:
-        """Drops what was gathered of older parameters; the next forward gathers the new ones."""
+        """Frees gathered parameters of the step before; the next forward gathers the new ones."""
         for unit in self.units:
             unit.reshard()
 
-    def wait_for(self, part: str) -> None:
-        """A unit's own hooks gather its parameters."""
+    def pre_forward(self, part: str) -> None:
+        """Does nothing: FSDP2's own pre-forward hooks gather a unit's parameters."""
 
-    def wait_for_all(self) -> None:
-        """The sharded parameters are always complete."""
+    def wait_for_all_gathers(self) -> None:
+        """Does nothing: sharded parameters are always complete."""
 
 
-class _Buffers:
-    """Where FSDP2's collectives write."""
+class _Collective:
+    """Allocates the output of a custom FSDP2 collective."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -172,23 +178,27 @@ class _Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Buffers):
-    """FSDP2 has put this rank's part in its place in the output already."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
-    ) -> None:
-        collectives.all_gather_bucket(output_tensor, self.group).wait()
-
-
-class _ReduceScatter(_Buffers):
-    """Sums alone, as `set_force_sum_reduction_for_comms` asks of FSDP2."""
+class _AllGather(_Collective):
+    """All-gathers in place: FSDP2 has already copied this rank's shard into the output."""
 
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: object,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        collectives.all_gather_bucket(output_tensor, self.group).wait()
+
+
+class _ReduceScatter(_Collective):
+    """Reduce-scatters sums alone (`set_force_sum_reduction_for_comms`)."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
         op: object,
         async_op: bool = False,
     ) -> None:
@@ -198,13 +208,12 @@ class _ReduceScatter(_Buffers):
 
 
 def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> None:
-    """Gives a unit's parameters memory, and in the rows that this rank keeps their values.
+    """Allocates a unit's parameters and draws the rows of this rank's shard.
 
-    The rest of them is zero, and FSDP2 drops it in a moment. What an earlier unit holds, as the
-    blocks do of the stage, is in shards already.
+    The other rows are zero, and FSDP2 frees them when it shards the unit.
     """
     for parameter in unit.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor):  # of a unit that is sharded already
             continue
         whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         rows = len(whole)
@@ -213,47 +222,36 @@ def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> 
         parameter.data = whole
 
 
-def _sum_over_copies(flat: Tensor, copies: Group) -> None:
-    """The all-reduce hook: sums a unit's reduced gradients, which FSDP2 then adds to `.grad`.
-
-    FSDP2 made `flat` on its reduce-scatter stream, and calls this on its all-reduce stream, where
-    the addition follows. Since every `.grad` is there already, nothing holds `flat` once that
-    addition is queued, and the next unit's reduce-scatter, on a stream that waits for neither,
-    would be given the same memory. The mark keeps it until the all-reduce stream is past the
-    point at which the last reference goes.
-    """
-    collectives.all_reduce(flat, copies)
+def _sum_over_replicas(flat: Tensor, replicas: Group) -> None:
+    """All-reduces a unit's reduced gradients, which FSDP2 then adds to `.grad`."""
+    collectives.all_reduce(flat, replicas)
     if accelerator.is_on_accelerator(flat):
+        # FSDP2 allocated `flat` on its reduce-scatter stream, and adds it to the existing `.grad`
+        # on its all-reduce stream, the current one. After that nothing refers to `flat`, and the
+        # next unit's reduce-scatter, on a stream that waits for neither, would get the same memory.
         flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 
 def _mesh(groups: ProcessGroups) -> DeviceMesh:
-    """dp of the run's own mesh; with copies of the model, the members that share one.
+    """Returns the mesh of the ranks that shard one model.
 
-    FSDP2 would take (copies, shards) as a mesh of two dimensions as well, and reduce over copies by
-    itself; here its hook does, so that this sum is one of `collectives` too.
+    FSDP2 could take (replicas, shards) as a mesh of two dimensions and reduce over replicas itself;
+    our all-reduce hook does it instead, so that this sum is timed and logged too.
     """
+    assert groups.mesh is not None
     if groups.dp_inner.size == 1:
         return groups.mesh["dp"]
     handle, device_type = groups.dp_inner.handle, groups.mesh.device_type
+    assert handle is not None
     return DeviceMesh.from_group(handle, device_type, mesh_dim_names=("dp_shard",))
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """First row of a shard as torch.chunk cuts: the last ones may be short, or empty."""
+    """Returns the first row of a shard as torch.chunk cuts; the last shards may be empty."""
     return min(rows, -(-rows // ranks) * rank)
 
 
-def _row(shape: torch.Size) -> int:
-    """Elements of one row."""
-    return shape[1:].numel()
-
-
 def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().to_local()
-
-
-def _segment(name: str, parameter: nn.Parameter, flat: Tensor, grad: Tensor, start: int) -> Segment:
-    spec = spec_of(parameter)
-    kind = (spec.decays, spec.replicated, spec.tied_lm_head)
-    return Segment(flat, grad, flat, *kind, [SegmentPart(name, spec, start, flat.numel())])
+    sharded = parameter.detach()
+    assert isinstance(sharded, DTensor)
+    return sharded.to_local()

@@ -1,12 +1,8 @@
-"""Parameters and gradients in contiguous buckets, in the order in which gradients become ready.
+"""Gradient buckets, and their reduction over the data-parallel group during the backward.
 
-Each bucket is one flat buffer of parameters and one of gradients (fp32 or better). The parameters
-that the model uses are views of the first, every gradient is added into the second, one collective
-reduces it, and the optimizer steps on flat views of both. Under ZeRO each rank of the data-parallel
-group owns an equal part of every bucket, and steps that part alone.
-
-Inside a bucket, parameters of equal treatment stand together (`Segment`), so that weight decay, the
-gradient norm and the sequence-parallel sum each touch a few long views and not every parameter.
+A bucket is one flat buffer of parameters and one of gradients (fp32 or better). The model's
+parameters are views of the first, every gradient is added to the second, one collective reduces it,
+and the optimizer steps flat views of both. Under ZeRO each dp rank steps its shard of every bucket.
 """
 
 from __future__ import annotations
@@ -24,15 +20,26 @@ from parallel3d.comm.collectives import Work
 from parallel3d.comm.process_groups import Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.device.accelerator import is_accelerator
-from parallel3d.parameters.sharding import ParameterSpec, Segment, SegmentPart
+from parallel3d.parameters.sharding import (
+    Segment,
+    SegmentPart,
+    main_grad_of,
+    set_grad_ready_hook,
+    set_main_grad,
+    spec_of,
+)
 from parallel3d.sizes.traffic import assign, padded_numel
 
 
 @dataclass
 class Bucket:
-    """One flat pair of buffers; `params` in forward order of the model.
+    """A flat buffer of parameters and one of gradients.
 
-    `own` is the part that this rank steps: all of it, or under ZeRO one of equal shards.
+    Attributes:
+        params: the parameters by name, in forward order of the model.
+        own: the part that this rank steps: everything, or under ZeRO its shard.
+        segments: runs of parameters with equal settings inside `own`, so that weight decay, the
+            gradient norm and the sequence-parallel sum work on a few long views.
     """
 
     index: int
@@ -44,18 +51,18 @@ class Bucket:
 
 
 class Sharding(NamedTuple):
-    """Into how many equal parts buckets are cut, and which of them is this rank's."""
+    """The number of shards of a bucket, and the index of this rank's."""
 
-    count: int
-    index: int
+    shards: int
+    shard: int
 
 
-WHOLE = Sharding(1, 0)
+UNSHARDED = Sharding(1, 0)
 InitFn = Callable[[nn.Parameter], Tensor]
 
 
 def current_values(parameter: nn.Parameter) -> Tensor:
-    """What the parameter holds now."""
+    """Returns the parameter's present values."""
     return parameter.detach()
 
 
@@ -63,22 +70,21 @@ def build_buckets(
     parameters: list[tuple[str, nn.Parameter]],
     bucket_cap_mb: float | None,
     param_dtype: torch.dtype,
-    sharding: Sharding = WHOLE,
+    sharding: Sharding = UNSHARDED,
     alone: Collection[str] = (),
     values: InitFn = current_values,
     first: int = 0,
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
-    Each parameter's storage becomes a view of its bucket, in `param_dtype`, and it gains
-    `main_grad`, the view of the bucket's gradients that every backward adds to. Views are never
-    reassigned. The values, in fp32 or better, become the masters.
+    Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`, a view of
+    the bucket's gradients. The values, in fp32 or better, become the masters.
 
     Args:
         alone: names of parameters that get buckets of their own.
         first: index of the first bucket.
-        values: asked once for each parameter, one after the other, so that parameters which are
-            only drawn here (`Initializer.deferred`) never lie beside their buckets all at once.
+        values: called once per parameter, so that of deferred ones (`Initializer.deferred`) only
+            one at a time exists outside its bucket.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
@@ -89,8 +95,9 @@ def build_buckets(
     return [_build(i, p, param_dtype, sharding, values) for i, p in enumerate(ordered, first)]
 
 
-def _treatment(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
-    spec: ParameterSpec = parameter.spec
+def segment_kind(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
+    """Returns the settings of the segments that can hold the parameter."""
+    spec = spec_of(parameter)
     return spec.decays, spec.replicated, spec.tied_lm_head
 
 
@@ -104,15 +111,15 @@ def _build(
 ) -> Bucket:
     device = next(iter(params.values())).device
     wide = torch.promote_types(dtype, torch.float32)
-    total = padded_numel(sum(p.numel() for p in params.values()), sharding.count)
-    shard = total // sharding.count
-    own = slice(shard * sharding.index, shard * (sharding.index + 1))
+    total = padded_numel(sum(p.numel() for p in params.values()), sharding.shards)
+    shard = total // sharding.shards
+    own = slice(shard * sharding.shard, shard * (sharding.shard + 1))
     flat = torch.zeros(total, dtype=dtype, device=device)
     grad = torch.zeros(total, dtype=wide, device=device)
     bucket = Bucket(index, params, flat, grad, own)
     offset = 0
-    for kind in sorted({_treatment(p) for p in params.values()}):
-        alike = {name: p for name, p in params.items() if _treatment(p) == kind}
+    for kind in sorted({segment_kind(p) for p in params.values()}):
+        alike = {name: p for name, p in params.items() if segment_kind(p) == kind}
         end = offset + sum(p.numel() for p in alike.values())
         first, last = max(offset, own.start), min(end, own.stop)
         if first < last:
@@ -130,36 +137,23 @@ def _build(
             if begin < stop and dtype != wide:
                 master[begin - first : stop - first] = whole[begin - offset : stop - offset]
             p.data = flat[offset:until].view(p.shape)
-            p.main_grad = grad[offset:until].view(p.shape)
+            set_main_grad(p, grad[offset:until].view(p.shape))
             offset = until
-            del whole  # before the next one is drawn
+            del whole  # before the next parameter is drawn
     return bucket
 
 
 def _parts(
     params: dict[str, nn.Parameter], offset: int, first: int, last: int
 ) -> list[SegmentPart]:
-    """What of the parameters, which lie side by side from `offset` on, is in [first, last)."""
+    """Returns the parts in [first, last) of parameters that are contiguous from `offset` on."""
     found = []
     for name, p in params.items():
         start, end = max(offset, first), min(offset + p.numel(), last)
         if start < end:
-            found.append(SegmentPart(name, p.spec, start - offset, end - start))
+            found.append(SegmentPart(name, spec_of(p), start - offset, end - start))
         offset += p.numel()
     return found
-
-
-# Sums the gradient buckets over the data-parallel group while the backward pass still runs.
-#
-# The micro-batches of a step add into the buckets, and only the last gradients trigger reductions
-# (Li et al. 2020, §3.2.4: communication is skipped while accumulating). Which they are, the
-# reducer counts: a parameter gets one gradient a micro-batch and use, in whatever order a pipeline
-# schedule makes them, in backwards or (split ones) after them. A bucket is started when its last
-# gradient has arrived, always in bucket order: every rank issues the same collectives in the same
-# order, whatever order its own gradients came in.
-#
-# The gradients are of (sum of losses) / (tokens of the global batch): the division is part of the
-# loss, so the reduction is a plain sum and no pass over memory averages anything.
 
 
 CommHook = Callable[[Tensor, Group], Work]
@@ -169,8 +163,8 @@ The default is `collectives.all_reduce_bucket`; a hook may compress or reduce hi
 """
 
 
-class Watcher(Protocol):
-    """Sees gradients before they are reduced."""
+class GradientObserver(Protocol):
+    """Observes gradients before they are reduced."""
 
     def start_step(self) -> None: ...
     def added(self, name: str, times: int) -> None: ...
@@ -178,17 +172,24 @@ class Watcher(Protocol):
 
 
 class Reducer:
-    """Watches gradients arrive and reduces full buckets.
+    """Counts the gradients that buckets miss, and reduces full buckets during the backward.
+
+    Micro-batches add to the buckets, and only the last gradients trigger reductions (Li et al.
+    2020, §3.2.4). The reducer knows how many gradients a parameter gets in a step, one per
+    micro-batch and use, whatever the order in which a pipeline schedule computes them. Full buckets
+    are reduced in bucket order, so every rank issues the same collectives in the same order.
+
+    The loss is already divided by the tokens of the global batch, so the reduction is a plain sum.
 
     Args:
         buckets: in the order of readiness.
-        group: the data-parallel group; of one: nothing is sent.
-        overlap: start a bucket as soon as it is full; else all at the end.
+        group: the data-parallel group; nothing is sent in a group of one.
+        overlap: reduce a bucket as soon as it is full; else all at the end.
         comm_hook: see `CommHook`.
 
     Attributes:
-        arrivals: names in the order in which the last step's gradients were complete.
-        watcher: is told of gradients before they are reduced.
+        ready_order: names in the order in which the last step's gradients were complete.
+        observer: observes gradients before they are reduced.
     """
 
     def __init__(
@@ -204,61 +205,63 @@ class Reducer:
         self.running = False
         self.missing: list[dict[str, int]] = []
         self.works: list[Work] = []
-        self.arrivals: list[str] = []
-        self.watcher: Watcher | None = None
-        self.use(buckets, comm_hook)
+        self.ready_order: list[str] = []
+        self.observer: GradientObserver | None = None
+        self.set_buckets(buckets, comm_hook)
         for bucket in buckets:
             for name, parameter in bucket.params.items():
-                self._watch(name, parameter)
+                self._register_hooks(name, parameter)
 
-    def use(self, buckets: list[Bucket], comm_hook: CommHook) -> None:
-        """From here on the same parameters are in these buckets; between steps alone."""
+    def set_buckets(self, buckets: list[Bucket], comm_hook: CommHook) -> None:
+        """Replaces the buckets by others of the same parameters; between steps alone."""
         self.buckets, self.comm_hook = buckets, comm_hook
         self.index_of = {name: b.index for b in buckets for name in b.params}
 
-    def _watch(self, name: str, parameter: nn.Parameter) -> None:
-        # Weakly: Python's collector does not see the circle parameter → hook → this → parameter,
-        # and an ended trainer would stay, with its model and its groups' threads.
+    def _register_hooks(self, name: str, parameter: nn.Parameter) -> None:
+        # A weak reference: Python's collector does not see the cycle parameter → hook → reducer →
+        # parameter, and an ended trainer would keep its model and its groups' threads.
         reducer = weakref.ref(self)
 
         def register_grad_ready() -> None:
             this = reducer()
             if this is not None and this.running:
-                this._arrived(name)
+                this._grad_ready(name)
 
-        def accumulate(p: nn.Parameter) -> None:
-            if p.grad is None:  # the layer added it to the bucket itself and has said so
+        def accumulate(p: Tensor) -> None:
+            if p.grad is None:  # the layer has added it to the bucket itself
                 return
-            p.main_grad.add_(p.grad)
+            main_grad = main_grad_of(p)
+            assert main_grad is not None
+            main_grad.add_(p.grad)
             p.grad = None
             register_grad_ready()
 
-        parameter.register_grad_ready = register_grad_ready
+        set_grad_ready_hook(parameter, register_grad_ready)
         parameter.register_post_accumulate_grad_hook(accumulate)
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients of the step before; `microbatches` are to come."""
+        """Clears the gradients before a step of so many micro-batches."""
+        self.expected: dict[str, int] = {}
         for bucket in self.buckets:
             bucket.grad.zero_()
-        self.expected = {
-            name: p.spec.uses * microbatches for b in self.buckets for name, p in b.params.items()
-        }
+            for name, parameter in bucket.params.items():
+                self.expected[name] = spec_of(parameter).uses * microbatches
         self.missing = [{n: self.expected[n] for n in b.params} for b in self.buckets]
-        self.works, self.arrivals = [], []
-        if self.watcher is not None:
-            self.watcher.start_step()
+        self.works, self.ready_order = [], []
+        if self.observer is not None:
+            self.observer.start_step()
         self.running = True
 
-    def _arrived(self, name: str) -> None:
-        waiting = self.missing[self.index_of[name]]
-        if name not in waiting:
+    def _grad_ready(self, name: str) -> None:
+        missing = self.missing[self.index_of[name]]
+        if name not in missing:
             raise RuntimeError(f"{name}: its gradient came once more than the forward used it")
-        waiting[name] -= 1
-        if self.watcher is not None:
-            self.watcher.added(name, self.expected[name] - waiting[name])
-        if waiting[name] == 0:
-            del waiting[name]
-            self.arrivals.append(name)
+        missing[name] -= 1
+        if self.observer is not None:
+            self.observer.added(name, self.expected[name] - missing[name])
+        if missing[name] == 0:
+            del missing[name]
+            self.ready_order.append(name)
         while self.overlap and self._next_is_full():
             self._reduce_next()
 
@@ -267,27 +270,26 @@ class Reducer:
         return i < len(self.buckets) and not self.missing[i]
 
     def _reduce_next(self) -> None:
-        clock, bucket = self.clock, self.buckets[len(self.works)]
-        if self.watcher is not None:
-            self.watcher.full(bucket)
-        work = collectives.CompletedWork()
+        bucket = self.buckets[len(self.works)]
+        if self.observer is not None:
+            self.observer.full(bucket)
+        work: Work = collectives.CompletedWork()
         if self.group.size > 1:
-            name = clock.ranges and f"gradient reduction of bucket {bucket.index}"
-            with clock.within("dp", name):  # a hook may do more than communicate
+            profiled = self.clock.ranges is not None
+            name = f"gradient reduction of bucket {bucket.index}" if profiled else None
+            with self.clock.within("dp", name):  # a hook may do more than communicate
                 work = self.comm_hook(bucket.grad, self.group)
         self.works.append(work)
 
     def finish_step(self) -> list[str]:
-        """Reduces what is left and waits; after it the gradients are those of the global batch.
+        """Reduces the other buckets and waits; returns names of parameters without a gradient.
 
-        Returns:
-            Names of parameters that no gradient reached. Their buckets are reduced here, so that
-            an unused parameter costs overlap and a message, never a hang.
+        An unused parameter leaves its bucket unfull until here: it costs overlap, never a hang.
         """
         unused = [
             name
-            for waiting in self.missing
-            for name, left in waiting.items()
+            for missing in self.missing
+            for name, left in missing.items()
             if left == self.expected[name]
         ]
         while len(self.works) < len(self.buckets):

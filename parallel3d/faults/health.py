@@ -101,7 +101,7 @@ class Health:
         names = list(trainer.parameters)
         tp = trainer.groups.tp
         shared = [name for name in names if spec_of(trainer.parameters[name]).is_whole(tp.size)]
-        trainer.data_parallel.wait_for_all()  # zero=1 may still be gathering parameters
+        trainer.data_parallel.wait_for_all_gathers()  # zero=1 may still be gathering parameters
         self._compare(step, names, trainer.groups.dp)
         self._compare(step, shared, tp)
 

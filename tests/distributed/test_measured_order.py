@@ -13,7 +13,7 @@ from torch import nn
 
 from parallel3d.comm import collectives
 from parallel3d.config.schema import DataParallelConfig, OptimConfig
-from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, in_measured_order
+from parallel3d.data_parallel.engine import BucketedDataParallel, agreed_order, rebuild_buckets
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.sharding import ParameterSpec
 from parallel3d.sizes.traffic import MIB
@@ -66,7 +66,7 @@ def artificial(
     optimizer = Optimizer(optim, engine.segments, groups.tp)
     result: dict[str, Any] = {}
     for step in range(3):
-        engine.wait_for_all()
+        engine.wait_for_all_gathers()
         engine.start_step(1)
         order = EXECUTED if groups.rank == 0 or step else EXECUTED[::-1]
         chain(parameters, order, 1.0 + groups.rank).backward()
@@ -74,11 +74,11 @@ def artificial(
         optimizer.step(0.1, 1.0)
         engine.all_gather_params()
         if measured and step == 0:
-            result["arrivals"] = list(engine.reducer.arrivals)
+            result["ready order"] = list(engine.reducer.ready_order)
             with mutation():
-                optimizer = in_measured_order(engine, optimizer, optim, groups)
+                optimizer = rebuild_buckets(engine, optimizer, optim, groups)
         result[f"buckets {step}"] = [list(b.params) for b in engine.buckets]
-    engine.wait_for_all()
+    engine.wait_for_all_gathers()
     result["values"] = {n: p.detach().float().numpy().tobytes() for n, p in parameters.items()}
     result["updates"] = optimizer.updates
     groups.close()
@@ -91,8 +91,8 @@ def test_order_of_a_model_that_runs_against_its_registration(
 ) -> None:
     measured = pool.run(2, artificial, zero, dtype, True)
     plain = pool.run(2, artificial, zero, dtype, False)
-    assert measured[0]["arrivals"] == ["b", "e", "a", "c"]
-    assert measured[1]["arrivals"] == ["c", "a", "e", "b"]
+    assert measured[0]["ready order"] == ["b", "e", "a", "c"]
+    assert measured[1]["ready order"] == ["c", "a", "e", "b"]
     for ours, theirs in zip(measured, plain, strict=True):
         # The second rank takes the first one's word; what never arrived is last.
         assert ours["buckets 0"] == ours["buckets 2"] == [["b"], ["e"], ["a"], ["c"], ["d"]]
@@ -132,7 +132,7 @@ def model_order(sizes: tuple[int, int, int]) -> tuple[list[str], list[str]]:
     trainer.train_step()
     after = [name for b in trainer.data_parallel.buckets for name in b.params]
     trainer.train_step()
-    arrived = trainer.data_parallel.reducer.arrivals
+    arrived = trainer.data_parallel.reducer.ready_order
     groups.close()
     assert after == arrived != before
     return before, after

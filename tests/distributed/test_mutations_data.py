@@ -168,9 +168,9 @@ def not_gathered_before_evaluation() -> Iterator[None]:
     def evaluate(self: Trainer) -> float:
         engine = self.data_parallel
         self.stages[0].pre_forward = lambda part: None
-        with patch.object(engine, "wait_for_all", lambda: None):
+        with patch.object(engine, "wait_for_all_gathers", lambda: None):
             found = sound(self)
-        self.stages[0].pre_forward = engine.wait_for
+        self.stages[0].pre_forward = engine.pre_forward
         return found
 
     with patch.object(Trainer, "evaluate", evaluate):

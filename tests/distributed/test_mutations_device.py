@@ -78,7 +78,7 @@ def sums_are_read_before_they_are_there() -> Iterator[None]:
 
 @contextmanager
 def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
-    with patch.object(engine.BucketedDataParallel, "wait_for", lambda self, part: None):
+    with patch.object(engine.BucketedDataParallel, "pre_forward", lambda self, part: None):
         yield
 
 
@@ -89,7 +89,7 @@ def sums_over_copies_may_be_overwritten() -> Iterator[None]:
     def sum_over_copies(flat: Tensor, copies: Any) -> None:
         collectives.all_reduce(flat, copies)
 
-    with patch.object(fully_sharded, "_sum_over_copies", sum_over_copies):
+    with patch.object(fully_sharded, "_sum_over_replicas", sum_over_copies):
         yield
 
 

@@ -153,7 +153,7 @@ def recomputed_backward_twice() -> Iterator[None]:
     def recomputed(function: Any, x: Tensor, *rest: Any) -> Tensor:
         return _BackwardTwice.apply(x, function, *rest)
 
-    sound = Reducer._arrived
+    sound = Reducer._grad_ready
 
     def arrived(self: Reducer, name: str) -> None:
         if (
@@ -163,7 +163,7 @@ def recomputed_backward_twice() -> Iterator[None]:
 
     with (
         patch.object(transformer, "recomputed", recomputed),
-        patch.object(Reducer, "_arrived", arrived),
+        patch.object(Reducer, "_grad_ready", arrived),
     ):
         yield
 

@@ -48,7 +48,7 @@ def held(sizes: tuple[int, int, int], stage: int, precision: str) -> dict[str, f
     trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
     for _ in range(2):
         trainer.train_step()
-    trainer.data_parallel.wait_for_all()
+    trainer.data_parallel.wait_for_all_gathers()
     numel = sum(p.numel() for p in trainer.parameters.values())
     found = {"held": bytes_of_tensors() / (4 * numel)}
     parameters = 0

@@ -127,7 +127,7 @@ def _steps(
 ) -> Dry:
     memory = watch.memory
     trainer = Trainer(config, groups, _device(), train_source=Zeros(config.model.seq_length))
-    trainer.measures_order = False  # buckets of another order, told by numbers that nobody has
+    trainer.rebuilds_buckets = False  # buckets of another order, told by numbers that nobody has
     machine.collect()
     start_peak = memory.peak
     kinds = ("world", "embedding", "pp", "dp", "dp_inner", "dp_outer", "tp")
