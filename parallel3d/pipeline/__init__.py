@@ -1,1 +1,1 @@
-"""Runs pipeline schedules: stages send to each other, one executor."""
+"""Executes pipeline schedules, with point-to-point messages between stages."""

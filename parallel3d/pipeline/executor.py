@@ -1,4 +1,4 @@
-"""When a rank of a pipeline computes what in a step, measured."""
+"""Executes one rank's part of a pipeline program, whatever the schedule, and times it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from parallel3d.schedules.schedule import Schedule
 from parallel3d.sizes.balance import sends_slices
 from parallel3d.tensor_parallel.mappings import all_gather_sequence
 
-Measured = tuple[str, float, float]  # an action as its words, start and end in seconds
+Measured = tuple[str, float, float]  # an action as text, start and end in seconds
+Loader = Callable[[int], MicroBatch]
+Place = tuple[int, int]  # micro-batch and chunk
+# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
+SENDS = 8
 
 
 class ActionTimes:
     """Collects the start and end of every computation of one step on this rank.
 
-    On the CPU by its clock. An accelerator's host only queues, so there by events on the stream
-    that computes: reading them waits for the device.
-
-    Times count from the making of this object. The ranks of a step begin together, behind the sums
-    that end the step before, so that their times can be laid side by side.
+    On the CPU by the host's clock, on an accelerator by events on the compute stream: reading them
+    waits for the device. Times count from the creation of this object. All ranks start a step
+    together, after the reductions that end the step before, so their times are comparable.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,13 +55,13 @@ class ActionTimes:
 
     @contextmanager
     def within(self, action: Action) -> Iterator[None]:
-        """The block computes `action`."""
+        """Times the block as `action`."""
         start = self._now()
         yield
         self.spans.append((action, start, self._now()))
 
     def measured(self) -> list[Measured]:
-        """All of it in the order of time."""
+        """Returns the times in order."""
         if accelerator.is_accelerator(self.device):
             accelerator.synchronize(self.device)
         return [(str(action), self._since(a), self._since(b)) for action, a, b in self.spans]
@@ -70,25 +72,11 @@ class ActionTimes:
         return 1e-3 * self.begin.elapsed_time(instant)
 
 
-# Runs one rank's part of a pipeline plan: a short interpreter, whatever the schedule.
-#
-# Lifetimes. A forward's input and output live from F to B or I (`live`), the operands of put-off
-# weight gradients from I to W (`deferred`). A received tensor lives from its receive to the compute
-# that reads it. A sent tensor is kept in `sending` until its transfer ended: autograd may free an
-# activation as soon as its backward is done, and the transport still reads it.
-
-
-Loader = Callable[[int], MicroBatch]
-Place = tuple[int, int]  # micro-batch and chunk
-# Sends that may be under way before the rank waits for the oldest: it bounds their memory.
-SENDS = 8
-
-
 class _Start(torch.autograd.Function):
-    """Where a backward from `y` with the gradient `grad` begins.
+    """Starts a backward from `y` with the gradient `grad`.
 
-    `torch.autograd.backward(y, grad)` does the same, but compares the shapes by way of sympy,
-    whose import is a tenth of a CPU rank's start.
+    `torch.autograd.backward(y, grad)` does the same, but imports sympy to compare the shapes, a
+    tenth of a CPU rank's start.
     """
 
     @staticmethod
@@ -102,20 +90,20 @@ class _Start(torch.autograd.Function):
 
 
 class Executor:
-    """Interprets plans for the stages of one rank.
+    """Interprets pipeline programs for the stages of one rank.
 
     Args:
-        stages: this rank's, by chunk.
-        route: the pipeline group, and which of its ranks holds which stage.
-        message_shape: (b, s, h) of what travels between stages, (b, s/tp, h) under sequence
-            parallelism or with `slices`: every micro-batch has this shape.
-        slices: the tensor group whose members each send a part of the sequence, gathered by those
-            of the next stage; None: messages are whole.
-        boxes: the group's shared memory, if it has any.
-        clock: told what this rank does when.
+        stages: of this rank, by chunk.
+        route: the pipeline group and its stage assignment.
+        message_shape: (b, s, h) of messages between stages, (b, s/tp, h) under sequence
+            parallelism or with `slices`.
+        slices: the tensor group whose members each send a part of the sequence, all-gathered on the
+            next stage (Megatron-LM's scatter_gather_tensors_in_pipeline); None: whole messages.
+        channel: the group's shared memory, if it has any.
+        clock: times computation, communication and idling.
 
     Attributes:
-        action_times: collects what is computed when, if there is one.
+        action_times: collects the times of actions, if set.
     """
 
     def __init__(
@@ -125,21 +113,25 @@ class Executor:
         message_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        boxes: SharedMemoryP2P | None = None,
+        channel: SharedMemoryP2P | None = None,
         clock: StepTimer | None = None,
         slices: Group | None = None,
     ) -> None:
-        self.stages, self.route, self.boxes = stages, route, boxes
+        self.stages, self.route, self.channel = stages, route, channel
         self.clock = clock or StepTimer()
-        if boxes is not None:
-            boxes.clock = self.clock
+        if channel is not None:
+            channel.clock = self.clock
         self.message_shape, self.dtype, self.device = message_shape, dtype, device
         self.slices = slices
+        # Input and output of forwards, from F to B or I.
         self.live: dict[Place, tuple[Tensor | None, Tensor]] = {}
+        # Deferred weight gradients, from I to W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
-        self.outbox: dict[Action, Tensor] = {}
+        self.outbox: dict[Action, Tensor] = {}  # from the compute to its send
         self.local_handoff: dict[Action, Tensor] = {}  # from a chunk of this rank to another one
-        self.receiving: dict[Action, PendingTransfer] = {}
+        self.receiving: dict[Action, PendingTransfer] = {}  # to the compute that reads it
+        # Keeps sent tensors until the transfer has ended: autograd may free an activation after its
+        # backward while the transport still reads it.
         self.sending: deque[PendingTransfer] = deque()
         self.action_times: ActionTimes | None = None
         self.weight_gradients = WeightGradients()
@@ -158,20 +150,20 @@ class Executor:
         device: torch.device,
         clock: StepTimer,
     ) -> Executor:
-        """The executor of a run; collective over the world.
+        """Creates the executor of a run and sets the clock's baseline latencies.
 
-        The clock learns how long the groups take when nobody is late.
+        Collective over the world.
         """
         model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
         sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
         shape = (config.micro_batch_size, sequence, model.hidden_size)
         message = torch.zeros(shape, dtype=dtype, device=device)
         plans, placement = (schedule.plan(), schedule.forwards()), schedule.placement
-        boxes = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
-        clock.baseline_latency = measure_baseline_latency(groups, message, boxes)
+        channel = SharedMemoryP2P.of_plans(plans, placement, config.launch, groups.pp, message)
+        clock.baseline_latency = measure_baseline_latency(groups, message, channel)
         slices = groups.tp if sliced else None
         route = P2PRoute(groups.pp, placement, groups.pp_backward)
-        return cls(stages, route, shape, dtype, device, boxes, clock, slices)
+        return cls(stages, route, shape, dtype, device, channel, clock, slices)
 
     def train_step(
         self,
@@ -180,18 +172,18 @@ class Executor:
         loss_scale: Tensor,
         before_last_backward: Callable[[], None],
     ) -> Tensor:
-        """Forwards and backwards of one step; gradients are of loss_scale · Σ losses.
+        """Runs the forwards and backwards of one step; gradients are of loss_scale · Σ losses.
 
         Args:
             plan: this rank's steps, computes and groups of messages.
             load: micro-batch number → tensors.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
-            before_last_backward: called when the next backward is the last of this rank.
+            before_last_backward: called before the last backward of this rank.
 
         Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = self._in_order(plan, load)
+        batches = self._batches(plan, load)
         last = max(i for i, step in enumerate(plan) if _is_backward(step))
         for i, step in enumerate(plan):
             if not isinstance(step, Action):
@@ -209,10 +201,9 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, plan: Sequence[Step], load: Loader) -> Tensor:
-        """The sum of the losses of a plan's forwards (zero without the last stage), of which it
-        has nothing else."""
+        """Runs a plan of forwards; returns the sum of the losses (zero without the last stage)."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        batches = self._in_order(plan, load)
+        batches = self._batches(plan, load)
         for step in plan:
             if not isinstance(step, Action):
                 self._communicate(step)
@@ -230,7 +221,7 @@ class Executor:
             messages.append((action, tensor))
         self._finish_sends(SENDS)
         with self.clock.starting("pp", self._name(*group)):
-            transfers = post(messages, self.route, self.boxes)
+            transfers = post(messages, self.route, self.channel)
         for transfer in transfers:
             if transfer.action.kind.is_send:
                 self.sending.append(transfer)
@@ -238,22 +229,22 @@ class Executor:
                 self.receiving[transfer.action] = transfer
 
     def alloc_recv_buffer(self, action: Action) -> Tensor:
-        """Where a receive writes its message."""
+        """Allocates the buffer for a message."""
         return torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
 
     def _finish_sends(self, left: int) -> None:
-        """Waits until at most `left` sends are under way."""
+        """Waits until at most `left` sends are in flight."""
         while len(self.sending) > left:
             self._wait(self.sending.popleft())
 
     def _wait(self, transfer: PendingTransfer) -> None:
-        """Beyond the time that the message takes at most, its other end was late: idle."""
+        """Waits for a transfer; time above the baseline latency is idle, as the peer was late."""
         self.clock.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
         self.clock.pop(self.clock.baseline_latency.get("pp", math.inf))
 
     def _input(self, kind: Kind, step: Action) -> Tensor:
-        """What the stage before (RECV_F) or after (RECV_B) made for `step`."""
+        """Returns the input of `step` from the stage before (RECV_F) or after (RECV_B)."""
         action = Action(kind, step.microbatch, step.chunk)
         if action in self.local_handoff:
             return self.local_handoff.pop(action)
@@ -263,8 +254,11 @@ class Executor:
             return transfer.tensor
         return all_gather_sequence(transfer.tensor, self.slices)
 
-    def _hand_to_local_chunk(self, kind: Kind, step: Action, tensor: Tensor) -> None:
-        """What `step` made goes to the stage after (SEND_F) or before (SEND_B) it."""
+    def _hand_off(self, kind: Kind, step: Action, tensor: Tensor) -> None:
+        """Hands the result of `step` to the stage after (SEND_F) or before (SEND_B).
+
+        A local hand-off if that stage is on this rank, else the outbox.
+        """
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.placement.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
@@ -284,13 +278,13 @@ class Executor:
             yield
 
     def _name(self, *actions: Action, waits: bool = False) -> str | None:
-        """What a profile calls them; None while nobody profiles."""
+        """Returns the name of a profiler range; None if this rank is not profiled."""
         if self.clock.ranges is None:
             return None
-        words = [f"{_WORDS[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
-        return f"{'wait ' * waits}{', '.join(words)}"
+        names = [f"{_NAMES[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
+        return f"{'wait ' * waits}{', '.join(names)}"
 
-    def _in_order(self, plan: Sequence[Step], load: Loader) -> InOrder:
+    def _batches(self, plan: Sequence[Step], load: Loader) -> InOrder:
         order = [s.microbatch for s in plan if isinstance(s, Action) and s.kind == Kind.F]
         return InOrder(load, order, self.device)
 
@@ -310,11 +304,11 @@ class Executor:
         self.live[step.microbatch, step.chunk] = (x, y)
         if stage.last:
             return y.detach().double()
-        self._hand_to_local_chunk(Kind.SEND_F, step, y.detach())
+        self._hand_off(Kind.SEND_F, step, y.detach())
         return 0.0
 
     def _backward(self, step: Action, loss_scale: Tensor) -> None:
-        """B, or I: then the gradients of the linear weights wait for their W."""
+        """Runs B, or I, which leaves deferred weight gradients for W."""
         place = (step.microbatch, step.chunk)
         x, y = self.live.pop(place)
         last = self.stages[step.chunk].last
@@ -326,25 +320,27 @@ class Executor:
             else:
                 self.differentiate(step, x, y, grad)
         if x is not None:
-            self._hand_to_local_chunk(Kind.SEND_B, step, x.grad.contiguous())
+            assert x.grad is not None
+            self._hand_off(Kind.SEND_B, step, x.grad.contiguous())
 
     def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
-        """Gives x its gradient; `grad` is that of y."""
+        """Backpropagates from y with its gradient `grad`; sets `x.grad`."""
         _Start.apply(y, grad).backward()
 
     @torch.no_grad()
     def _weights(self, step: Action) -> None:
-        jobs = self.deferred.pop((step.microbatch, step.chunk))
-        jobs.reverse()
+        """Runs W: computes the deferred weight gradients."""
+        queue = self.deferred.pop((step.microbatch, step.chunk))
+        queue.reverse()
         with self._computing("backward", step):
-            while jobs:  # what a job has kept is free behind it
-                jobs.pop()()
+            while queue:  # popped, so that each one's operands are freed after it
+                queue.pop()()
 
 
-# By the kind of a send: where its reader's stage lies, and what the reader calls it.
+# Kind of a send → offset of the receiving stage, and kind of the receive.
 _NEXT = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
 
-_WORDS = {
+_NAMES = {
     Kind.F: "forward",
     Kind.B: "backward",
     Kind.I: "input gradient",

@@ -1,4 +1,4 @@
-"""How long a transfer takes when nobody is late: by it a wait is told from idling."""
+"""Point-to-point messages between the ranks of a pipeline, and baseline latencies of groups."""
 
 from __future__ import annotations
 
@@ -21,52 +21,57 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.messages import peer_of
 from parallel3d.schedules.orders import StageAssignment
 
-FLOOR_TRIES = 5  # the fastest of so many transfers is the floor
+LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
 
 
 def measure_baseline_latency(
-    groups: ProcessGroups, message: Tensor, boxes: SharedMemoryP2P | None
+    groups: ProcessGroups, message: Tensor, channel: SharedMemoryP2P | None
 ) -> dict[str, float]:
     """Measures seconds of a transfer when no rank is late, by group; collective.
 
-    A sum of one number for dp, embedding and world. For pp, without shared memory, half the round
-    trip of a tensor like `message` with the slower neighbour.
+    An all-reduce of one number for dp, embedding and world. For pp, without shared memory, half the
+    round trip of a tensor like `message` with the slower neighbour. `StepTimer` counts longer waits
+    as idle.
     """
-    floors = {}
+    latencies = {}
     for group in (groups.dp, groups.embedding, groups.world):
         if group.size > 1:
-            floors[group.name] = min(_one_sum(group, message.device) for _ in range(FLOOR_TRIES))
-    if groups.pp.size > 1 and boxes is None:
-        floors["pp"] = _message_floor(groups.pp, message)
-    return floors
+            tries = [_all_reduce_seconds(group, message.device) for _ in range(LATENCY_TRIES)]
+            latencies[group.name] = min(tries)
+    if groups.pp.size > 1 and channel is None:
+        latencies["pp"] = _message_latency(groups.pp, message)
+    return latencies
 
 
-def _one_sum(group: Group, device: torch.device) -> float:
+def _all_reduce_seconds(group: Group, device: torch.device) -> float:
     number = torch.zeros(1, dtype=torch.float64, device=device)
     return _seconds(device, lambda: dist.all_reduce(number, group=group.handle))
 
 
-def _message_floor(pp: Group, message: Tensor) -> float:
-    """Neighbours in pairs, first those whose lower stage is even, then the others."""
-    floors = []
+def _message_latency(pp: Group, message: Tensor) -> float:
+    """Pairs neighbours, first those whose lower stage is even, then the others."""
+    latencies = []
     for parity in (0, 1):
         lower = pp.index % 2 == parity
         peer = pp.index + 1 if lower else pp.index - 1
         if 0 <= peer < pp.size:
-            there_and_back = functools.partial(_ping, pp, pp.ranks[peer], message, lower)
-            times = [_seconds(message.device, there_and_back) for _ in range(FLOOR_TRIES)]
-            floors.append(min(times) / 2)
-    return max(floors)
+            round_trip = functools.partial(_ping, pp, pp.ranks[peer], message, lower)
+            tries = [_seconds(message.device, round_trip) for _ in range(LATENCY_TRIES)]
+            latencies.append(min(tries) / 2)
+    return max(latencies)
 
 
 def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
-    """There and back, each way as the executor sends: on an accelerator as a batch."""
+    """Sends a message there and back as the executor does: on an accelerator as a batch."""
+    assert pp.handle is not None
     calls = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
     for call in calls:
         if accelerator.is_on_accelerator(message):
             transfer(call, message, peer, pp.handle)
         else:
-            call(message, peer, group=pp.handle).wait()
+            work = call(message, peer, group=pp.handle)
+            assert work is not None  # this rank is in the group
+            work.wait()
 
 
 def _seconds(device: torch.device, action: Callable[[], object]) -> float:
@@ -77,12 +82,9 @@ def _seconds(device: torch.device, action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-# Messages between the ranks of a pipeline.
-
-
 @dataclass
 class PendingTransfer:
-    """A message in flight; until `work` ends the tensor lives, and a sent one stays unchanged."""
+    """A message in flight; keeps the tensor, which must not change until `work` ends."""
 
     action: Action
     tensor: Tensor
@@ -91,9 +93,9 @@ class PendingTransfer:
 
 @dataclass(frozen=True)
 class P2PRoute:
-    """Where the messages of one rank of a pipeline go, and by what number both ends know them.
+    """Peers and tags of one rank's messages.
 
-    `backward`: the same ranks, by which gradients go back; None: by `group`, as activations do.
+    `backward`: a second communicator of the same ranks, for gradients; None: they use `group`.
     """
 
     group: Group
@@ -101,55 +103,60 @@ class P2PRoute:
     backward: Group | None = None
 
     def handle(self, action: Action) -> dist.ProcessGroup | None:
-        """By which both ends exchange it."""
+        """Returns the communicator of a message."""
         back = self.backward if is_backward(action) else None
         return (back or self.group).handle
 
     def peer(self, action: Action) -> int:
-        """The member of the group at the other end."""
+        """Returns the peer's index in the group."""
         return peer_of(action, self.group.index, self.placement)
 
     def rank(self, action: Action) -> int:
-        """The world's rank at the other end."""
+        """Returns the peer's world rank."""
         return self.group.ranks[self.peer(action)]
 
     def tag(self, action: Action) -> int:
-        """Equal on both ends of a message and of no other one of a step: by the stage that reads
-        it; gradients are odd, activations even."""
+        """Returns a tag that both ends of a message share, unique in a step.
+
+        By the stage that reads the message; odd for gradients, even for activations.
+        """
         stage = self.placement.stage(self.group.index, action.chunk)
         stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
         return 2 * (action.microbatch * self.placement.stages + stage) + is_backward(action)
 
 
 def is_backward(action: Action) -> bool:
-    """Whether a message is of gradients."""
+    """Whether a message is a gradient."""
     return action.kind in (Kind.SEND_B, Kind.RECV_B)
 
 
 def post(
-    messages: Sequence[tuple[Action, Tensor]], route: P2PRoute, boxes: SharedMemoryP2P | None = None
+    messages: Sequence[tuple[Action, Tensor]],
+    route: P2PRoute,
+    channel: SharedMemoryP2P | None = None,
 ) -> list[PendingTransfer]:
-    """Starts one communication group of a plan: all of its sends and receives together.
+    """Starts one communication group of a program: its sends and receives together.
 
-    With `boxes` messages go through shared memory, as long as they fit.
+    Through shared memory if there is a `channel` and all messages fit.
 
-    On NCCL a message is known by its position alone, so what goes one way leaves as one batch and
-    the checker proves that both ends list the same messages in the same order; gloo also matches
-    tags. A communicator has one stream, on which all wait for who is late. So activations and
-    gradients have one each: a gradient that has come is not held up by an activation whose reader
-    still computes. And nothing is posted before its place in the plan: a receive posted early would
-    keep the sends behind it waiting for its other end.
+    NCCL matches messages by position, so messages of one direction are one batch, and the checker
+    proves that both ends have the same order; gloo also matches tags. A communicator runs on one
+    stream, so a late peer blocks every message behind it: activations and gradients have a
+    communicator each, and no receive is posted before its place in the program.
     """
-    if boxes is not None and all(boxes.fits(tensor) for _, tensor in messages):
-        return [_through(boxes, action, tensor, route) for action, tensor in messages]
+    if channel is not None and all(channel.fits(tensor) for _, tensor in messages):
+        return [_through(channel, action, tensor, route) for action, tensor in messages]
     works: dict[Action, Work] = {}
     for handle in dict.fromkeys(route.handle(action) for action, _ in messages):
         works |= _start([m for m in messages if route.handle(m[0]) is handle], route)
-    return [PendingTransfer(a, t, _noted(a, t, route, lambda a=a: works[a])) for a, t in messages]
+    return [
+        PendingTransfer(a, t, _noted(a, t, route, functools.partial(works.__getitem__, a)))
+        for a, t in messages
+    ]
 
 
 def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[Action, Work]:
-    """Those of one communicator, on an accelerator as one batch."""
+    """Starts the messages of one communicator, on an accelerator as one batch."""
     calls = [
         (
             dist.isend if action.kind.is_send else dist.irecv,
@@ -160,21 +167,24 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
         )
         for action, tensor in messages
     ]
-    works: list[Work]
+    works: list[Work] = []
     if any(accelerator.is_on_accelerator(tensor) for _, tensor in messages):
-        works = dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])
+        works += dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])
         if len(works) < len(calls):  # NCCL coalesces the batch into one handle
             works = [works[0]] * len(calls)
     else:
-        works = [call(tensor, *rest) for call, tensor, *rest in calls]
+        for call, tensor, rank, handle, tag in calls:
+            work = call(tensor, rank, handle, tag)
+            assert work is not None  # this rank is in the group
+            works.append(work)
     return dict(zip((action for action, _ in messages), works, strict=True))
 
 
 def _through(
-    boxes: SharedMemoryP2P, action: Action, tensor: Tensor, route: P2PRoute
+    channel: SharedMemoryP2P, action: Action, tensor: Tensor, route: P2PRoute
 ) -> PendingTransfer:
     peer = route.peer(action)
-    call = boxes.send if action.kind.is_send else boxes.receive
+    call = channel.send if action.kind.is_send else channel.receive
     return PendingTransfer(
         action, tensor, _noted(action, tensor, route, lambda: call(tensor, peer))
     )

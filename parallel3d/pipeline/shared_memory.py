@@ -1,11 +1,9 @@
-"""Messages between the ranks of a pipeline through shared memory, for CPU ranks of one host.
+"""Point-to-point messages through shared memory, for CPU ranks of one host.
 
-Each link (a rank, another that it sends to) has a few slots. Sending waits for a free slot, copies
-and signals; receiving waits for the signal, copies and frees the slot. A link delivers in the order
-of sending, which is the order in which the checker proves that a plan receives; a message that is
-needed before an earlier one of its link makes room for that one first.
-
-How many slots never block a plan for ever, `schedules.flight.enough_slots` tells.
+Each link (sender, receiver) has a few slots. Sending waits for a free slot, copies and signals;
+receiving waits for the signal, copies and frees the slot. A link delivers in the order of sending,
+in which the checker proves that a program receives. `schedules.messages.enough_slots` computes how
+many slots a program needs to never deadlock.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from parallel3d.schedules.actions import Action, PipelineProgram
 from parallel3d.schedules.messages import enough_slots, peer_of
 from parallel3d.schedules.orders import StageAssignment
 
-SLOT_BYTES = 4 << 20  # larger messages take the backend's way
+SLOT_BYTES = 4 << 20  # larger messages go through the backend
 ALIGNMENT = 64  # of a slot: a cache line
-SLOTS = 4  # at least: so far a rank may be ahead of another before it has to wait
+SLOTS = 4  # at least: so many messages a sender may be ahead of its receiver
 
 Pair = tuple[int, int]
 
@@ -40,8 +38,9 @@ class SharedMemoryP2P:
     Attributes:
         links: (sender, receiver) → number of the link.
         slots, slot_bytes: of each link.
-        sent: link → messages so far; expected: link → those that are awaited, in order.
-        taken: link → messages received.
+        sent, taken: link → number of messages sent and received.
+        expected: link → pending receives, in order.
+        clock: counts the waits for a peer as idle.
     """
 
     memory: SharedMemory
@@ -51,9 +50,7 @@ class SharedMemoryP2P:
     sent: dict[int, int] = field(default_factory=dict)
     expected: dict[int, deque[PendingReceive]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
-    clock: StepTimer = field(
-        default_factory=StepTimer
-    )  # told how long a stage waits for its neighbour
+    clock: StepTimer = field(default_factory=StepTimer)
 
     @classmethod
     def open(
@@ -66,7 +63,9 @@ class SharedMemoryP2P:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryP2P | None:
-        """None where the ranks cannot share memory; collective over the group.
+        """Opens the links, or returns None if the ranks cannot share memory.
+
+        Collective over the group.
 
         Args:
             pairs: (sender, receiver) of all links; None: neighbours in both directions.
@@ -75,7 +74,8 @@ class SharedMemoryP2P:
             steps = [(a, a + 1) for a in range(size - 1)]
             pairs = [*steps, *((b, a) for a, b in steps)]
         links = {pair: number for number, pair in enumerate(pairs)}
-        semaphores = [0, slots] * len(links)  # of each link: filled slots, free slots
+        # Semaphore 2·link counts the filled slots of a link, semaphore 2·link + 1 the free ones.
+        semaphores = [0, slots] * len(links)
         data = len(links) * slots * slot_bytes
         memory = open_shared_memory(handle, index, size, semaphores, data, timeout_s)
         return None if memory is None else cls(memory, links, slots, slot_bytes)
@@ -89,10 +89,13 @@ class SharedMemoryP2P:
         pp: Group,
         message: Tensor,
     ) -> SharedMemoryP2P | None:
-        """Those for messages like `message` of a run's ranks, on CPUs that may share memory, with
-        as many slots as each plan needs; collective over `pp`."""
+        """Opens the links of programs with messages like `message`, with enough slots for each.
+
+        None if messages do not fit or the ranks cannot share memory; collective over `pp`.
+        """
         if pp.size == 1 or not launch.shared_memory:
             return None
+        assert pp.handle is not None
         if message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
             return None
         pairs = {
@@ -111,52 +114,52 @@ class SharedMemoryP2P:
     def fits(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
 
-    def _slot(self, link: int, turn: int, like: Tensor) -> Tensor:
-        start = (link * self.slots + turn % self.slots) * self.slot_bytes
+    def _slot(self, link: int, number: int, like: Tensor) -> Tensor:
+        """Returns the slot of a link's message, given its number; slots are used in turn."""
+        start = (link * self.slots + number % self.slots) * self.slot_bytes
         return self.memory.data[start : start + like.nbytes].view(like.dtype).view_as(like)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Copies `tensor` to member `peer`; it may change as soon as this returns."""
         link = self.links[self.memory.index, peer]
-        turn = self.sent.get(link, 0)
-        self.sent[link] = turn + 1
+        number = self.sent.get(link, 0)
+        self.sent[link] = number + 1
         with self.clock.within("idle"):
             self.memory.wait(2 * link + 1, peer)
-        self._slot(link, turn, tensor).copy_(tensor)
+        self._slot(link, number, tensor).copy_(tensor)
         self.memory.post(2 * link)
         return CompletedWork()
 
     def receive(self, tensor: Tensor, peer: int) -> PendingReceive:
-        """The next message of member `peer` will be in `tensor` after the handle's `wait()`."""
+        """Starts receiving the next message of member `peer` into `tensor`."""
         link = self.links[peer, self.memory.index]
-        arrival = PendingReceive(self, tensor, peer, link)
-        self.expected.setdefault(link, deque()).append(arrival)
-        return arrival
+        pending = PendingReceive(self, tensor, peer, link)
+        self.expected.setdefault(link, deque()).append(pending)
+        return pending
 
-    def take_next(self, link: int) -> PendingReceive:
-        """The oldest awaited message of a link, once it has come."""
-        arrival = self.expected[link].popleft()
-        turn = self.taken.get(link, 0)
-        self.taken[link] = turn + 1
+    def complete_next(self, link: int) -> None:
+        """Waits for the oldest pending receive of a link."""
+        pending = self.expected[link].popleft()
+        number = self.taken.get(link, 0)
+        self.taken[link] = number + 1
         with self.clock.within("idle"):
-            self.memory.wait(2 * link, arrival.peer)
-        arrival.tensor.copy_(self._slot(link, turn, arrival.tensor))
+            self.memory.wait(2 * link, pending.peer)
+        pending.tensor.copy_(self._slot(link, number, pending.tensor))
         self.memory.post(2 * link + 1)
-        arrival.there = True
-        return arrival
+        pending.received = True
 
 
 @dataclass(eq=False)
 class PendingReceive:
-    """A message that is awaited."""
+    """The handle of a receive."""
 
-    boxes: SharedMemoryP2P
+    channel: SharedMemoryP2P
     tensor: Tensor
     peer: int
     link: int
-    there: bool = False
+    received: bool = False
 
     def wait(self) -> None:
-        """Returns when it is in its tensor, and so is all that was awaited before on its link."""
-        while not self.there:
-            self.boxes.take_next(self.link)
+        """Waits for this message, and for all earlier ones of its link."""
+        while not self.received:
+            self.channel.complete_next(self.link)

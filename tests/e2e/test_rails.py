@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from parallel3d.comm.process_groups import DATA_KINDS
-from parallel3d.pipeline.p2p import FLOOR_TRIES
+from parallel3d.pipeline.p2p import LATENCY_TRIES
 from parallel3d.run.configs import load_config
 from parallel3d.sizes.traffic import transfers
 from parallel3d.topology.cluster.parts import LinkClass, cluster_from_config
@@ -98,7 +98,7 @@ def runs(shell: Shell, forked: Forked) -> Iterator[Runs]:
 def priced_bytes(folder: Path) -> dict[LinkClass, float]:
     """What the price says that the run's groups send in all steps, by link class.
 
-    At the start neighbouring stages time round trips of a message: as many as FLOOR_TRIES of the
+    At the start neighbouring stages time round trips of a message: as many as LATENCY_TRIES of the
     step's own, one for each micro-batch.
     """
     config = load_config(folder)
@@ -110,7 +110,7 @@ def priced_bytes(folder: Path) -> dict[LinkClass, float]:
     sums = dict.fromkeys((LinkClass.NVLINK, LinkClass.RAIL, LinkClass.SPINE), 0.0)
     for dim, price in step.dims.items():
         if dim in DATA_KINDS:
-            timed = FLOOR_TRIES / config.num_microbatches if dim == "pp" else 0
+            timed = LATENCY_TRIES / config.num_microbatches if dim == "pp" else 0
             for kind, nbytes in price.nbytes.items():
                 sums[kind] += nbytes * (config.train.steps + timed)
     return sums

@@ -190,7 +190,7 @@ def test_a_start_says_so_in_a_line(
     groups = ProcessGroups.single()
     for capability, lines in (((9, 0), 0), ((10, 0), 1)):
         shows(monkeypatch, capability)
-        train.say_choices(config("auto"), groups, CUDA)
+        train.log_choices(config("auto"), groups, CUDA)
         said = "".join(capsys.readouterr())
         assert said.count("\n") == said.count("attention_kernel=auto: not cuDNN's") == lines
 

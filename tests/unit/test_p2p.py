@@ -13,7 +13,7 @@ from parallel3d.pipeline.p2p import P2PRoute, post
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
-PP = Group("pp", (3, 7, 11), 1, None)
+PP = Group("pp", (3, 7, 11), 1, "a handle")
 
 
 class Work:
@@ -72,7 +72,7 @@ def test_gradients_have_a_communicator_and_a_batch_of_their_own(
     assert [work.waits for work in batches.works] == [2, 1]
 
 
-def test_the_floor_is_measured_as_messages_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_latency_is_measured_as_messages_go(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = Batches(monkeypatch)
     for first, ways in ((True, [dist.isend, dist.irecv]), (False, [dist.irecv, dist.isend])):
         batches.said.clear()

@@ -10,10 +10,10 @@ import pytest
 
 from parallel3d.commands import timeline
 from parallel3d.commands.timeline import (
-    clock_of,
     keys_of,
     measured_costs,
     pictures,
+    simulated_timeline,
     timeline_of,
     trace_events,
 )
@@ -30,7 +30,7 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
     late = 7.0  # what a rank's clock says when the first of them begins
     spans = [[(str(s.action), s.start + late, s.end + late) for s in row] for row in exact.spans]
     measured = timeline_of(spans)
-    again = clock_of(measured, made)
+    again = simulated_timeline(measured, made)
     for of_one in (measured, again):
         assert of_one.makespan == pytest.approx(exact.makespan)
         assert of_one.bubble == pytest.approx(exact.bubble)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.commands.verify import Comparison, Off, Tolerance, judge, table
+from parallel3d.commands.verify import Comparison, ShardDifference, Tolerance, judge, table
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult
 
@@ -19,5 +19,5 @@ def test_a_step_without_a_token_to_learn_is_compared_too(
     results = [StepResult(1, loss, 0.0, 1e-3, 64, loss is None) for loss in (layout, single)]
     said = judge(1, *results, [], Tolerance(1e-9, 1e-9, 1e-9), Layout())
     assert said == (words and f"after step 1, {words}")
-    row = Comparison("fp64", "adamw", 1, *results, Off(0.0, "", 0), said)
+    row = Comparison("fp64", "adamw", 1, *results, ShardDifference(0.0, "", 0), said)
     assert list(table([row], Layout()).columns[1].cells) == ["none"]
