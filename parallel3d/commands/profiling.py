@@ -1,4 +1,4 @@
-"""`profile.steps=[10,12]`: steps under `torch.profiler`, and what is written of them."""
+"""`profile.steps=[10,12]`: profiles steps with `torch.profiler`, or for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from parallel3d.trainer import Trainer
 FOLDER = "profile"
 ROWS, WIDTH = 10, 100  # of the table, at most
 MOST_ENTRIES = 100_000  # of the allocator's history, the newest ones
-# Nsight Systems sets it in the processes that it profiles.
-NSYS = "NSYS_PROFILING_SESSION_ID"
-SILENT = "99"  # above its errors, as its lines of every start and stop are
+NSYS = "NSYS_PROFILING_SESSION_ID"  # set by Nsight Systems in profiled processes
+SILENT = "99"  # log level above errors: Kineto logs every start and stop as one
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
 class StepProfiler:
-    """Profiles those of the steps `profile.steps` that are to come, on the ranks `profile.ranks`.
+    """Profiles the steps `profile.steps` on the ranks `profile.ranks`.
 
-    Every rank of a run has one, since all of them wait while some write. nsys and `torch.profiler`
-    cannot both read a GPU's activity, so under nsys the ranges alone are marked, and nsys is told
-    when the steps begin and end (`--capture-range=cudaProfilerApi`).
+    Every rank has a profiler, since all ranks wait while some write. nsys and `torch.profiler`
+    cannot both trace a GPU, so under nsys only ranges and the start and end of the steps are marked
+    (`--capture-range=cudaProfilerApi`).
 
     Attributes:
-        steps: what is to be profiled, maybe nothing.
+        steps: remaining steps to profile.
     """
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
@@ -49,13 +48,13 @@ class StepProfiler:
         self.trainer, self.worker, self.wants_memory = trainer, worker, keys.memory
         self.steps = range(max(first, next_step), last + 1)
         ranks = range(worker.world_size) if keys.ranks == "all" else keys.ranks
-        self.is_mine, self.speaks = worker.rank in ranks, worker.rank == min(ranks)
+        self.is_profiled, self.reports = worker.rank in ranks, worker.rank == min(ranks)
         self.seconds = 0.0
         self.ranges: Ranges | None = None
         self._profile: profile | None = None
         self._layers = ExitStack()
         device = trainer.device
-        self._api = accelerator.module(device) if accelerator.is_accelerator(device) else None
+        self._api: Any = accelerator.module(device) if accelerator.is_accelerator(device) else None
         if keys.steps and not self.steps and worker.rank == 0:
             print_line(
                 f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
@@ -63,8 +62,8 @@ class StepProfiler:
             )
 
     def before_step(self, step: int) -> None:
-        """Starts the profiler with the first step."""
-        if not (self.is_mine and step in self.steps):
+        """Starts the profiler before the first step."""
+        if not (self.is_profiled and step in self.steps):
             return
         if self.ranges is None:
             self.ranges = self._start()
@@ -72,7 +71,7 @@ class StepProfiler:
         self._began = time.perf_counter()
 
     def after_step(self, step: int) -> None:
-        """Writes with the last step; collective then."""
+        """Writes the profile after the last step; collective then."""
         if step not in self.steps:
             return
         if self.ranges is not None:
@@ -80,27 +79,30 @@ class StepProfiler:
             self.ranges.pop()
         if step < self.steps[-1]:
             return
-        self.worker.phase = f"writing the profile of {self._spelled()}"
-        self.worker.watchdog.rest()  # it may be hundreds of MB, and the other ranks wait
+        self.worker.phase = f"writing the profile of {self._steps_text()}"
+        watchdog = self.worker.watchdog
+        assert watchdog is not None
+        watchdog.rest()  # it may be hundreds of MB, and the other ranks wait
         if self.ranges is not None:
             self._stop()
         dist.barrier()
-        self.worker.watchdog.go_on()
+        watchdog.go_on()
 
     def give_up(self, step: int) -> None:
-        """The run ends after `step`, by a signal that leaves it the time to save and no more."""
-        if step in self.steps[:-1] and self.speaks:
-            print_line(f"stopped within profile.steps: no profile of {self._spelled()} is written")
+        """Logs that a signal ended the run after `step`, with no time to write a profile."""
+        if step in self.steps[:-1] and self.reports:
+            steps = self._steps_text()
+            print_line(f"stopped within profile.steps: no profile of {steps} is written")
 
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
-        accelerator.synchronize(device)  # nothing of the step before
+        accelerator.synchronize(device)  # excludes the step before
         if self.wants_memory and (memory := self._memory()) is not None:
             memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
         if self._is_under_nsys():
             self._api.profiler.start()
         else:
-            if self._api is None:  # else what goes wrong with a GPU should be read
+            if self._api is None:  # on a GPU its errors should be read
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
@@ -126,19 +128,19 @@ class StepProfiler:
         if self.wants_memory and (memory := self._memory()) is not None:
             _write(folder / f"{name}-memory.pickle", memory._dump_snapshot)
             memory._record_memory_history(enabled=None)
-        elif self.wants_memory and self.speaks:
+        elif self.wants_memory and self.reports:
             print_line("profile.memory=true: no snapshot is written, which needs a GPU")
-        if self.speaks and self._profile is not None:
+        if self.reports and self._profile is not None:
             rank, (rows, what) = self.worker.rank, longest(self._profile)
-            title = f"profile of rank {rank}, {self._spelled()}; traces are in {folder}/"
+            title = f"profile of rank {rank}, {self._steps_text()}; traces are in {folder}/"
             print_line("\n".join([title, *table(rows, what, 1e3 * self.seconds)]))
 
-    def _spelled(self) -> str:
+    def _steps_text(self) -> str:
         first, last = self.steps[0], self.steps[-1]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _memory(self) -> Any:
-        """What keeps and dumps the allocator's history; None where nothing does."""
+        """Returns the module that records the allocator's history, or None."""
         memory = getattr(self._api, "memory", None)
         return memory if hasattr(memory, "_record_memory_history") else None
 
@@ -147,8 +149,8 @@ class StepProfiler:
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """`write` to `path` in one step; the run goes on without a file that cannot be written."""
-    partial = path.with_name(f".{path.name}")  # its ending says whether it is compressed
+    """Writes `path` atomically; logs an error and goes on if that fails."""
+    partial = path.with_name(f".{path.name}")  # the suffix decides about compression
     try:
         write(str(partial))
         os.replace(partial, path)
@@ -159,10 +161,10 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 @contextmanager
 def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
-    """Within it the forwards of layers have ranges ("layers.3", "layers.3.attention").
+    """Marks the forwards of layers with ranges ("layers.3", "layers.3.attention").
 
-    `compiled`: blocks have one for each graph, around it: a graph calls no hooks of what is inside,
-    or has them traced into it. A forward that a backward repeats shows up in that backward.
+    `compiled`: blocks have a range around each graph, which would not call hooks of its modules.
+    Recomputed forwards show up in their backward.
     """
     with ExitStack() as undo:
         for stage in stages:
@@ -177,7 +179,7 @@ def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Ite
 
 
 def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
-    # Called too where the forward is left by an exception, as recomputation does on purpose.
+    # `always_call`: recomputation leaves forwards by an exception.
     def begin(module: nn.Module, args: Any) -> None:
         ranges.push(name)
 
@@ -200,7 +202,7 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
 
 
 class ProfileRow(NamedTuple):
-    """A kernel or an operator: how often it ran, and the milliseconds that it took in all."""
+    """A kernel or an operator, with its number of calls and total milliseconds."""
 
     name: str
     calls: int
@@ -208,7 +210,7 @@ class ProfileRow(NamedTuple):
 
 
 def longest(profile: profile) -> tuple[list[ProfileRow], str]:
-    """The kernels that take most time, without one the operators without what they call."""
+    """Returns the longest kernels, or operators (self time) if there are no kernels."""
     events = [event for event in profile.key_averages() if not event.is_user_annotation]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]
     if kernels:
@@ -220,12 +222,12 @@ def longest(profile: profile) -> tuple[list[ProfileRow], str]:
 
 
 def table(rows: Sequence[ProfileRow], what: str, step_ms: float) -> list[str]:
-    """Lines as wide as the terminal, up to `WIDTH`; shares are of `step_ms`, all steps' time."""
+    """Formats rows, as wide as the terminal up to `WIDTH`; shares are of `step_ms`."""
     width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
     lines = [f"{'total ms':>10}  {'of steps':>8}  {'calls':>8}  {what}"]
-    room = max(20, width - len(lines[0]) + len(what))
+    most = max(20, width - len(lines[0]) + len(what))
     for name, calls, ms in rows:
-        half = room // 2
-        short = name if len(name) <= room else f"{name[: room - half - 1]}…{name[-half:]}"
+        half = most // 2
+        short = name if len(name) <= most else f"{name[: most - half - 1]}…{name[-half:]}"
         lines.append(f"{ms:10.2f}  {ms / step_ms:8.1%}  {calls:8,}  {short}")
     return lines

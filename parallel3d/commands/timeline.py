@@ -1,4 +1,4 @@
-"""`schedule.timeline=true`: when each rank of a pipeline computed what, measured and drawn."""
+"""`schedule.timeline=true`: a measured pipeline step, drawn and traced."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from parallel3d.schedules.simulate import Costs, Span, Timeline, time_orders
 from parallel3d.sizes.balance import forwards_again, layers_of_stages
 from parallel3d.trainer import StepResult, Trainer
 
-LATER = 2  # steps of a start before the one that is drawn: the first ones allocate, or compile
+LATER = 2  # steps before the drawn one: the first ones allocate and compile
 EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
 def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
-    """One step, of which the pipeline that rank 0 belongs to is drawn; collective.
+    """Runs a step and draws the pipeline of rank 0; collective.
 
-    Rank 0 writes `timeline.svg`, the measured step above the one of a clock that has its costs, on
-    one axis, and `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
+    Rank 0 writes `timeline.svg`, the measured step above a simulated one with its costs, and
+    `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
     """
     groups, executor = trainer.groups, trainer.executor
     executor.action_times = times = ActionTimes(trainer.device)
@@ -39,9 +39,9 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         by_rank = all_gather_json(spans, groups.pp.handle, trainer.device)
     if groups.rank == 0:
         measured = timeline_of(by_rank)
-        clock = clock_of(measured, trainer.schedule)
+        simulated = simulated_timeline(measured, trainer.schedule)
         title = f"{trainer.config.schedule.name}, step {result.step}"
-        _write(run_dir / PICTURE, pictures(measured, clock, title))
+        _write(run_dir / PICTURE, pictures(measured, simulated, title))
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.baseline_latency.get("pp", 0.0)
@@ -59,18 +59,18 @@ def _write(path: Path, text: str) -> None:
 
 
 def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
-    """The spans of all ranks, from the first computation of any of them on."""
+    """Returns the spans of all ranks, counted from the first computation of any rank."""
     begin = min(start for spans in by_rank for _, start, _ in spans)
     return Timeline(
         tuple(
-            tuple(Span(Action.parse(word), a - begin, b - begin) for word, a, b in spans)
+            tuple(Span(Action.parse(text), a - begin, b - begin) for text, a, b in spans)
             for spans in by_rank
         )
     )
 
 
-def clock_of(measured: Timeline, schedule: Schedule) -> Timeline:
-    """The same orders on the clock, where every stage takes what it took at the median."""
+def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
+    """Simulates the schedule with the median time of every stage."""
     placement = schedule.placement
     seconds: dict[tuple[Kind, int], list[float]] = {}
     for rank, spans in enumerate(measured.spans):
@@ -81,21 +81,23 @@ def clock_of(measured: Timeline, schedule: Schedule) -> Timeline:
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
             return max(median(seconds[kind, stage]), 1e-9)
-        return cost(Kind.B, stage) / 2  # a whole backward, which the clock knows as two halves
+        return cost(Kind.B, stage) / 2  # a whole backward, simulated as two halves
 
-    stages = range(placement.stages)
-    kinds = (Kind.F, Kind.I, Kind.W)
-    costs = Costs(*(tuple(cost(kind, stage) for stage in stages) for kind in kinds))
-    return time_orders(schedule.orders, placement, costs)
+    def costs(kind: Kind) -> tuple[float, ...]:
+        return tuple(cost(kind, stage) for stage in range(placement.stages))
+
+    return time_orders(
+        schedule.orders, placement, Costs(costs(Kind.F), costs(Kind.I), costs(Kind.W))
+    )
 
 
 def measured_costs(
     measured: Timeline, schedule: Schedule, layers: Sequence[range], again: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Seconds of F, I and W of a micro-batch in the layers of an average rank.
+    """Returns the seconds of F, I and W of a micro-batch in the layers of an average rank.
 
-    From stages without the head, which `schedule=auto` knows by its size; a backward in one piece
-    counts as two halves. Nor is what a backward makes again counted, `again` forwards by stage.
+    Measured in stages without the head, whose cost `schedule=auto` computes from its size. An
+    unsplit backward counts as two halves; recomputation, `again` forwards by stage, is left out.
     """
     stages = schedule.placement.stages
     each = [
@@ -120,16 +122,16 @@ def measured_costs(
 
 
 def keys_of(costs: Sequence[float], hop: float) -> str:
-    """What to type."""
-    said = ",".join(f"{1e3 * seconds:.3g}" for seconds in costs)
-    return f"schedule.costs=[{said}] schedule.hop={1e3 * hop:.3g}"
+    """Returns the costs as command-line overrides, in ms."""
+    values = ",".join(f"{1e3 * seconds:.3g}" for seconds in costs)
+    return f"schedule.costs=[{values}] schedule.hop={1e3 * hop:.3g}"
 
 
-def pictures(measured: Timeline, clock: Timeline, title: str) -> str:
-    """Both timelines as one SVG document, the measured one above."""
-    until = max(measured.makespan, clock.makespan)
+def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
+    """Draws both timelines as one SVG document, the measured one above."""
+    until = max(measured.makespan, simulated.makespan)
     above = render_svg(measured, f"{title}, measured", until=until)
-    below = render_svg(clock, "the same costs on the clock, no hops", until=until)
+    below = render_svg(simulated, "the same costs on the clock, no hops", until=until)
     width, height = 1200, _height(above) + _height(below)
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
@@ -143,7 +145,7 @@ def _height(svg: str) -> int:
 
 
 def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
-    """The Trace Event Format: a process a rank, complete events in microseconds."""
+    """Returns a trace in the Trace Event Format, a process per rank, in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         name = {"name": f"pipeline rank {rank}"}

@@ -1,4 +1,4 @@
-"""`parallel3d train`: the loop around the training step, on one rank."""
+"""`parallel3d train`: the training loop of one rank."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ from parallel3d.sizes.balance import why_chosen
 from parallel3d.sizes.model import flops_per_token
 from parallel3d.trainer import StepResult, Trainer
 
-# The file in the run directory that asks a batch script to queue the job again.
+# File in the run directory that asks a batch script to requeue the job.
 REQUEUE = "requeue"
 
 
 def train(config: Config, worker: Worker) -> None:
     """Trains `config.train.steps` steps; torch.distributed is initialised, the config checked.
 
-    A run that has checkpoints goes on from its newest good one. Rank 0 writes `metrics.jsonl`,
+    A run with checkpoints resumes from its newest good one. Rank 0 writes `metrics.jsonl`,
     `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
-    `weights-final.safetensors` into the run directory. Raises TrainingFailure if the last
-    checkpoint could not be written.
+    `weights-final.safetensors` into the run directory.
+
+    Raises:
+        TrainingFailure: the last checkpoint could not be written.
     """
     worker.phase = "making process groups"
-    worker.watchdog = start_watchdog(config, worker)
+    worker.watchdog = watchdog = start_watchdog(config, worker)
     device = torch.device(worker.device)
     groups = with_log(ProcessGroups.of_run(config, worker.device, worker.placement), worker.log)
     if worker.rank == 0:
-        say_choices(config, groups, device)
+        log_choices(config, groups, device)
     if config.preflight:
         preflight(config, groups, worker, print_line)
     worker.phase = "opening the data"
@@ -71,7 +73,7 @@ def train(config: Config, worker: Worker) -> None:
     first_step = checkpoints.restore(trainer)
     if is_over(config, worker, first_step):
         groups.close()
-        worker.watchdog.stop()
+        watchdog.stop()
         return
     if worker.rank == 0:
         for name in (REQUEUE, HANG_FILE):  # of an earlier start
@@ -80,17 +82,17 @@ def train(config: Config, worker: Worker) -> None:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
     with open_recorder(trainer, worker) if worker.rank == 0 else nullcontext() as recorder:
-        worker.watchdog.go_on()
+        watchdog.go_on()
         dist.barrier()  # rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(header_facts(config, corpus, device), checkpoints.lines)
         run_steps(trainer, worker, recorder, checkpoints)
         times = trainer.step_times()
-        said = all_gather_json(peak_memory(device), groups.world.handle, device)
-        memory = [PeakMemory(*peak) for peak in said if peak is not None]
+        peaks = all_gather_json(peak_memory(device), groups.world.handle, device)
+        memory = [PeakMemory(*peak) for peak in peaks if peak is not None]
         if recorder is not None:
             recorder.breakdown(times, memory)
-        worker.watchdog.rest()
+        watchdog.rest()
         worker.phase = "waiting for the checkpoint"
         is_saved = checkpoints.close()
         if worker.stopped:
@@ -98,11 +100,11 @@ def train(config: Config, worker: Worker) -> None:
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
             if recorder is not None and not is_saved:
-                recorder.finish("failed")  # a finished run without a checkpoint would not go on
+                recorder.finish("failed")  # a finished run without a checkpoint cannot be resumed
     worker.phase = "closing the process groups"
-    worker.watchdog.go_on()
-    groups.close()  # NCCL's groups end together, so that a missing rank is felt here too
-    worker.watchdog.stop()
+    watchdog.go_on()
+    groups.close()  # collective with NCCL, so a missing rank can hang here
+    watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
 
@@ -110,7 +112,7 @@ def train(config: Config, worker: Worker) -> None:
 def open_data(
     config: Config, worker: Worker, groups: ProcessGroups, device: torch.device
 ) -> tuple[Config, Corpus | Blend]:
-    """The corpus, the same on every rank, and the configuration with the run's own tokenizer."""
+    """Opens the corpus, equal on every rank; returns the config with the run's own tokenizer."""
     data = with_own_tokenizer(config.data, worker.run_dir)
     corpus = open_corpus(data, config.model.seq_length, vocab_size=config.model.vocab_size)
     check_same_text(corpus, groups.world, device)
@@ -124,8 +126,8 @@ def open_data(
     return dataclasses.replace(config, data=data), corpus
 
 
-def say_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """What was left to parallel3d, or cannot be as it was asked for."""
+def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
+    """Logs automatic choices, and options that this placement or device cannot have."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
@@ -138,7 +140,7 @@ def say_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 
 def is_over(config: Config, worker: Worker, first_step: int) -> bool:
-    """Whether an earlier start has done all that the configuration asks for; says so."""
+    """Whether an earlier start has done all steps; rank 0 logs it."""
     if first_step <= config.train.steps or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:
@@ -150,20 +152,21 @@ def is_over(config: Config, worker: Worker, first_step: int) -> bool:
 def run_steps(
     trainer: Trainer, worker: Worker, recorder: Recorder | None, checkpoints: Checkpoints
 ) -> None:
-    """Steps and evaluations to the end, or until a signal stops the run (`worker.stopped`).
+    """Runs steps and evaluations to the end, or until a signal stops the run (`worker.stopped`).
 
     `recorder` is on rank 0 alone.
     """
-    settings = trainer.config.train
+    settings, watchdog = trainer.config.train, worker.watchdog
+    assert watchdog is not None  # `train` has started it
     if recorder is not None:
         checkpoints.waiting = recorder.waiting
     health = Health(trainer, checkpoints, print_line)
     worker.stop.listen(lambda: setattr(trainer, "stop_requested", True))
     profiler = StepProfiler(trainer, worker)
     first = trainer.steps_done + 1
-    # Graphs, and an accelerator's kernels also without compile=true, are compiled in a start's
-    # first step and first evaluation, minutes on a GPU, while others wait in a collective. A hang
-    # there is left to the backend's own time-out.
+    # Graphs, and an accelerator's fused kernels, are compiled in the first step and the first
+    # evaluation, for minutes on a GPU, while other ranks wait in a collective. The watchdog rests
+    # there: a hang is left to the backend's timeout.
     may_compile = trainer.config.compile or fuses(trainer.device)
     evaluation_compiles = may_compile
     for step in range(first, settings.steps + 1):
@@ -174,35 +177,35 @@ def run_steps(
         start = time.perf_counter()
         compiles = may_compile and step == first
         if compiles:
-            worker.watchdog.rest()
+            watchdog.rest()
         if trainer.config.schedule.timeline and step == min(first + LATER, settings.steps):
             result = train_drawn_step(trainer, worker.run_dir)
         else:
             result = trainer.train_step()
         if compiles:
-            worker.watchdog.go_on()
+            watchdog.go_on()
         if recorder is not None:
             seconds = time.perf_counter() - start
             record_step(trainer, recorder, result, seconds, is_profiled)
-        profiler.after_step(step)  # behind the step's line: it prints a table
+        profiler.after_step(step)  # after the step's line, as it prints a table
         due = settings.eval_every and step % settings.eval_every == 0
         last = step == settings.steps
-        evaluated: tuple[float, dict[str, float]] | None = None
+        evaluated: tuple[float | None, dict[str, float | None]] | None = None
         if settings.eval_batches and (due or last):
             worker.phase = f"evaluation after step {step}"
             worker.log.boundary("evaluation")
             if evaluation_compiles:
-                worker.watchdog.rest()
+                watchdog.rest()
             with trainer.clock.range("evaluation"):
                 eval_loss = trainer.evaluate()
                 of_parts = {part: trainer.evaluate(part) for part in trainer.held_out_batches}
             evaluated = eval_loss, of_parts
             if evaluation_compiles:
-                worker.watchdog.go_on()
+                watchdog.go_on()
                 evaluation_compiles = False
         if due or last or result.stop or checkpoints.is_due(step):
             worker.phase = f"looking at the data after step {step}"
-            look_at_data(trainer, worker)  # before a figure of other data is written, or a save
+            check_data(trainer, worker)  # before a metric or a checkpoint is written
         if recorder is not None and evaluated is not None:
             recorder.evaluation(step, *evaluated)
         if recorder is not None and (due or last):
@@ -221,10 +224,15 @@ def run_steps(
             return
 
 
-def look_at_data(trainer: Trainer, worker: Worker) -> None:
-    """Compare the files that the run reads with what they were. Raises UserError for a change."""
+def check_data(trainer: Trainer, worker: Worker) -> None:
+    """Checks that the files that the run reads are unchanged.
+
+    Raises:
+        UserError: a file has changed.
+    """
+    assert trainer.corpus is not None
     sentences = look_at(trainer.corpus.watched.values())
-    if worker.local_rank == 0:  # the others see what it sees
+    if worker.local_rank == 0:  # the others see the same files
         for sentence in sentences:
             print_line(sentence)
 
@@ -250,7 +258,7 @@ def record_step(
 
 
 def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
-    """What the run has read of each part of its blend, if it is one."""
+    """Records how much the run has read of each part of a blend."""
     source = trainer.train_source
     if isinstance(source, Blended):
         read = source.read(trainer.consumed_samples)
@@ -260,10 +268,10 @@ def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
 def leave_marker(
     trainer: Trainer, worker: Worker, recorder: Recorder | None, is_saved: bool
 ) -> None:
-    """Says that a signal stopped the run; for a scheduler's, leaves `requeue` behind.
+    """Logs that a signal stopped the run; for a scheduler's signal, writes `requeue`.
 
-    The batch script looks for that file: exit codes do not come through srun and torchrun. A run
-    that could not save would begin anew, so it does not ask for that.
+    The batch script looks for that file, as srun and torchrun do not pass exit codes on. A run that
+    could not save is not requeued: it would start over.
     """
     if recorder is None:
         return
@@ -281,7 +289,7 @@ def leave_marker(
 
 
 def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
-    """The recorder of rank 0, with the peak that MFU is measured against."""
+    """Creates the recorder of rank 0, with the peak FLOP/s that MFU is relative to."""
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,
@@ -295,7 +303,7 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
 
 
 def header_facts(config: Config, corpus: Corpus | Blend, device: torch.device) -> dict[str, str]:
-    """The header's lines about data and device."""
+    """Returns the header's lines about data and device."""
     name = config.data.path or "this Python's standard library"
     if isinstance(corpus, Blend):
         name = f"a blend of {len(corpus.corpora):,} corpora"
@@ -324,9 +332,9 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
 
 
 def write_safetensors(path: Path, parameters: dict[str, Tensor]) -> None:
-    """Puts the parameters in the place of `path` in one step, and flushes them.
+    """Writes the parameters to `path` atomically, and flushes them.
 
-    A run that is called finished would not write them again after a power cut.
+    A finished run would not write them again after a power cut.
     """
     from safetensors.torch import save_file
 

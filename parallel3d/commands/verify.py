@@ -1,9 +1,9 @@
 """`parallel3d verify`: proves that a layout trains the same model as one process, on this config.
 
 The layout and a single process start from the same weights, read the same samples and are compared
-after every step: loss, gradient norm, and every box of every rank's parameters (replicas and tied
-copies too). In fp64, where only a mistake can make a difference, and in the run's own precision;
-with SGD, because Adam divides a wrong gradient scale away, and with AdamW.
+after every step: loss, gradient norm, and every shard of every rank (replicas and tied copies too).
+In fp64, where only a mistake can make a difference, and in the run's own precision; with SGD,
+because Adam hides a wrong gradient scale, and with AdamW.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from parallel3d.data.corpus import open_corpus
 from parallel3d.data.split import Corpus
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
+from parallel3d.parameters.sharding import ShardSpec
 from parallel3d.run.launch import Worker
 from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 
 
 class Tolerance(NamedTuple):
-    """Largest relative differences: of losses, of gradient norms, and of a parameter's values
-    (relative to its scale). `weights` None: shown, not judged."""
+    """Largest relative differences of losses, gradient norms, and parameters (to their scale).
+
+    `weights` None: reported, not checked.
+    """
 
     loss: float
     grad_norm: float
@@ -47,17 +50,17 @@ class Tolerance(NamedTuple):
 
 EXACT = Tolerance(1e-9, 1e-9, 1e-9)
 ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
-# AdamW divides by the gradient's own size: where a gradient is rounding noise, its sign decides a
-# whole learning rate. Below fp64 that says nothing about the layout.
+# AdamW divides by the gradient's size: where a gradient is rounding noise, its sign changes the
+# weight by a whole learning rate, which below fp64 is no fault of the layout.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
-# A layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
+# The layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
 COARSE = Tolerance(1e-2, 1e-1, None)
 
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
 
-class Off(NamedTuple):
-    """A box whose values are off: max |difference| / the parameter's scale (see `differences`)."""
+class ShardDifference(NamedTuple):
+    """A shard's max |difference| / the parameter's scale (see `differences`)."""
 
     difference: float
     name: str
@@ -65,25 +68,26 @@ class Off(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One step of the layout beside the same step of one process."""
+    """A step of the layout and the same step of one process."""
 
     precision: str
     optimizer: str
     step: int
     layout: StepResult
     single: StepResult
-    worst: Off
+    worst: ShardDifference
     failure: str | None
 
 
 def verify(config: Config, worker: Worker) -> int:
-    """Runs all comparisons; collective. Returns 0 if the layout is exact, else 1."""
+    """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     device = torch.device(worker.device)
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     layout = groups.layout
-    failure, everything = None, []
+    failure: str | None = None
+    everything: list[Comparison] = []
     if console:
         console.print(describe(config))
     for variant, tolerance in variants(config):
@@ -93,7 +97,7 @@ def verify(config: Config, worker: Worker) -> int:
         everything += rows
         if console:
             console.print(table(rows, layout))
-        if agree(failure is not None, groups, device):
+        if broadcast_flag(failure is not None, groups, device):
             break
     groups.close()
     if not console:
@@ -103,13 +107,13 @@ def verify(config: Config, worker: Worker) -> int:
     return 1 if failure else 0
 
 
-def agree(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
-    """Rank 0's word, on every rank."""
+def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> bool:
+    """Returns rank 0's flag on every rank."""
     return bool(collectives.broadcast(torch.tensor(int(flag), device=device), 0, groups.world))
 
 
 def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
-    """What verify.json holds."""
+    """Returns the content of verify.json."""
     steps = [
         row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
         for row in rows
@@ -119,9 +123,9 @@ def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
 
 
 def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
-    """The config in fp64 and in its own precision, with SGD and with AdamW, shrunk in steps."""
+    """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
     train = dataclasses.replace(config.train, steps=config.verify.steps)
-    own = dataclasses.replace(  # the learning rates of the real run's first steps
+    own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train.steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
@@ -145,7 +149,7 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
 
 
 def in_type(own: PrecisionConfig, name: str) -> PrecisionConfig:
-    """The run's own precision, or another type, whose loss is not in half precision."""
+    """Returns the run's own precision, or another one with the loss in fp32."""
     return own if name == own.name else dataclasses.replace(own, name=name, lm_cross_entropy="fp32")
 
 
@@ -156,9 +160,9 @@ def compare(
     device: torch.device,
     corpus: Corpus | Blend,
 ) -> Iterator[Comparison]:
-    """Steps the layout and, on rank 0, one process, side by side; ends at the first difference.
+    """Steps the layout and, on rank 0, one process, until the first difference.
 
-    Yields on rank 0 what was compared, on other ranks nothing; collective.
+    Yields the comparisons on rank 0; collective.
     """
     trainer = Trainer(config, groups, device, corpus)
     single = None
@@ -166,42 +170,53 @@ def compare(
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
     for step in range(config.train.steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
-        boxes = gather_shards(trainer.parameters.values(), groups)
-        parted = False
+        shards = gather_shards(trainer.parameters.values(), groups)
+        differs = False
         if single is not None:
             expected = single.train_step() if step else result
-            boxes_off = differences(boxes, single.full_parameters(), config.model.init_std)
-            worst = max(boxes_off)
+            found = differences(shards, single.full_parameters(), config.model.init_std)
+            worst = max(found)
             limits = tolerance if step else EXACT
-            failure = judge(step, result, expected, boxes_off, limits, groups.layout)
-            parted = failure is not None
+            failure = judge(step, result, expected, found, limits, groups.layout)
+            differs = failure is not None
             name = (config.precision.name, config.optim.name)
             if step or failure:
                 yield Comparison(*name, step, result, expected, worst, failure)
-        if agree(parted, groups, device):
+        if broadcast_flag(differs, groups, device):
             return
 
 
 def single_process(config: Config) -> Config:
-    """The same training on one rank: more micro-batches in place of replicas."""
-    sizes = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "vpp": 1, "sp": False}
-    sections = {"schedule": ScheduleConfig(), "profile": ProfileConfig()}
-    changed = dataclasses.replace(config, **sizes, **sections)
+    """Returns the config of the same training on one rank, with micro-batches for replicas."""
+    changed = dataclasses.replace(
+        config,
+        tp=1,
+        pp=1,
+        dp=1,
+        cp=1,
+        vpp=1,
+        sp=False,
+        schedule=ScheduleConfig(),
+        profile=ProfileConfig(),
+    )
     return check_config(changed, 1)
 
 
-def differences(boxes: list, expected: dict[str, Tensor], init_std: float) -> list[Off]:
-    """How far every box of every rank is from the single process's tensor; NaN counts as inf.
+def differences(
+    shards: list[tuple[int, ShardSpec, Tensor]], expected: dict[str, Tensor], init_std: float
+) -> list[ShardDifference]:
+    """Compares every shard of every rank with the single process's tensor; NaN counts as inf.
 
-    A parameter's scale is its largest value, or the deviation of initial weights where that is
-    more: the bias of the keys has no gradient (softmax cancels it) and holds rounding noise alone.
-    In the order of the model's parameters, then of the ranks.
+    A parameter's scale is its largest value, at least the std of initial weights: the bias of the
+    keys has no gradient (softmax cancels it) and holds rounding noise. In the order of the model's
+    parameters, then of the ranks.
     """
     found = []
-    for rank, piece, box in boxes:
-        full = expected[piece.name]
-        off = (box - piece.of_full(full)).abs().max() / full.abs().max().clamp(min=init_std)
-        found.append(Off(float(off.nan_to_num(torch.inf, torch.inf)), piece.name, rank))
+    for rank, spec, values in shards:
+        full = expected[spec.name]
+        off = (values - spec.of_full(full)).abs().max() / full.abs().max().clamp(min=init_std)
+        ratio = float(off.nan_to_num(torch.inf, torch.inf))
+        found.append(ShardDifference(ratio, spec.name, rank))
     order = {name: i for i, name in enumerate(expected)}
     return sorted(found, key=lambda off: (order[off.name], off.rank))
 
@@ -214,28 +229,31 @@ def judge(
     step: int,
     layout: StepResult,
     single: StepResult,
-    boxes: list[Off],
+    found: list[ShardDifference],
     tolerance: Tolerance,
     grid: Layout,
 ) -> str | None:
-    """Where the two part, as a sentence: step, figures, first and worst parameter with its rank."""
+    """Returns the differences beyond the tolerance as a sentence, or None.
+
+    With the step, the figures, and the first and worst parameter with its rank.
+    """
     moment = f"after step {step}" if step else "before the first step"
-    said = []
+    parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
         if a is None and b is None:  # both found no token to learn
             continue
         if a is None or b is None:
-            said.append(f"{name} is {a} under the layout and {b} in one process")
+            parts.append(f"{name} is {a} under the layout and {b} in one process")
         elif not relative(a, b) <= limit:
-            said.append(f"{name} is {a:.12g} under the layout and {b:.12g} in one process")
+            parts.append(f"{name} is {a:.12g} under the layout and {b:.12g} in one process")
     limit = math.inf if tolerance.weights is None else tolerance.weights
-    off = [box for box in boxes if box.difference > limit]
-    for word, box in (("first", off[:1]), ("worst", sorted(off, reverse=True)[:1])):
-        for difference, name, rank in box:
+    off = [each for each in found if each.difference > limit]
+    for adjective, chosen in (("first", off[:1]), ("worst", sorted(off, reverse=True)[:1])):
+        for difference, name, rank in chosen:
             where = f"rank {rank} ({grid.coordinates(rank)})"
-            said.append(f"the {word} parameter is {name} on {where}, off by {difference:.1e}")
-    return f"{moment}, {'; '.join(said)}" if said else None
+            parts.append(f"the {adjective} parameter is {name} on {where}, off by {difference:.1e}")
+    return f"{moment}, {'; '.join(parts)}" if parts else None
 
 
 def describe(config: Config) -> str:
@@ -247,7 +265,7 @@ def describe(config: Config) -> str:
 
 
 def table(rows: list[Comparison], layout: Layout) -> Table:
-    """Losses and gradient norms side by side, and how far the worst parameter is off."""
+    """Tabulates losses, gradient norms and the difference of the worst parameter."""
     first = rows[0]
     result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
     one = "one\nprocess"
@@ -255,12 +273,12 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
         result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         a, b = row.layout, row.single
-        cells = ("none", "none", "")
+        cells = [str(row.step), "none", "none", ""]
         if a.loss is not None and b.loss is not None:
-            cells = (f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}")
-        cells += (f"{a.grad_norm:.5f}", f"{b.grad_norm:.5f}")
-        cells += (f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}")
-        result.add_row(str(row.step), *cells, style="bold red" if row.failure else None)
+            cells[1:] = [f"{a.loss:.6f}", f"{b.loss:.6f}", f"{relative(a.loss, b.loss):.0e}"]
+        cells += [f"{a.grad_norm:.5f}", f"{b.grad_norm:.5f}"]
+        cells += [f"{relative(a.grad_norm, b.grad_norm):.0e}", f"{row.worst.difference:.0e}"]
+        result.add_row(*cells, style="bold red" if row.failure else None)
     worst = max((row.worst for row in rows), key=lambda w: w.difference)
     where = layout.coordinates(worst.rank)
     result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
