@@ -78,7 +78,6 @@ class Trainer:
 
     Args:
         config: a whole configuration; checked here too, for library users.
-        groups: this rank's process groups.
         corpus: from `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
 
@@ -158,16 +157,9 @@ class Trainer:
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
-        return Batches(
-            source,
-            config.micro_batch_size,
-            config.num_microbatches,
-            dp.index,
-            self.device,
-            self.needs_batch,
-            config.data.document_mask,
-            config.global_batch_size * ahead,
-        )
+        size, count = config.micro_batch_size, config.num_microbatches
+        masks, window = config.data.document_mask, config.global_batch_size * ahead
+        return Batches(source, size, count, dp.index, self.device, self.needs_batch, masks, window)
 
     @property
     def tokens_per_step(self) -> int:
@@ -228,12 +220,10 @@ class Trainer:
         return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss over `train.eval_batches` global batches of held-out samples.
+        """Returns the mean loss over `train.eval_batches` global batches; collective.
 
-        None if all of their tokens are masked; collective.
-
-        Args:
-            part: one of `held_out_batches`, the parts of a blend; None: all.
+        None if all tokens are masked. `part`: one of `held_out_batches`, the parts of a blend;
+        None: all.
         """
         batches = self.valid_batches if part is None else self.held_out_batches[part]
         assert batches is not None  # the checks see to held-out samples
@@ -270,11 +260,7 @@ class Trainer:
         )
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
-        """Reduces over the world; returns equal numbers on every rank.
-
-        Returns: the global loss, None without an unmasked token; the unscaled gradient norm; and
-            whether any rank was asked to stop.
-        """
+        """Reduces over the world: loss, unscaled gradient norm, whether a rank is asked to stop."""
         squared = self.optimizer.squared_norm().to(self.device)
         if self.data_parallel.replicas[0] > 0:
             # Only the first of equal replicas contributes; 0 · inf is NaN, so any rank's overflow
@@ -292,13 +278,11 @@ class Trainer:
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        """Returns masters and optimizer state of this rank, as live views."""
         two_tables = self.tied_name is not None  # of which this rank holds one
         replicas = self.data_parallel.replicas
         return parameter_slices(self.optimizer, self.groups, replicas, two_tables)
 
     def progress(self) -> dict[str, int | float]:
-        """Returns the state besides the parameters; numbers alone, equal on every rank."""
         return {
             "steps": self.steps_done,
             "consumed_samples": self.consumed_samples,
@@ -308,10 +292,7 @@ class Trainer:
         }
 
     def restore(self, progress: dict[str, int | float]) -> None:
-        """Restores `progress`, after the values of `parameter_slices` were overwritten.
-
-        Collective over dp.
-        """
+        """Restores `progress`, after the caller has overwritten the `parameter_slices`."""
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
         self.optimizer.restore(int(progress["updates"]))
@@ -321,7 +302,6 @@ class Trainer:
         self.data_parallel.wait_for_all_gathers()
 
     def step_times(self) -> list[RankTimes]:
-        """Returns the times of the steps so far, by rank; collective."""
         return times_of_ranks(self.clock, self.groups, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:

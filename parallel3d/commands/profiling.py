@@ -32,11 +32,10 @@ LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
 class StepProfiler:
-    """Profiles the steps `profile.steps` on the ranks `profile.ranks`.
+    """Profiles the steps `profile.steps` on the ranks `profile.ranks`; on the others it waits.
 
-    Every rank has a profiler, since all ranks wait while some write. nsys and `torch.profiler`
-    cannot both trace a GPU, so under nsys only ranges and the start and end of the steps are marked
-    (`--capture-range=cudaProfilerApi`).
+    nsys and `torch.profiler` cannot both trace a GPU, so under nsys only ranges and the start and
+    end of the steps are marked (`--capture-range=cudaProfilerApi`).
 
     Attributes:
         steps: remaining steps to profile.
@@ -202,8 +201,6 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
 
 
 class ProfileRow(NamedTuple):
-    """A kernel or an operator, with its number of calls and total milliseconds."""
-
     name: str
     calls: int
     ms: float

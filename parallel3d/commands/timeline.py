@@ -45,8 +45,8 @@ def train_drawn_step(trainer: Trainer, run_dir: Path) -> StepResult:
         _write(run_dir / EVENTS, json.dumps(trace_events(measured), indent=1) + "\n")
         if groups.pp.size > 1:
             hop = trainer.clock.baseline_latency.get("pp", 0.0)
-            layers, again = layers_of_stages(trainer.config), forwards_again(trainer.config)
-            costs = measured_costs(measured, trainer.schedule, layers, again)
+            layers, recomputed = layers_of_stages(trainer.config), forwards_again(trainer.config)
+            costs = measured_costs(measured, trainer.schedule, layers, recomputed)
             print_line(f"measured, in ms, for schedule=auto: {keys_of(costs, hop)}")
     return result
 
@@ -92,12 +92,12 @@ def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
 
 
 def measured_costs(
-    measured: Timeline, schedule: Schedule, layers: Sequence[range], again: Sequence[float]
+    measured: Timeline, schedule: Schedule, layers: Sequence[range], recomputed: Sequence[float]
 ) -> tuple[float, float, float]:
     """Returns the seconds of F, I and W of a micro-batch in the layers of an average rank.
 
     Measured in stages without the head, whose cost `schedule=auto` computes from its size. An
-    unsplit backward counts as two halves; recomputation, `again` forwards by stage, is left out.
+    unsplit backward counts as two halves; recomputation, `recomputed` forwards by stage, is left out.
     """
     stages = schedule.placement.stages
     each = [
@@ -109,7 +109,7 @@ def measured_costs(
     forward = median(seconds for kind, _, seconds in each if kind == Kind.F)
     gradient, weight = [], []
     for kind, stage, seconds in each:
-        new = seconds - again[stage] * forward
+        new = seconds - recomputed[stage] * forward
         if kind == Kind.B:
             gradient.append(new / 2)
             weight.append(new / 2)
@@ -128,7 +128,6 @@ def keys_of(costs: Sequence[float], hop: float) -> str:
 
 
 def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
-    """Draws both timelines as one SVG document, the measured one above."""
     until = max(measured.makespan, simulated.makespan)
     above = render_svg(measured, f"{title}, measured", until=until)
     below = render_svg(simulated, "the same costs on the clock, no hops", until=until)

@@ -127,7 +127,6 @@ def open_data(
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs automatic choices, and options that this placement or device cannot have."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
     if config.schedule.name == "auto":
@@ -225,11 +224,7 @@ def run_steps(
 
 
 def check_data(trainer: Trainer, worker: Worker) -> None:
-    """Checks that the files that the run reads are unchanged.
-
-    Raises:
-        UserError: a file has changed.
-    """
+    """Checks that the files that the run reads are unchanged, or raises UserError."""
     assert trainer.corpus is not None
     sentences = look_at(trainer.corpus.watched.values())
     if worker.local_rank == 0:  # the others see the same files
@@ -258,7 +253,6 @@ def record_step(
 
 
 def record_blend(trainer: Trainer, recorder: Recorder, step: int) -> None:
-    """Records how much the run has read of each part of a blend."""
     source = trainer.train_source
     if isinstance(source, Blended):
         read = source.read(trainer.consumed_samples)
@@ -289,7 +283,6 @@ def leave_marker(
 
 
 def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
-    """Creates the recorder of rank 0, with the peak FLOP/s that MFU is relative to."""
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,
@@ -303,7 +296,6 @@ def open_recorder(trainer: Trainer, worker: Worker) -> Recorder:
 
 
 def header_facts(config: Config, corpus: Corpus | Blend, device: torch.device) -> dict[str, str]:
-    """Returns the header's lines about data and device."""
     name = config.data.path or "this Python's standard library"
     if isinstance(corpus, Blend):
         name = f"a blend of {len(corpus.corpora):,} corpora"

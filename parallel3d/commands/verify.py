@@ -68,8 +68,6 @@ class ShardDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A step of the layout and the same step of one process."""
-
     precision: str
     optimizer: str
     step: int
@@ -113,7 +111,6 @@ def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> b
 
 
 def report(config: Config, rows: list[Comparison], failure: str | None) -> dict:
-    """Returns the content of verify.json."""
     steps = [
         row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
         for row in rows
@@ -149,7 +146,6 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
 
 
 def in_type(own: PrecisionConfig, name: str) -> PrecisionConfig:
-    """Returns the run's own precision, or another one with the loss in fp32."""
     return own if name == own.name else dataclasses.replace(own, name=name, lm_cross_entropy="fp32")
 
 
@@ -188,18 +184,10 @@ def compare(
 
 def single_process(config: Config) -> Config:
     """Returns the config of the same training on one rank, with micro-batches for replicas."""
-    changed = dataclasses.replace(
-        config,
-        tp=1,
-        pp=1,
-        dp=1,
-        cp=1,
-        vpp=1,
-        sp=False,
-        schedule=ScheduleConfig(),
-        profile=ProfileConfig(),
+    one = dataclasses.replace(config, tp=1, pp=1, dp=1, cp=1, vpp=1, sp=False)
+    return check_config(
+        dataclasses.replace(one, schedule=ScheduleConfig(), profile=ProfileConfig()), 1
     )
-    return check_config(changed, 1)
 
 
 def differences(
@@ -233,10 +221,7 @@ def judge(
     tolerance: Tolerance,
     grid: Layout,
 ) -> str | None:
-    """Returns the differences beyond the tolerance as a sentence, or None.
-
-    With the step, the figures, and the first and worst parameter with its rank.
-    """
+    """Returns the differences beyond the tolerance as a sentence, or None."""
     moment = f"after step {step}" if step else "before the first step"
     parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
@@ -265,7 +250,6 @@ def describe(config: Config) -> str:
 
 
 def table(rows: list[Comparison], layout: Layout) -> Table:
-    """Tabulates losses, gradient norms and the difference of the worst parameter."""
     first = rows[0]
     result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
     one = "one\nprocess"

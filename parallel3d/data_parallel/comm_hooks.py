@@ -20,9 +20,9 @@ from parallel3d.sizes.traffic import compressed_rank, padded_numel
 class SideStream:
     """Runs all phases of a bucket's reduction on an accelerator stream of their own.
 
-    A phase waits for the collective of the phase before. On the compute stream this would block the
-    backward; here only the side stream waits, and the compute stream waits for it once, when the
-    step needs the sums. Buckets follow each other in the same order on every rank.
+    A phase waits for the collective of the phase before: on the compute stream this would block the
+    backward. The compute stream waits once, when the step needs the sums. Buckets follow each other
+    in the same order on every rank.
 
     Lifetimes: tensors that the phases allocate belong to the side stream. Tensors of the compute
     stream that they use must not be freed before that stream has waited: a phase that replaces one
@@ -33,11 +33,7 @@ class SideStream:
         self.stream: Any = None
 
     def run(self, tensor: Tensor, start: Callable[[], Work]) -> Work:
-        """Queues `start()` and the wait for its handle, which runs the other phases.
-
-        Args:
-            tensor: the bucket, complete on the stream that calls.
-        """
+        """Queues `start()` and the wait for its handle, after the current stream."""
         module = accelerator.module(tensor.device)
         if self.stream is None:
             self.stream = module.Stream(device=tensor.device)
@@ -66,9 +62,8 @@ class HierarchicalAllReduce:
     """A `CommHook`: reduce-scatters inside NVLink domains, all-reduces the shards between domains.
 
     A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leaves
-    a domain, and members of equal index, which communicate, are on one rail. Time
-    2(g − 1)/g · S/B_nvlink + 2(m − 1)/m · S/(g · B_nic) for S bytes, g members per domain and m
-    domains, without latencies (`costs.hierarchical_all_reduce`).
+    a domain of g members, between members of equal index, which are on one rail
+    (`costs.hierarchical_all_reduce`).
     """
 
     inner: Group
@@ -76,7 +71,6 @@ class HierarchicalAllReduce:
     side: SideStream = field(default_factory=SideStream)
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a flat `tensor` over `group`, which is inner × outer."""
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: self._start(tensor))
         return self._start(tensor)
@@ -113,15 +107,13 @@ class _Started:
 class InBf16:
     """A `CommHook`: sends gradients as bf16 and adds them in fp32.
 
-    All-to-all of bf16, sums in fp32 in rank order, all-gather of bf16 sums: two roundings of at
-    most 2⁻⁹, for any number of ranks. An all-reduce of bf16 tensors sends the same bytes and rounds
-    after each of its n − 1 additions.
+    Two roundings of at most 2⁻⁹ for any number of ranks; an all-reduce of bf16 tensors sends the
+    same bytes and rounds after each of its n − 1 additions.
     """
 
     side: SideStream = field(default_factory=SideStream)
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a flat `tensor` over the group, complete after `wait()`."""
         started = _Bf16Started(tensor, group)
         if is_on_accelerator(tensor):
             return self.side.run(tensor, lambda: started)
@@ -172,7 +164,6 @@ class Matrix:
     error: Tensor  # (rows, columns), the error feedback of this rank
 
     def of(self, bucket: Tensor) -> Tensor:
-        """Returns the matrix (rows, columns) as a view of the bucket."""
         size = self.rows * self.columns
         return bucket[self.offset : self.offset + size].view(self.rows, self.columns)
 
@@ -198,13 +189,12 @@ class PowerSGD:
     """A stateful `CommHook`: low-rank gradients with error feedback and warm start.
 
     Matrices of n rows and m columns are sent as P (n, r) and Q (m, r), in fp32 or better, vectors
-    and small matrices uncompressed. The error of a rank's gradient is added to its next one. The
-    state is not saved: a resumed run starts without it.
+    and small matrices uncompressed. The state is not saved: a resumed run starts without it.
 
     PyTorch's hook starts later reductions when earlier ones complete, on any thread: with several
     buckets in flight, gloo ranks would enter them in different orders. Here a bucket's second
-    reduction starts in `wait()`, which every rank calls in bucket order (on accelerators both start
-    with the bucket, see `SideStream`). The result is a sum, not a mean.
+    reduction starts in `wait()`, which every rank calls in bucket order. The result is a sum, not a
+    mean.
 
     Args:
         layouts: per bucket its flat gradients and the shapes of its parameters, in order.
@@ -226,7 +216,6 @@ class PowerSGD:
         }
 
     def __call__(self, tensor: Tensor, group: Group) -> Work:
-        """Starts the sum of a bucket's flat gradients, complete after `wait()`."""
         factors = self.by_address[tensor.data_ptr()]
         factors.steps += 1
         if factors.steps <= self.start or not factors.matrices:

@@ -1,7 +1,4 @@
-"""Data-parallel engines: flat buckets (`zero` 0 and 1), or FSDP2 (`zero` 2 and 3).
-
-`rebuild_buckets` re-buckets in the order in which the first step's gradients became ready.
-"""
+"""Data-parallel engines: flat buckets (`zero` 0 and 1), or FSDP2 (`zero` 2 and 3)."""
 
 from __future__ import annotations
 
@@ -58,9 +55,7 @@ def data_parallel_engine(
     """Creates the engine of `config.zero` for a rank's stages, whose parameters are fp32 or better.
 
     Args:
-        stages: in the order of the model; a single one under zero ≥ 2.
-        initializer: of the stages. With `deferred` the engine draws the values that each rank
-            keeps, so the device never holds a stage twice.
+        initializer: of the stages; if `deferred`, each rank draws only the values that it keeps.
         dtype: the compute type.
         tied: names of tables that another rank holds too.
 
@@ -100,7 +95,6 @@ def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter
 
 
 def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> CommHook:
-    """Returns the hook that reduces a bucket over dp."""
     ddp = config.ddp
     if config.zero and groups.dp.size > 1:
         return collectives.reduce_scatter_bucket
@@ -117,22 +111,19 @@ def comm_hook(config: Config, groups: ProcessGroups, buckets: list[Bucket]) -> C
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
-    Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) a bucket's gradients are reduce-scattered,
-    each rank steps its shard, and the parameters are gathered while the next forward begins: a
-    layer waits for its own bucket alone. The bytes are those of an all-reduce.
+    Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
+    steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
 
     Args:
-        chunks: the parameters of each of this rank's stages by name, in forward order, fp32 or
-            better. No bucket holds parameters of two stages, which are ready at other times.
+        chunks: the parameters of each stage by name, in forward order, fp32 or better. No bucket
+            holds parameters of two stages, which are ready at other times.
         dtype: the compute type.
-        zero: 0 or 1.
         tied: names of tables that another rank holds too, in buckets of their own, so that both
             ranks shard them equally.
         make_hook: creates the `CommHook` of the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
 
     Attributes:
-        parameters: all of this rank's parameters by name.
         segments: flat shards that this rank steps.
         replicas: (index, count) among the dp ranks that step the same elements.
     """
@@ -165,7 +156,6 @@ class BucketedDataParallel:
         return collectives.all_reduce_bucket
 
     def _fill_buckets(self, chunks: list[list[str]], values: InitFn = current_values) -> None:
-        """Moves the parameters, whose values become the masters, into buckets."""
         self.buckets: list[Bucket] = []
         for names in reversed(chunks):  # as their gradients become ready
             named = [(name, self.parameters[name]) for name in names]
@@ -176,7 +166,7 @@ class BucketedDataParallel:
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
 
     def rebuild_buckets(self, ready_order: list[str], masters: dict[str, Tensor]) -> None:
-        """Moves the parameters to new buckets, between steps; `segments` are new ones.
+        """Moves the parameters to new buckets and `segments`, between steps.
 
         Args:
             ready_order: names of all parameters, the same on all ranks of dp and tp.
@@ -188,14 +178,12 @@ class BucketedDataParallel:
         self.reducer.set_buckets(self.buckets, self.make_hook(self.buckets))
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients before a step of so many micro-batches."""
         self.reducer.start_step(microbatches)
 
     def start_last_microbatch(self) -> None:
         """Does nothing: the reducer counts micro-batches itself."""
 
     def finish_step(self) -> list[str]:
-        """Waits for the reductions; returns the names of parameters without a gradient."""
         return self.reducer.finish_step()
 
     def tied_gradient(self, name: str) -> Tensor:
@@ -215,10 +203,7 @@ class BucketedDataParallel:
                     self.gathering[bucket.index] = work
 
     def pre_forward(self, part: str) -> None:
-        """Waits for the parameters of a part of a stage, given by the prefix of their names.
-
-        Every dp rank calls it in the same order.
-        """
+        """Waits for the parameters whose names begin with `part`; in equal order on all ranks."""
         if not self.gathering:
             return
         last = min(
@@ -230,7 +215,6 @@ class BucketedDataParallel:
                 self.gathering.pop(index).wait()
 
     def wait_for_all_gathers(self) -> None:
-        """Waits for all parameters (before a checkpoint or an evaluation)."""
         for index in list(self.gathering):
             self.gathering.pop(index).wait()
 
@@ -242,13 +226,11 @@ FullValues = dict[str, dict[str, Tensor]]
 def rebuild_buckets(
     engine: BucketedDataParallel, optimizer: Optimizer, optim: OptimConfig, groups: ProcessGroups
 ) -> Optimizer:
-    """Re-buckets in ready order and moves masters and optimizer state, as PyTorch's DDP does.
+    """Re-buckets in ready order, as PyTorch's DDP does; returns the optimizer of the new buckets.
 
     The reverse order of the model is only a guess of autograd's order (Li et al. 2020 §3.2.3).
-    Collective over dp and tp; once in a run, as under ZeRO every rank holds all masters and all
-    optimizer state of its stage meanwhile.
-
-    Returns: the optimizer of the new buckets.
+    Collective over dp and tp. Under ZeRO every rank holds all masters and all state of its stage
+    meanwhile.
     """
     engine.wait_for_all_gathers()
     ready_order = agreed_order(engine.reducer.ready_order, list(engine.parameters), groups)
@@ -268,8 +250,7 @@ def rebuild_buckets(
 def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups) -> list[str]:
     """Returns the ready order of a stage's first rank; unused parameters come last.
 
-    All ranks of a stage need one order: they reduce the same buckets and, under sequence
-    parallelism, the same segments.
+    All ranks of a stage need the same buckets and, under sequence parallelism, the same segments.
     """
     seen = set(ready_order)
     mine = [*ready_order, *(name for name in reversed(names) if name not in seen)]
@@ -283,10 +264,7 @@ def agreed_order(ready_order: list[str], names: list[str], groups: ProcessGroups
 def full_values(
     slices: Iterable[ParameterSlice], parameters: dict[str, nn.Parameter], shards: Group | None
 ) -> FullValues:
-    """Assembles whole local parameters from the slices of the ranks of `shards`, on each rank.
-
-    `shards` None: this rank holds all slices.
-    """
+    """Assembles whole local parameters from the slices of the ranks of `shards`, or of this one."""
     found: dict[str, Tensor] = {}
     total = sum(p.numel() for p in parameters.values())
     starts, offset = {}, 0

@@ -1,11 +1,9 @@
 """ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), with the bucket engine's interface.
 
 Every block is an FSDP unit, and the rest of the stage (embedding, final norm, head, so that a tied
-table is one tensor) is one more. FSDP2 shards each local parameter along its first dimension over
-dp. A unit's parameters are gathered before its forward. Under stage 3 those of a block are freed
-after it and gathered again for its backward; the others, and all under stage 2, stay until the
-step's last backward. Gradients are reduce-scattered in every backward, or (`every_microbatch`
-false) accumulated unsharded and reduce-scattered in the last.
+table is one tensor) is one more. Under stage 3 the parameters of a block are freed after its
+forward and gathered again for its backward; the others, and all under stage 2, stay until the
+step's last backward.
 
 Added here: sums instead of means (the loss is already divided), one flat gradient buffer, the names
 of parameters without a gradient, and our own collectives, which are timed, logged, counted, and use
@@ -44,17 +42,15 @@ class FullyShardedDataParallel:
 
     Args:
         stage: with parameters in fp32 or better, which become the masters.
-        initializer: of the stage; with `deferred`, the values are drawn here.
+        initializer: of the stage; if `deferred`, the values are drawn here.
         dtype: the compute type, in which parameters are gathered.
         groups: with two levels of dp the inner group (`dp_inner`) shards a model, and the outer one
             (`dp_outer`) holds its replicas (HSDP).
-        zero: 2 or 3.
-        every_microbatch: reduce in every backward: no rank holds unsharded gradients of more than a
-            unit, at the cost of a reduce-scatter per micro-batch. With HSDP the gradients are
-            summed over the replicas once, at the end of the step.
+        every_microbatch: reduce-scatter in every backward, and sum over HSDP replicas at the end,
+            so that no rank holds unsharded gradients of more than a unit; else only in the last
+            backward.
 
     Attributes:
-        parameters: local name → sharded parameter with its spec and compute dtype.
         segments: flat shards that this rank steps, one per parameter.
         replicas: (index, count) among the dp ranks that step the same elements.
     """
@@ -132,7 +128,6 @@ class FullyShardedDataParallel:
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients before a step."""
         self.gradients.zero_()
         self.without_gradient = set(self.parameters)
         self._last_backward(False)
@@ -147,13 +142,11 @@ class FullyShardedDataParallel:
         self.stage.set_reshard_after_backward(last, recurse=self.zero == 2)
 
     def finish_step(self) -> list[str]:
-        """Returns the names of parameters without a gradient; FSDP2 has waited for the sums."""
         if self.every_microbatch and self.replica_group.size > 1:
             collectives.all_reduce(self.gradients, self.replica_group)
         return [name for name in self.parameters if name in self.without_gradient]
 
     def tied_gradient(self, name: str) -> Tensor:
-        """Returns this rank's shard of a tied table's gradient, flat; equal on both stages."""
         return self.gradient_of[name]
 
     def all_gather_params(self) -> None:
@@ -169,8 +162,6 @@ class FullyShardedDataParallel:
 
 
 class _Collective:
-    """Allocates the output of a custom FSDP2 collective."""
-
     def __init__(self, group: Group) -> None:
         self.group = group
 
@@ -208,10 +199,7 @@ class _ReduceScatter(_Collective):
 
 
 def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> None:
-    """Allocates a unit's parameters and draws the rows of this rank's shard.
-
-    The other rows are zero, and FSDP2 frees them when it shards the unit.
-    """
+    """Allocates a unit's parameters and draws the rows of this rank's shard."""
     for parameter in unit.parameters():
         if isinstance(parameter, DTensor):  # of a unit that is sharded already
             continue
@@ -235,8 +223,8 @@ def _sum_over_replicas(flat: Tensor, replicas: Group) -> None:
 def _mesh(groups: ProcessGroups) -> DeviceMesh:
     """Returns the mesh of the ranks that shard one model.
 
-    FSDP2 could take (replicas, shards) as a mesh of two dimensions and reduce over replicas itself;
-    our all-reduce hook does it instead, so that this sum is timed and logged too.
+    FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce hook does
+    it, so that this sum is timed and logged too.
     """
     assert groups.mesh is not None
     if groups.dp_inner.size == 1:

@@ -1,13 +1,12 @@
 """The gradient noise scale, an estimate of the largest useful batch.
 
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
-norm of a gradient of B sequences is |G|² + tr(Σ)/B on average. Two batch sizes give both terms
+norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
 (appendix A.1). tr(Σ)/|G|², in sequences, is the batch at which noise and gradient are equal: far
 below it twice the batch saves half the steps, far above it hardly any.
 
-The two sizes are those of a replica's own gradient, before its bucket is reduced, and of the
-reduced one. With dp=1 the gradient after the first micro-batch replaces the replica's. So there is
-no further forward or backward; the cost is that of reading the gradients twice.
+The two sizes are those of a replica's own gradient, before its bucket is reduced (with dp=1 the
+gradient after the first micro-batch), and of the reduced one: no further forward or backward.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Noise(NamedTuple):
     """The estimates of a step.
 
     Attributes:
-        scale: tr(Σ)/|G|² in sequences, from running means; None if either mean is not positive,
-            as in the first steps.
+        scale: tr(Σ)/|G|² in sequences, from running means; None if either mean is not positive.
         trace, signal: this step's estimates of tr(Σ), for a batch of one sequence, and of |G|²;
             their error is about as large as they are, and they can be negative.
     """
@@ -49,9 +47,9 @@ class PartialNorms:
     """Computes squared gradient norms of a part of the batch and of all of it, during a step.
 
     Both are over parameters whose gradient on one replica is complete before the reduction over dp.
-    Left out are those that are summed later: under sequence parallelism replicated parameters,
-    shards with `tp_replicas` > 1, and a table tied over two stages. With dp=1 also the head's
-    table, which gets gradients of several micro-batches before the other parameters.
+    Left out are replicated parameters under sequence parallelism, shards with `tp_replicas` > 1, a
+    table tied over two stages and, with dp=1, the head's table, which gets gradients of several
+    micro-batches before the other parameters.
     """
 
     def __init__(
@@ -79,10 +77,7 @@ class PartialNorms:
 
     @torch.no_grad()
     def squares(self) -> Tensor:
-        """Returns this rank's shares of both squared norms, after the reduction: (2,), float64.
-
-        To be summed over the world.
-        """
+        """Returns this rank's shares of both squared norms, after the reduction: (2,), float64."""
         whole = torch.zeros_like(self.part)
         if self.engine.replicas[0] == 0:  # only the first of equal replicas contributes
             views = [grad for s in self.engine.segments for grad in self._counted_of(s)]
@@ -105,7 +100,6 @@ class PartialNorms:
             offset += numel
 
     def _runs(self, name: str, spec: ParameterSpec, start: int, numel: int) -> Iterator[slice]:
-        """Yields the counted runs of a parameter's elements [start, start + numel)."""
         if spec.tied_lm_head or name == self.tied:
             return
         if spec.replicated and (self.sp or self.tp.index > 0):
@@ -141,10 +135,7 @@ class NoiseScale:
     def of_run(
         cls, config: Config, engine: DataParallel, groups: ProcessGroups, tied: str | None
     ) -> NoiseScale:
-        """Creates the estimator that `config.train.noise_scale` asks for.
-
-        Args:
-            tied: name of the table that another stage holds too.
+        """Creates a run's estimator; `tied`: name of the table that another stage holds too.
 
         Raises:
             ValueError: an engine without buckets, where no replica's own gradients can be read.
@@ -159,7 +150,6 @@ class NoiseScale:
         return cls(config.global_batch_size, parts, norms)
 
     def squares(self) -> list[Tensor]:
-        """Returns this rank's shares of the two squared norms; empty if nothing is measured."""
         return [] if self.norms is None else [self.norms.squares()]
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
@@ -168,8 +158,7 @@ class NoiseScale:
         Args:
             squares: sums over all ranks. First, Σ over the replicas of the squared norms of their
                 gradients, or the squared norm of the first micro-batch's; second, that of the whole
-                batch's gradient. Each gradient is a sum over its own tokens, divided by the tokens
-                of the global batch.
+                batch's gradient. Each gradient is divided by the tokens of the global batch.
             loss_scale: by which the gradients are multiplied.
         """
         if self.norms is None or not math.isfinite(sum(squares)) or squares[1] == 0:
@@ -186,12 +175,10 @@ class NoiseScale:
         self.last = Noise(scale, trace, signal)
 
     def progress(self) -> dict[str, float]:
-        """Returns the state for `restore`."""
         if self.norms is None:
             return {}
         return {"noise_trace": self.trace, "noise_signal": self.signal}
 
     def restore(self, progress: dict[str, int | float]) -> None:
-        """Restores the running means."""
         self.trace = float(progress.get("noise_trace", 0.0))
         self.signal = float(progress.get("noise_signal", 0.0))

@@ -1,9 +1,4 @@
-"""Gradient buckets, and their reduction over the data-parallel group during the backward.
-
-A bucket is one flat buffer of parameters and one of gradients (fp32 or better). The model's
-parameters are views of the first, every gradient is added to the second, one collective reduces it,
-and the optimizer steps flat views of both. Under ZeRO each dp rank steps its shard of every bucket.
-"""
+"""Gradient buckets, and their reduction over the data-parallel group during the backward."""
 
 from __future__ import annotations
 
@@ -33,13 +28,11 @@ from parallel3d.sizes.traffic import assign, padded_numel
 
 @dataclass
 class Bucket:
-    """A flat buffer of parameters and one of gradients.
+    """A flat buffer of parameters, in forward order, and one of gradients (fp32 or better).
 
-    Attributes:
-        params: the parameters by name, in forward order of the model.
-        own: the part that this rank steps: everything, or under ZeRO its shard.
-        segments: runs of parameters with equal settings inside `own`, so that weight decay, the
-            gradient norm and the sequence-parallel sum work on a few long views.
+    The model's parameters are views of `param`, gradients are added to `grad`, one collective
+    reduces it, and the optimizer steps the `segments` of `own`: everything, or under ZeRO this
+    rank's shard.
     """
 
     index: int
@@ -51,8 +44,6 @@ class Bucket:
 
 
 class Sharding(NamedTuple):
-    """The number of shards of a bucket, and the index of this rank's."""
-
     shards: int
     shard: int
 
@@ -62,7 +53,6 @@ InitFn = Callable[[nn.Parameter], Tensor]
 
 
 def current_values(parameter: nn.Parameter) -> Tensor:
-    """Returns the parameter's present values."""
     return parameter.detach()
 
 
@@ -77,14 +67,13 @@ def build_buckets(
 ) -> list[Bucket]:
     """Moves the parameters into flat buckets, in reverse of the given (forward) order.
 
-    Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`, a view of
-    the bucket's gradients. The values, in fp32 or better, become the masters.
+    Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`. The
+    values, in fp32 or better, become the masters.
 
     Args:
         alone: names of parameters that get buckets of their own.
         first: index of the first bucket.
-        values: called once per parameter, so that of deferred ones (`Initializer.deferred`) only
-            one at a time exists outside its bucket.
+        values: called for one parameter at a time, so that deferred ones never exist twice.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
@@ -96,7 +85,6 @@ def build_buckets(
 
 
 def segment_kind(parameter: nn.Parameter) -> tuple[bool, bool, bool]:
-    """Returns the settings of the segments that can hold the parameter."""
     spec = spec_of(parameter)
     return spec.decays, spec.replicated, spec.tied_lm_head
 
@@ -174,22 +162,16 @@ class GradientObserver(Protocol):
 class Reducer:
     """Counts the gradients that buckets miss, and reduces full buckets during the backward.
 
-    Micro-batches add to the buckets, and only the last gradients trigger reductions (Li et al.
-    2020, §3.2.4). The reducer knows how many gradients a parameter gets in a step, one per
-    micro-batch and use, whatever the order in which a pipeline schedule computes them. Full buckets
-    are reduced in bucket order, so every rank issues the same collectives in the same order.
-
-    The loss is already divided by the tokens of the global batch, so the reduction is a plain sum.
+    Only the last gradients of a step trigger reductions (Li et al. 2020, §3.2.4): a parameter gets
+    one per micro-batch and use, in any order that a pipeline schedule computes them. Buckets are
+    reduced in their order, so every rank issues the same collectives in the same order. The loss is
+    already divided by the tokens of the global batch, so the reduction is a plain sum.
 
     Args:
-        buckets: in the order of readiness.
-        group: the data-parallel group; nothing is sent in a group of one.
         overlap: reduce a bucket as soon as it is full; else all at the end.
-        comm_hook: see `CommHook`.
 
     Attributes:
         ready_order: names in the order in which the last step's gradients were complete.
-        observer: observes gradients before they are reduced.
     """
 
     def __init__(
@@ -240,7 +222,6 @@ class Reducer:
         parameter.register_post_accumulate_grad_hook(accumulate)
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients before a step of so many micro-batches."""
         self.expected: dict[str, int] = {}
         for bucket in self.buckets:
             bucket.grad.zero_()

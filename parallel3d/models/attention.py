@@ -30,12 +30,10 @@ TRIED_TOKENS = 128
 
 
 def choose_kernel(config: Config, device: torch.device) -> str:
-    """Returns the attention kernel for `device`.
-
-    A configured kernel is run once, forward and backward, with this rank's heads and dtype.
+    """Returns the attention kernel for `device`, after a trial run of a configured one.
 
     Raises:
-        UserError: the kernel fails; on every rank, before the first step.
+        UserError: on every rank, a kernel that fails.
     """
     asked = config.attention_kernel
     if asked == AUTO:
@@ -68,11 +66,7 @@ def _local_kv_heads(config: Config) -> int:
 
 
 def _activate(asked: str) -> None:
-    """Replaces torch's flash attention by the package's, for the rest of the process.
-
-    Raises:
-        UserError: torch has no registry, does not offer the package or cannot load it.
-    """
+    """Replaces torch's flash attention by the package's, for the rest of the process."""
     name, module = PACKAGES[asked]
     reason = None
     if not hasattr(registry, "activate_flash_attention_impl"):
@@ -135,7 +129,6 @@ def causal_attention(
         rotary: cos and sin to rotate q and k with; None: no rotation.
         dropout: of the probabilities, if there are `samples`: slower than PyTorch's kernel.
         documents: attention stays within each; None: a sample is one document.
-        kernel: see `attention_backends`; unused with dropout.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -159,7 +152,6 @@ def causal_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:
-    """Runs PyTorch's kernel; k and v may have fewer heads where `kernel_shares_heads`."""
     shared = k.shape[1] != q.shape[1]
     with allowed(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
@@ -168,14 +160,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AU
 def kernel_shares_heads(q: Tensor) -> bool:
     """Whether the kernel for `q` reads one key-value head for several query heads.
 
-    Flash attention and cuDNN do. The fp32 kernel on a GPU does not; PyTorch would fall back to
-    writing s × s scores.
+    Flash attention and cuDNN do. In fp32 on a GPU PyTorch would fall back to s × s scores.
     """
     return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeats (b, kv_heads, s, head_dim) for each of the `heads` query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

@@ -18,9 +18,6 @@ BACKENDS = {
 
 
 def allowed(kernel: str) -> AbstractContextManager[object]:
-    """Lets `scaled_dot_product_attention` use this kernel alone, or raise RuntimeError.
-
-    A kernel not in `BACKENDS` leaves the choice to PyTorch. The backward runs its forward's kernel.
-    """
+    """Lets `scaled_dot_product_attention` use this kernel alone, or raise RuntimeError."""
     backends = BACKENDS.get(kernel)
     return nullcontext() if backends is None else sdpa_kernel(backends)

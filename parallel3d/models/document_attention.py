@@ -1,7 +1,7 @@
 """Causal attention within documents of packed samples.
 
 On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all are one call of
-the varlen kernel. To a compiler the whole is one opaque operator, whose shapes do not depend on the
+the varlen kernel. To a compiler it is one opaque operator, whose shapes do not depend on the
 documents, so new documents need no recompilation.
 """
 
@@ -74,7 +74,6 @@ class _EqualDocuments(NamedTuple):
 
 
 def _equal_documents(bounds: Tensor, length: int) -> Iterator[_EqualDocuments]:
-    """Yields the documents of rows of `length` tokens, neighbours of equal length together."""
     count = int(bounds[0])
     edges = bounds[2 : count + 3].tolist()
     run: _EqualDocuments | None = None
@@ -108,7 +107,6 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor,
     edges: Tensor, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of q, k and v, stored as the result is."""
     if _uses_varlen_kernel(q, kernel):
         return _varlen_backward(grad, q, k, v, out, sums, bounds, edges)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -158,7 +156,6 @@ def _cpu_backward(
 
 @functools.cache
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the device has a varlen kernel for heads of this size; it is tried once."""
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         _flash(x, x, x, torch.tensor((2, 1, 0, 1, 2)), torch.arange(3, device=device).int())
@@ -175,7 +172,6 @@ def _uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Attends over (tokens, heads, head_dim); returns the result and the sums (heads, tokens)."""
     count, longest = bounds[:2].tolist()
     edges = edges[: count + 1]
     found = aten._flash_attention_forward(q, k, v, edges, edges, longest, longest, 0.0, True, False)
@@ -227,7 +223,7 @@ def _plain_forward(out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor) -
 def _plain_backward(
     grads: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor
 ) -> None:
-    """Writes the gradients of q, k and v (Dao et al. 2022, §B.2).
+    """Writes the gradients by the formula (Dao et al. 2022, §B.2).
 
     With P = softmax(scores): dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)).
     """

@@ -41,9 +41,7 @@ class Dropout(nn.Module):
     """Drops elements of one site in training.
 
     Args:
-        seed: of the run.
         site: place in the model, the same for every layout.
-        p: probability.
         first_head, first_position: of this rank's shard of the heads or the sequence.
     """
 
@@ -57,11 +55,9 @@ class Dropout(nn.Module):
         self.site = torch.tensor(int.from_bytes(digest, "little", signed=True))
 
     def forward(self, x: Tensor, samples: Tensor | None) -> Tensor:
-        """Drops elements of x.
+        """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
 
-        Args:
-            x: (b, s, channels) or (b, heads, s, channels).
-            samples: (b,) int64, numbers of the samples in the run; None: nothing is dropped.
+        `samples` are (b,) int64 numbers of the samples in the run.
         """
         if samples is None or self.p == 0.0:
             return x
@@ -98,9 +94,7 @@ def row_keys(
 ) -> tuple[Tensor, Tensor]:
     """Returns L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
 
-    Args:
-        start: (b,) site + A · sample.
-        positions: (s,).
+    `start`: (b,) site + A · sample; `positions`: (s,).
     """
     number = positions.to(torch.int64)
     if len(rows) == 2:
@@ -114,7 +108,6 @@ def row_keys(
 
 
 def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
-    """Returns site + A · sample, (b,) int64."""
     # `site` is 0-d on the CPU: a kernel's argument, not a copy that would block the host.
     return site + samples * _signed(SAMPLE, 64)
 
@@ -193,8 +186,8 @@ def attend_dropping(
     """Computes dropout(softmax(q·kᵀ / sqrt(head_dim) + causal mask))·v.
 
     PyTorch's kernels draw layout-dependent masks, so the probabilities are computed here, for some
-    queries at a time; the backward recomputes probabilities and masks. Memory beside the result is
-    that of one block. To a compiler it is one opaque operator.
+    queries at a time; the backward recomputes probabilities and masks. To a compiler it is one
+    opaque operator.
 
     Args:
         q, k, v: (b, heads, s, head_dim), as many heads each.
@@ -282,11 +275,8 @@ def dropped_softmax_backward(
     grad: Tensor, scores: Tensor, positions: Tensor, starts: Tensor | None, low: Tensor,
     high: Tensor, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the forward's result, recomputed, and the gradient of the scores.
-
-    Dao et al. 2022, §B.2, with the mask Z divided by 1 − p: dP = Z ∘ (dO·Vᵀ) and
-    dS = P ∘ (dP − rowsum(dP ∘ P)).
-    """
+    """Recomputes the forward's result; returns it and the gradient of the scores."""
+    # Dao et al. 2022, §B.2, with the mask Z over 1 − p: dP = Z ∘ (dO·Vᵀ), dS = P ∘ (dP − Σ dP ∘ P).
     probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     of_probabilities = without(grad.to(probabilities.dtype), dropped, p)
@@ -296,8 +286,6 @@ def dropped_softmax_backward(
 
 
 class _Scores(NamedTuple):
-    """Inputs of the kernels for one block."""
-
     scores: Tensor
     positions: Tensor
     starts: Tensor | None
@@ -331,7 +319,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v; blocks are summed in fp32 or better."""
     of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
     q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
     of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))

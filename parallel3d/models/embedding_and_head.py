@@ -76,7 +76,6 @@ class Head(nn.Module):
         )
 
     def rows(self) -> Tensor:
-        """Returns this rank's rows of the table, (padded vocabulary / tp, hidden)."""
         if self.model.tie_embeddings and self.model.embedding == "replicated":
             return rows_of_replicated(self.table, self.tp, partial=self.sp)
         return self.table
@@ -88,7 +87,6 @@ class Head(nn.Module):
     def forward(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None
     ) -> Tensor:
-        """Returns the sum of the unmasked losses in fp32 or better; see `Stage.forward`."""
         x, rows = self.norm(x), self.rows()
         if loss_scale is None:
             return self.loss.evaluate(x, rows, labels, loss_mask)

@@ -38,7 +38,6 @@ class BuildContext:
 
     @classmethod
     def of_run(cls, config: Config, init: Initializer, tp: Group) -> BuildContext:
-        """Creates the context of a run's configuration."""
         return cls(
             init,
             tp,
@@ -58,7 +57,6 @@ class BuildContext:
 
     @property
     def split(self) -> dict[str, Any]:
-        """Returns the arguments common to all tensor-parallel linear layers."""
         sp = self.sequence_parallel
         common = {"group": self.tp, "sp": sp, "init": self.init, "chunks": self.chunks}
         return common | {"recomputed": bool(self.recompute)}
@@ -93,7 +91,6 @@ class Norm(nn.Module):
         return self.bias is None and is_on_accelerator(x) and not torch.compiler.is_compiling()
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns x + y (x where y is None) and its norm."""
         return add_rms_norm(x, y, self.weight, self.eps)
 
 
@@ -137,10 +134,8 @@ def output_std(model: ModelConfig) -> float:
 class QKNorm(nn.Module):
     """Applies RMSNorm to every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
 
-    One weight for all heads of q and one for those of k. Every tp rank holds both, and each rank's
-    gradient is that of its own heads, to be summed over tp with or without sequence parallelism
-    (`ShardSpec.tp_replicas`). A key-value head on several ranks is no exception: each rank reads it
-    with other query heads.
+    Every tp rank holds both weights, and each rank's gradient is that of its own heads, to be
+    summed over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -218,7 +213,6 @@ def norm_heads_backward(
     kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the projection and of both weights."""
     q, k, _ = _split(qkv, heads, kv_heads, head_dim)
     grad_q, grad_k, grad_v = _split(grad, heads, kv_heads, head_dim)
     grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale)
@@ -227,7 +221,6 @@ def norm_heads_backward(
 
 
 def _split(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
-    """Returns views of q, k and v, (b, s, heads, head_dim)."""
     return qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
 
 

@@ -1,9 +1,8 @@
 """RMSNorm, SwiGLU and rotary positions as single autograd nodes.
 
-Autograd's own graphs for these read and write the activations two to three times as often. On an
-accelerator forward and backward of a node are one kernel each (`fused`), which recomputes in
-registers where a CPU keeps results. In a compiled block (`compile=true`) the functions are plain
-arithmetic, which TorchInductor fuses with the code around it.
+Autograd's own graphs read and write the activations two to three times as often. On an accelerator
+forward and backward of a node are one kernel each (`fused`). In a compiled block (`compile=true`)
+the functions are plain arithmetic, which TorchInductor fuses with the code around it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def _wide(x: Tensor) -> Tensor:
 
 @fused
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns the result, and the scale (..., 1) in fp32 or better."""
     return _normed(x, weight, eps)
 
 
@@ -35,7 +33,6 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weight."""
     return _norm_gradients(None, grad, x, weight, scale)
 
 
@@ -43,7 +40,6 @@ def rms_norm_backward(
 def add_rms_norm_forward(
     x: Tensor, y: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x + y, its norm, and the scale (..., 1) in fp32 or better."""
     total = x + y
     return total, *_normed(total, weight, eps)
 
@@ -52,11 +48,7 @@ def add_rms_norm_forward(
 def add_rms_norm_backward(
     grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of both terms, which is equal, and of the weight.
-
-    Args:
-        grad_total: of the sum itself. grad: of the norm's result.
-    """
+    """Returns the gradients of each term and of the weight, given those of the sum and the norm."""
     return _norm_gradients(grad_total, grad, total, weight, scale)
 
 
@@ -133,10 +125,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x + y (x where y is None) and its `rms_norm`, for accelerators in eager mode.
-
-    One kernel forward and one backward, which also adds the gradients of the sum and of the norm.
-    """
+    """Returns x + y (x where y is None) and its `rms_norm`, in one kernel, forward and backward."""
     return _AddRMSNorm.apply(x, y, weight, eps)
 
 
@@ -212,7 +201,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        to_split = tuple(g.transpose(1, 2) for g in grads)
+        to_split = [g.transpose(1, 2) for g in grads]
         sizes = [g.shape[2] for g in to_split]
         out = grads[0].new_empty(*to_split[0].shape[:2], sum(sizes), grads[0].shape[-1])
         to_q, to_k, to_v = out.split(sizes, dim=2)
@@ -227,7 +216,6 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns contiguous q, k and v, (b, s, heads, head_dim) each, q and k rotated."""
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
     return _rotated(q, cos, sin), _rotated(k, cos, sin), v.contiguous()
 
@@ -286,11 +274,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates like `_rotate`, without writing in place, for a compiler.
-
-    a·cos − b·sin and b·cos + a·sin are one expression over both halves, so a compiler reads and
-    writes each head once.
-    """
+    """Rotates like `_rotate`, as one expression over both halves, which a compiler fuses."""
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)

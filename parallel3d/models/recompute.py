@@ -39,8 +39,7 @@ from parallel3d.device.fused import deterministic_inductor
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Returns `function(*args)`; keeps only the tensors in `args` for the backward.
 
-    Works in eager mode and in compiled blocks. No generator state is restored: dropout masks do not
-    depend on one (`models/dropout.py`).
+    No generator state is restored: dropout masks do not depend on one (`models/dropout.py`).
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -70,8 +69,7 @@ def shared_inductor(
 
     On CPU one rank of the host compiles a graph, under a lock, and the others find the result in
     TorchInductor's cache. The lock is never held while a graph runs, so no rank in a collective
-    waits for it. On accelerators all ranks compile at the same time: the device index is part of
-    the cache's key.
+    waits for it. On accelerators all ranks compile: the device index is part of the cache's key.
 
     Args:
         saves_operands: deferred weight gradients keep operands of linear layers after the graph has
@@ -101,7 +99,6 @@ def without_inplace_reuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable
 
 @contextmanager
 def _lock(graph: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
-    """Holds the host's lock for this graph."""
     from torch._inductor.runtime.runtime_utils import cache_dir
 
     kinds = [(x.dtype, x.shape) if isinstance(x, torch.Tensor) else type(x) for x in inputs]

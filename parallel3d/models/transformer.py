@@ -66,7 +66,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the MLP of norm(x)."""
         if {"mlp", "norm"} <= self.recompute:
             return checkpoint_up_to_linear(
                 self.down, lambda x: self.inner(norm(x)), x, recompute=True
@@ -136,7 +135,6 @@ class Attention(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Returns the attention of norm(x)."""
         inner = (self.project(x, norm), rotary, samples, documents)
         return checkpoint_up_to_linear(
             self.out, self.attend, *inner, recompute="attention" in self.recompute
@@ -149,26 +147,15 @@ class Attention(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """Computes attention between the projections."""
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
-        return causal_attention(
-            qkv,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            rotary,
-            self.dropout,
-            samples,
-            documents,
-            self.kernel,
-        )
+        shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
+        return causal_attention(qkv, *shape, rotary, dropout, samples, documents, self.kernel)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
 
-        With `tensor_parallel.attention=gather_qk` every rank all-gathers q and k of all heads and
-        takes its own.
+        With `tensor_parallel.attention=gather_qk` through an all-gather of q and k of all heads.
         """
         qkv = checkpoint_up_to_linear(self.qkv, norm, x, recompute="norm" in self.recompute)
         if not self.gathers:
@@ -199,7 +186,6 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Runs the block; `samples` (b,) are numbers in the run, None for no dropout."""
         if self.recompute:
             return recomputed(self.layer, x, rotary, samples, documents)
         return self.layer(x, rotary, samples, documents)
@@ -218,8 +204,8 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Returns x + y (x where y is None), and a function that computes its norm.
 
-        A fused kernel computes both at once, unless the norm is recomputed in the backward: then
-        its result must not be kept.
+        A fused kernel computes both at once, unless the norm is recomputed: then it must not be
+        kept.
         """
         if self.keeps_norms and norm.is_fused_with_sum(x):
             x, normed = norm.add(x, y)
@@ -245,9 +231,8 @@ class Stage(nn.Module):
     Args:
         layers: global layer numbers of this stage.
         first, last: whether it holds the embedding, the head. Both: the whole model.
-        first_stage: for a last stage whose rank also holds the first (a V schedule): the first
-            stage, whose word embedding a tied head reads.
-        first_and_last_share_rank: the first and the last stage are on this rank.
+        first_stage: for a last stage whose rank also holds the first (a V schedule): the stage
+            whose word embedding a tied head reads.
         recomputed: number of layers that recompute, the first ones; None: all.
 
     Attributes:
@@ -287,16 +272,14 @@ class Stage(nn.Module):
         )
         self.head = None
         if last:
-            owner = (first_stage or self).embedding
-            tied = owner is not None and model.tie_embeddings
-            self.head = Head(model, ctx, owner.word.weight if owner is not None and tied else None)
+            owner = (first_stage or self).embedding if model.tie_embeddings else None
+            self.head = Head(model, ctx, None if owner is None else owner.word.weight)
         self.rotary = None
         if model.position_embedding == "rope":
             self.rotary = rotary_tables(model, ctx.init.dtype, ctx.init.device)
 
     @property
     def blocks(self) -> dict[str, TransformerBlock]:
-        """Returns the blocks by global layer number."""
         # nn.ModuleDict is not generic.
         return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
 
@@ -351,29 +334,16 @@ def stages_of_rank(
     rank: int,
     ctx: BuildContext,
 ) -> list[Stage]:
-    """Creates the stages that `rank` of a pipeline holds, in the order of the model.
-
-    Args:
-        layers: global layer numbers of every stage of the pipeline.
-    """
+    """Creates the stages that `rank` of a pipeline holds, given the layers of every stage."""
     held = [placement.stage(rank, chunk) for chunk in range(placement.chunks)]
     last = placement.stages - 1
-    first_and_last_share_rank = 0 in held and last in held
+    share_rank = 0 in held and last in held
     stages: list[Stage] = []
-    for stage in held:
-        first_stage = stages[0] if stage == last and first_and_last_share_rank and stages else None
-        recomputed = recomputing(ctx.recompute_layers, stage, len(layers[stage]))
+    for i in held:
+        first_stage = stages[0] if i == last and share_rank and stages else None
+        count = recomputing(ctx.recompute_layers, i, len(layers[i]))
         stages.append(
-            Stage(
-                model,
-                layers[stage],
-                stage == 0,
-                stage == last,
-                ctx,
-                first_stage,
-                first_and_last_share_rank,
-                recomputed,
-            )
+            Stage(model, layers[i], i == 0, i == last, ctx, first_stage, share_rank, count)
         )
     return stages
 
@@ -382,10 +352,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiles the forward and backward of the blocks, in groups that share their code.
 
     Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), never to
-    `.grad`.
-
-    Args:
-        saves_operands: weight gradients may be deferred (see `shared_inductor`).
+    `.grad`. `saves_operands`: weight gradients may be deferred (see `shared_inductor`).
     """
     options: dict[str, bool] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
@@ -428,10 +395,7 @@ class _Cache:
 
 
 class Decoder:
-    """Computes the logits of the next token with a KV cache; collective over tp × pp.
-
-    At most `seq_length` tokens are in the window, as in training.
-    """
+    """Computes the logits of the next token with a KV cache; collective over tp × pp."""
 
     def __init__(self, config: Config, groups: ProcessGroups, stage: Stage) -> None:
         self.model, self.groups, self.stage = config.model, groups, stage
@@ -452,7 +416,7 @@ class Decoder:
         """Returns logits (vocab_size,) of the token after `tokens` on the last stage, else None.
 
         Call it with the whole sequence so far; tokens of earlier calls are cached. When the window
-        is full, its latter half is read again, from position 0 on.
+        of `seq_length` tokens is full, its latter half is read again, from position 0 on.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:
@@ -462,9 +426,8 @@ class Decoder:
         if self.stage.embedding is not None:
             x = self._embed(self.stage.embedding, new)
         else:
-            x = torch.empty(
-                (1, new.shape[1], self.model.hidden_size), dtype=self.dtype, device=self.device
-            )
+            shape = (1, new.shape[1], self.model.hidden_size)
+            x = torch.empty(shape, dtype=self.dtype, device=self.device)
             self._exchange(dist.irecv, x, -1)
         for name, block in self.stage.blocks.items():
             x = self._block(block, self.caches[name], x)
@@ -493,7 +456,6 @@ class Decoder:
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
 
     def _block(self, block: TransformerBlock, cache: _Cache, x: Tensor) -> Tensor:
-        """Runs `TransformerBlock.layer` with attention over the cache."""
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
         x = x + attention.out(inner)

@@ -1,7 +1,4 @@
-"""AdamW and SGD on flat shards, with gradient clipping and the gradient sums over tp.
-
-`parameter_slices` gives checkpoints the masters and the optimizer state by parameter.
-"""
+"""AdamW and SGD on flat shards, with gradient clipping and the gradient sums over tp."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own 
 class FlatGroup:
     """Segments with equal weight decay, and their optimizer state.
 
-    `state` holds, by name, AdamW's two moments or SGD's momentum buffer (empty without momentum);
-    `steps` is the kernels' own step count, a scalar per segment.
+    `state` holds AdamW's two moments or SGD's momentum buffer; `steps` is the kernels' own step
+    count, a scalar per segment.
     """
 
     weight_decay: float
@@ -49,14 +46,10 @@ class FlatGroup:
 
 
 class Optimizer:
-    """Steps the parameters of one rank.
+    """Steps the parameters of one rank by PyTorch's fused kernels on flat tensors.
 
-    Each segment is one flat tensor to PyTorch's fused kernels. The kernels are called directly:
-    `torch.optim`'s classes import the compiler, which adds a second to every rank's start.
-
-    Args:
-        segments: flat shards that this rank steps; their masters are updated.
-        tp: decides which rank counts replicated parameters in the norm (see `counts_in_norm`).
+    The kernels are called directly: `torch.optim`'s classes import the compiler, which adds a
+    second to every rank's start.
 
     Attributes:
         updates: number of steps so far, without skipped ones.
@@ -74,7 +67,6 @@ class Optimizer:
 
     @property
     def device(self) -> torch.device:
-        """Returns the segments' device; a CPU if there are none."""
         return self.segments[0].grad.device if self.segments else torch.device("cpu")
 
     @torch.no_grad()
@@ -176,7 +168,6 @@ class Optimizer:
 
 
 def sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of squares of gradients on `device`, a float64 scalar."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if not is_accelerator(device):
@@ -251,10 +242,9 @@ def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> N
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A run of one local parameter's elements, with their optimizer state.
+    """A run of one local parameter's elements, with their optimizer state, for checkpoints.
 
     Attributes:
-        name: local parameter name; spec: its shards of full tensors.
         start: first element of the slice in the flattened local parameter.
         values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
             optimizer's "exp_avg" and "exp_avg_sq", or "momentum".
@@ -271,7 +261,7 @@ class ParameterSlice:
 def parameter_slices(
     optimizer: Optimizer, groups: ProcessGroups, replicas: tuple[int, int], tied: bool
 ) -> list[ParameterSlice]:
-    """Returns slices of everything that this rank steps, in no particular order.
+    """Returns slices of everything that this rank steps.
 
     Args:
         replicas: (index, count) among the dp ranks that step the same elements.

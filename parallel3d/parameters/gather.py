@@ -38,10 +38,7 @@ def owned_shards(
 
 
 def full_local_parameter(parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's local parameter in the compute type.
-
-    Gathers a parameter that FSDP2 shards over dp, and is collective there.
-    """
+    """Returns this rank's local parameter; collective over dp where FSDP2 shards it."""
     local = parameter.detach()
     full_tensor: Callable[[], Tensor] | None = getattr(local, "full_tensor", None)
     return local if full_tensor is None else full_tensor().to(compute_dtype_of(parameter))
@@ -50,10 +47,7 @@ def full_local_parameter(parameter: nn.Parameter) -> Tensor:
 def gather_shards(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Returns (rank, shard, CPU tensor) of every rank's shards, replicas included, on rank 0.
-
-    Empty on the other ranks; collective.
-    """
+    """Returns (rank, shard, CPU tensor) of all shards, replicas too, on rank 0; collective."""
     held = [(spec_of(p), full_local_parameter(p)) for p in parameters]
     shards = [(shard, shard.of_local(local)) for spec, local in held for shard in spec.shards]
     return _gather(shards, held[0][1].device, groups)
@@ -105,7 +99,6 @@ def messages(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def _shard_spec(values: Sequence[Any]) -> ShardSpec:
-    """Rebuilds a spec from JSON, where its tuples have become lists."""
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in zip(FIELDS, values, strict=True)
@@ -121,8 +114,6 @@ def gather_parameters(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> dict[str, Tensor]:
     """Returns full name → full, unpadded CPU tensor on rank 0, an empty dict elsewhere; collective.
-
-    Rank 0's memory must hold the model.
 
     Raises:
         RuntimeError: the shards do not cover a tensor exactly once.

@@ -20,13 +20,9 @@ class WeightGradients:
     """Queues deferred weight gradients of linear layers.
 
     Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
-    first (I) and those of its weights later (W), where the rank would idle. Eager layers,
-    recomputed ones and the operators of compiled blocks all call `add_weight_gradient`, so
-    deferring these calls splits a backward.
-
-    Between I and W a deferred gradient keeps the layer's input and its output gradient; everything
-    else that the backward read is freed after I. The small gradients of norms, biases and
-    embeddings are computed in I.
+    first (I) and those of its weights later (W), where the rank would idle. All linear layers call
+    `add_weight_gradient`, so deferring these calls splits a backward. Between I and W only the
+    layer's input and its output gradient are kept. Norms, biases and embeddings belong to I.
     """
 
     def __init__(self) -> None:
@@ -44,7 +40,6 @@ class WeightGradients:
 
 
 def set_weight_gradients(parameter: Tensor, weight_gradients: WeightGradients) -> None:
-    """Lets `weight_gradients` defer the gradients of a parameter."""
     parameter.weight_gradients = weight_gradients  # type: ignore[attr-defined]
 
 
@@ -59,9 +54,8 @@ def add_weight_gradient(
 ) -> Tensor | None:
     """Adds the gradient gradᵀ·x of a linear weight to its bucket, or returns it.
 
-    A weight in a gradient bucket has a `main_grad`: the GEMM accumulates there and autograd gets
-    None. Otherwise autograd gets the gradient. A deferred weight gradient is added later, to the
-    bucket or to `.grad`.
+    With a `main_grad` the GEMM accumulates there and autograd gets None. A deferred weight gradient
+    is added later, to the bucket or to `.grad`.
 
     Args:
         weight: (out, in). grad: (tokens, out). x: (tokens, in), or a function that returns it.

@@ -32,13 +32,10 @@ class ShardSpec:
     """A shard of one full tensor inside a local parameter.
 
     Attributes:
-        name: name of the full tensor, `layers.3.attention.q.weight`.
-        full_shape: shape of the unsharded, unpadded tensor.
+        name: of the full tensor, `layers.3.attention.q.weight`.
         start: first row (and column) of the shard in the full tensor.
-        shape: rows (and columns) of the shard.
         row: first row of the shard in the local parameter.
-        std: standard deviation of the initial values around 0; 0 for a constant.
-        fill: the constant.
+        std: standard deviation of the initial values around 0; 0 for the constant `fill`.
         tp_replicas: consecutive tp ranks that hold this same shard: key-value heads when there are
             fewer than ranks, norms of heads. Each rank has the gradient of its own query heads
             alone, so the gradients are summed.
@@ -89,7 +86,6 @@ class ParameterSpec:
         return any(shard.name == WORD_EMBEDDING for shard in self.shards)
 
     def is_whole(self, tp: int) -> bool:
-        """Whether each of `tp` ranks holds the same values."""
         return self.replicated or all(shard.tp_replicas == tp for shard in self.shards)
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
@@ -121,13 +117,11 @@ class ParameterSpec:
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """Returns the parameter's sharding spec."""
     spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
     return spec
 
 
 def set_spec(parameter: Tensor, spec: ParameterSpec) -> None:
-    """Attaches a sharding spec to a parameter."""
     parameter.spec = spec  # type: ignore[attr-defined]
 
 
@@ -138,7 +132,6 @@ def compute_dtype_of(parameter: Tensor) -> torch.dtype:
 
 
 def set_compute_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Sets the type in which FSDP2 gathers the parameter for the model."""
     parameter.compute_dtype = dtype  # type: ignore[attr-defined]
 
 
@@ -149,7 +142,6 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def set_main_grad(parameter: Tensor, main_grad: Tensor) -> None:
-    """Gives the parameter its view of a gradient bucket."""
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
 
@@ -159,7 +151,6 @@ def register_grad_ready(parameter: Tensor) -> None:
 
 
 def set_grad_ready_hook(parameter: Tensor, hook: Callable[[], None]) -> None:
-    """Sets the hook that `register_grad_ready` calls."""
     parameter.register_grad_ready = hook  # type: ignore[attr-defined]
 
 
@@ -168,8 +159,8 @@ class Initializer:
     """Creates parameters whose values depend on (seed, name, index) alone, on no layout.
 
     A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
-    et al. 2011) keyed by (seed, name, tile). A rank draws the tiles that its shards touch, on
-    `drawing_threads` threads, in bands of at most `BAND` elements that bound the extra memory.
+    et al. 2011) keyed by (seed, name, tile), on `drawing_threads` threads, in bands of at most
+    `BAND` elements that bound the extra memory.
 
     With `deferred`, parameters have their shape and dtype but one element of memory, and the
     data-parallel engine asks for `values` or `fill_rows`, one parameter at a time.
@@ -181,7 +172,6 @@ class Initializer:
     deferred: bool = False
 
     def parameter(self, spec: ParameterSpec) -> nn.Parameter:
-        """Returns a parameter with its spec and, unless `deferred`, its initial values."""
         if self.deferred:
             local = torch.zeros((), dtype=self.dtype, device=self.device).expand(spec.shape)
         else:
@@ -191,7 +181,6 @@ class Initializer:
         return parameter
 
     def values(self, spec: ParameterSpec) -> Tensor:
-        """Returns the initial values of a local parameter."""
         local = torch.empty(spec.shape, dtype=self.dtype, device=self.device)
         if self.device.type != "meta":
             self.fill_rows(spec, 0, local)
@@ -288,7 +277,6 @@ class Segment:
         param: flat, in the compute type; grad: flat, fp32 or better.
         master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
         decays, replicated, tied_lm_head: see `ParameterSpec`.
-        parts: its contents, in order.
     """
 
     param: Tensor

@@ -36,9 +36,8 @@ SENDS = 8
 class ActionTimes:
     """Collects the start and end of every computation of one step on this rank.
 
-    On the CPU by the host's clock, on an accelerator by events on the compute stream: reading them
-    waits for the device. Times count from the creation of this object. All ranks start a step
-    together, after the reductions that end the step before, so their times are comparable.
+    By the host's clock, or on an accelerator by events on the compute stream. All ranks start a
+    step together, after the reductions that end the step before, so their times are comparable.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,13 +54,11 @@ class ActionTimes:
 
     @contextmanager
     def within(self, action: Action) -> Iterator[None]:
-        """Times the block as `action`."""
         start = self._now()
         yield
         self.spans.append((action, start, self._now()))
 
     def measured(self) -> list[Measured]:
-        """Returns the times in order."""
         if accelerator.is_accelerator(self.device):
             accelerator.synchronize(self.device)
         return [(str(action), self._since(a), self._since(b)) for action, a, b in self.spans]
@@ -94,16 +91,11 @@ class Executor:
 
     Args:
         stages: of this rank, by chunk.
-        route: the pipeline group and its stage assignment.
-        message_shape: (b, s, h) of messages between stages, (b, s/tp, h) under sequence
-            parallelism or with `slices`.
+        message_shape: (b, s, h) of messages between stages, (b, s/tp, h) under sequence parallelism
+            or with `slices`.
         slices: the tensor group whose members each send a part of the sequence, all-gathered on the
             next stage (Megatron-LM's scatter_gather_tensors_in_pipeline); None: whole messages.
         channel: the group's shared memory, if it has any.
-        clock: times computation, communication and idling.
-
-    Attributes:
-        action_times: collects the times of actions, if set.
     """
 
     def __init__(
@@ -150,10 +142,7 @@ class Executor:
         device: torch.device,
         clock: StepTimer,
     ) -> Executor:
-        """Creates the executor of a run and sets the clock's baseline latencies.
-
-        Collective over the world.
-        """
+        """Creates a run's executor and sets the clock's baseline latencies; collective."""
         model, sliced = config.model, sends_slices(config, accelerator.is_accelerator(device))
         sequence = model.seq_length // (groups.tp.size if config.sp or sliced else 1)
         shape = (config.micro_batch_size, sequence, model.hidden_size)
@@ -178,7 +167,6 @@ class Executor:
             plan: this rank's steps, computes and groups of messages.
             load: micro-batch number → tensors.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
-            before_last_backward: called before the last backward of this rank.
 
         Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
         """
@@ -229,11 +217,9 @@ class Executor:
                 self.receiving[transfer.action] = transfer
 
     def alloc_recv_buffer(self, action: Action) -> Tensor:
-        """Allocates the buffer for a message."""
         return torch.empty(self.message_shape, dtype=self.dtype, device=self.device)
 
     def _finish_sends(self, left: int) -> None:
-        """Waits until at most `left` sends are in flight."""
         while len(self.sending) > left:
             self._wait(self.sending.popleft())
 
@@ -255,10 +241,7 @@ class Executor:
         return all_gather_sequence(transfer.tensor, self.slices)
 
     def _hand_off(self, kind: Kind, step: Action, tensor: Tensor) -> None:
-        """Hands the result of `step` to the stage after (SEND_F) or before (SEND_B).
-
-        A local hand-off if that stage is on this rank, else the outbox.
-        """
+        """Gives a result to the stage after (SEND_F) or before (SEND_B): local or by outbox."""
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.placement.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
@@ -278,7 +261,6 @@ class Executor:
             yield
 
     def _name(self, *actions: Action, waits: bool = False) -> str | None:
-        """Returns the name of a profiler range; None if this rank is not profiled."""
         if self.clock.ranges is None:
             return None
         names = [f"{_NAMES[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
@@ -324,7 +306,6 @@ class Executor:
             self._hand_off(Kind.SEND_B, step, x.grad.contiguous())
 
     def differentiate(self, step: Action, x: Tensor | None, y: Tensor, grad: Tensor) -> None:
-        """Backpropagates from y with its gradient `grad`; sets `x.grad`."""
         _Start.apply(y, grad).backward()
 
     @torch.no_grad()

@@ -29,9 +29,8 @@ def measure_baseline_latency(
 ) -> dict[str, float]:
     """Measures seconds of a transfer when no rank is late, by group; collective.
 
-    An all-reduce of one number for dp, embedding and world. For pp, without shared memory, half the
-    round trip of a tensor like `message` with the slower neighbour. `StepTimer` counts longer waits
-    as idle.
+    An all-reduce of one number for dp, embedding and world; for pp, without shared memory, half the
+    round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as idle.
     """
     latencies = {}
     for group in (groups.dp, groups.embedding, groups.world):
@@ -62,7 +61,6 @@ def _message_latency(pp: Group, message: Tensor) -> float:
 
 
 def _ping(pp: Group, peer: int, message: Tensor, first: bool) -> None:
-    """Sends a message there and back as the executor does: on an accelerator as a batch."""
     assert pp.handle is not None
     calls = (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend)
     for call in calls:
@@ -93,40 +91,30 @@ class PendingTransfer:
 
 @dataclass(frozen=True)
 class P2PRoute:
-    """Peers and tags of one rank's messages.
-
-    `backward`: a second communicator of the same ranks, for gradients; None: they use `group`.
-    """
+    """Peers and tags of one rank's messages; `backward`: a second communicator for gradients."""
 
     group: Group
     placement: StageAssignment
     backward: Group | None = None
 
     def handle(self, action: Action) -> dist.ProcessGroup | None:
-        """Returns the communicator of a message."""
         back = self.backward if is_backward(action) else None
         return (back or self.group).handle
 
     def peer(self, action: Action) -> int:
-        """Returns the peer's index in the group."""
         return peer_of(action, self.group.index, self.placement)
 
     def rank(self, action: Action) -> int:
-        """Returns the peer's world rank."""
         return self.group.ranks[self.peer(action)]
 
     def tag(self, action: Action) -> int:
-        """Returns a tag that both ends of a message share, unique in a step.
-
-        By the stage that reads the message; odd for gradients, even for activations.
-        """
+        """Returns a number that both ends of a message share, unique in a step."""
         stage = self.placement.stage(self.group.index, action.chunk)
         stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
         return 2 * (action.microbatch * self.placement.stages + stage) + is_backward(action)
 
 
 def is_backward(action: Action) -> bool:
-    """Whether a message is a gradient."""
     return action.kind in (Kind.SEND_B, Kind.RECV_B)
 
 
@@ -137,12 +125,11 @@ def post(
 ) -> list[PendingTransfer]:
     """Starts one communication group of a program: its sends and receives together.
 
-    Through shared memory if there is a `channel` and all messages fit.
-
-    NCCL matches messages by position, so messages of one direction are one batch, and the checker
-    proves that both ends have the same order; gloo also matches tags. A communicator runs on one
-    stream, so a late peer blocks every message behind it: activations and gradients have a
-    communicator each, and no receive is posted before its place in the program.
+    Through shared memory if there is a `channel` and all messages fit. NCCL matches messages by
+    position, so messages of one direction are one batch, and the checker proves that both ends have
+    the same order; gloo also matches tags. A communicator runs on one stream, so a late peer blocks
+    every message behind it: activations and gradients have a communicator each, and no receive is
+    posted before its place in the program.
     """
     if channel is not None and all(channel.fits(tensor) for _, tensor in messages):
         return [_through(channel, action, tensor, route) for action, tensor in messages]

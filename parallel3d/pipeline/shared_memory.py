@@ -2,8 +2,7 @@
 
 Each link (sender, receiver) has a few slots. Sending waits for a free slot, copies and signals;
 receiving waits for the signal, copies and frees the slot. A link delivers in the order of sending,
-in which the checker proves that a program receives. `schedules.messages.enough_slots` computes how
-many slots a program needs to never deadlock.
+in which the checker proves that a program receives.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class SharedMemoryP2P:
 
     Attributes:
         links: (sender, receiver) → number of the link.
-        slots, slot_bytes: of each link.
         sent, taken: link → number of messages sent and received.
         expected: link → pending receives, in order.
         clock: counts the waits for a peer as idle.
@@ -63,13 +61,7 @@ class SharedMemoryP2P:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedMemoryP2P | None:
-        """Opens the links, or returns None if the ranks cannot share memory.
-
-        Collective over the group.
-
-        Args:
-            pairs: (sender, receiver) of all links; None: neighbours in both directions.
-        """
+        """Opens links between `pairs` (neighbours); None without shared memory; collective."""
         if pairs is None:
             steps = [(a, a + 1) for a in range(size - 1)]
             pairs = [*steps, *((b, a) for a, b in steps)]
@@ -115,7 +107,6 @@ class SharedMemoryP2P:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
 
     def _slot(self, link: int, number: int, like: Tensor) -> Tensor:
-        """Returns the slot of a link's message, given its number; slots are used in turn."""
         start = (link * self.slots + number % self.slots) * self.slot_bytes
         return self.memory.data[start : start + like.nbytes].view(like.dtype).view_as(like)
 
@@ -131,14 +122,12 @@ class SharedMemoryP2P:
         return CompletedWork()
 
     def receive(self, tensor: Tensor, peer: int) -> PendingReceive:
-        """Starts receiving the next message of member `peer` into `tensor`."""
         link = self.links[peer, self.memory.index]
         pending = PendingReceive(self, tensor, peer, link)
         self.expected.setdefault(link, deque()).append(pending)
         return pending
 
     def complete_next(self, link: int) -> None:
-        """Waits for the oldest pending receive of a link."""
         pending = self.expected[link].popleft()
         number = self.taken.get(link, 0)
         self.taken[link] = number + 1
@@ -151,8 +140,6 @@ class SharedMemoryP2P:
 
 @dataclass(eq=False)
 class PendingReceive:
-    """The handle of a receive."""
-
     channel: SharedMemoryP2P
     tensor: Tensor
     peer: int

@@ -57,11 +57,10 @@ def look_up(ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> None:
-    """Adds rows[i] to table[ids[i]].
+    """Adds rows[i] to table[ids[i]]; `deterministic`: with equal bits for equal inputs.
 
-    Args:
-        deterministic: equal inputs give equal bits, on accelerators too. Their usual kernel adds
-            by atomic operations in any order; this one sorts the ids first.
+    On accelerators the usual kernel adds by atomic operations in any order; the other sorts the
+    ids.
     """
     if deterministic and is_on_accelerator(table):
         table.index_put_((ids,), rows, accumulate=True)
@@ -82,7 +81,6 @@ def word_embedding_parameter(
     tied_lm_head: bool = False,
     uses: int = 1,
 ) -> nn.Parameter:
-    """Creates a (padded/tp, hidden) or, replicated, (padded, hidden) table; padding is zero."""
     rows = padded if replicated else padded // group.size
     start = 0 if replicated else rows * group.index
     real = max(0, min(rows, vocab_size - start))
@@ -96,7 +94,6 @@ def word_embedding_parameter(
 class VocabParallelEmbedding(nn.Module):
     """Looks token ids up in a table whose rows are split over `group` (Shoeybi et al. 2019 §3).
 
-    Each rank looks up the ids that it holds, and a reduction over the ranks completes the result.
     With `replicated` every rank holds the table and nothing is sent; under sequence parallelism
     each rank then looks up its own part of the sequence.
 

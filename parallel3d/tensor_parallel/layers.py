@@ -1,8 +1,7 @@
 """Linear layers split over a tensor-parallel group (Shoeybi et al. 2019 §3).
 
-A column-parallel layer followed by a row-parallel one needs one reduction forward and one backward.
-With sequence parallelism (Korthikanti et al. 2022 §4.2.2) the reductions become reduce-scatters
-and all-gathers of the same total volume, and the activations between blocks are split.
+With sequence parallelism (Korthikanti et al. 2022 §4.2.2) the reductions become reduce-scatters and
+all-gathers of the same total volume, and the activations between blocks are split.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from parallel3d.tensor_parallel.linear_ops import (
 
 
 def _sequence_chunks(sp: bool, group: Group, chunks: int) -> int | None:
-    """Returns `chunks`, or None where the sequence is not split."""
     return chunks if sp and group.size > 1 else None
 
 
@@ -47,16 +45,13 @@ def column_parallel_linear(
 class ColumnParallelLinear(nn.Module):
     """Computes y = x·Wᵀ + b with the rows of W (output features) split over `group`.
 
-    One GEMM may serve several full matrices (q, k and v; gate and up): each is split on its own,
-    so that every rank holds whole heads and matching halves.
+    One GEMM may serve several full matrices (q, k and v; gate and up): each is split on its own, so
+    that every rank holds whole heads and matching halves.
 
     Args:
-        prefix: full name up to the matrix names, `layers.0.attention`.
         outputs: matrix name → its full number of rows, divisible by the group's size.
-        inputs: columns.
         tp_replicas: matrix name → consecutive ranks that hold the same rows of it.
         std: of the initial weights; biases start at zero.
-        sp: the sequence is split over the group.
         chunks: in which the sequence is gathered (see `gather_linear`).
         recomputed: x may be recomputed in the backward, and then without this GEMM.
 
@@ -107,11 +102,9 @@ class ColumnParallelLinear(nn.Module):
         return self.node(x, self.weight, self.bias, self.group, self.sp)
 
     def run_forward(self, x: Tensor) -> Tensor:
-        """Runs the GEMM with its all-gather, for the operator of a compiled block."""
         return column_forward(x, self.weight, self.bias, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Returns the gradient of x; the parameters' gradients go to their buckets."""
         if self.bias is not None:
             add_gradient(self.bias, grad.flatten(0, -2).sum(0))
         grad_x, grad_weight = column_backward(grad, x, self.weight, self.group, self.sp)
@@ -123,10 +116,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Computes y = Σ over ranks of x·Wᵀ, + b, with the columns of W (input features) split.
 
-    The bias is added once, after the reduction, and is replicated. For the arguments see
-    `ColumnParallelLinear`.
-
-    Shapes: (b, s, inputs/tp) → (b, s, outputs), or (b, s/tp, outputs) under sequence parallelism.
+    The bias is added once, after the reduction, and is replicated. Shapes: (b, s, inputs/tp) → (b,
+    s, outputs), or (b, s/tp, outputs) under sequence parallelism.
     """
 
     def __init__(
@@ -165,11 +156,9 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def run_forward(self, x: Tensor) -> Tensor:
-        """Runs the GEMM with its reduction, for the operator of a compiled block."""
         return row_forward(x, self.weight, self.group, self.sp)
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Returns the gradient of x; the weight's goes to its bucket."""
         grad_x, grad_weight = row_backward(grad, x, self.weight, self.group, self.sp)
         if grad_weight is not None:
             add_gradient(self.weight, grad_weight)

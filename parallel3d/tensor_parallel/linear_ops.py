@@ -28,8 +28,6 @@ from parallel3d.tensor_parallel.mappings import (
 
 
 class LinearLayer(Protocol):
-    """A layer that the operators can run."""
-
     def run_forward(self, x: Tensor) -> Tensor: ...
 
     def run_backward(self, grad: Tensor, x: Tensor) -> Tensor: ...
@@ -53,11 +51,7 @@ def register(layer: LinearLayer) -> Tensor:
 def linear_operator(x: Tensor, handle: Tensor, outputs: int, gather: int, split: int) -> Tensor:
     """Runs the layer's forward: (b, s, in) → (b, s · gather / split, outputs).
 
-    Args:
-        handle: from `register`.
-        outputs: features of the result on this rank.
-        gather, split: tp where sequence parallelism gathers (column) or splits (row) the sequence
-            here, else 1.
+    `gather`, `split`: tp where sequence parallelism gathers (column) or splits (row) the sequence.
     """
     return torch.ops.parallel3d.linear(x, handle, outputs, gather, split)
 
@@ -186,7 +180,6 @@ def _take(whole: Tensor, i: int) -> Tensor:
 
 
 def _put(chunk: Tensor, whole: Tensor, i: int) -> None:
-    """Writes chunk i: the inverse of `_take`."""
     whole[:, :, i] = chunk.unflatten(0, (whole.shape[1], whole.shape[3])).permute(2, 0, 1, 3)
 
 
@@ -244,7 +237,6 @@ def row_forward(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tens
 def row_backward(
     grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of x and, without a bucket, of the weight."""
     if sp is None:
         return matmul(grad, weight), add_weight_gradient(
             weight, grad.flatten(0, -2), x.flatten(0, -2)
@@ -290,7 +282,6 @@ class _Keep(torch.autograd.Function):
 
 
 def _operand(ctx: Any) -> Tensor:
-    """Returns the x that a node, or the `_Keep` node before it, saved."""
     return ctx.saved_tensors[0] if ctx.kept is None else ctx.kept.tensor
 
 
@@ -332,7 +323,6 @@ class ColumnNode(torch.autograd.Function):
 def column_node(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
-    """Runs a `ColumnNode` that recomputation may skip; x needs a gradient."""
     kept = SavedOperands()
     return ColumnNode.apply(_Keep.apply(x, kept), weight, bias, group, sp, kept)
 
@@ -361,6 +351,5 @@ class RowNode(torch.autograd.Function):
 
 
 def row_node(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
-    """Runs a `RowNode` that recomputation may skip."""
     kept = SavedOperands()
     return RowNode.apply(_Keep.apply(x, kept), weight, group, sp, kept)

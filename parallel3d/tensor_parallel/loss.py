@@ -37,8 +37,6 @@ class Objective:
 
     Attributes:
         vocab_size: tokens without padding; columns beyond are left out of softmax and mean.
-        label_smoothing: ε.
-        z_loss: λ.
         half: keep logits, statistics and losses in half precision, as Megatron-LM's
             --fp16-lm-cross-entropy; else statistics and losses are fp32 or better.
     """
@@ -50,12 +48,10 @@ class Objective:
 
     @property
     def plain(self) -> Objective:
-        """Returns cross-entropy alone, in fp32 or better, for evaluation."""
         return Objective(self.vocab_size)
 
     @property
     def statistics(self) -> int:
-        """Returns how many numbers a rank contributes per token."""
         return 4 if self.label_smoothing else 3
 
 
@@ -109,9 +105,9 @@ class ChunkLoss:
     """Computes the losses of some tokens, and their gradients in place of the logits.
 
     Call `statistics`, then `losses` with those of all ranks, then `gradient`. Maximum, exponentials
-    and sums are fp32 or better unless the objective is `half`. Fused kernels read the logits twice.
-    Without them, fp32 and fp64 logits become exponentials and then gradients in one buffer; logits
-    in half precision stay until they become gradients, and are widened to fp32 block by block.
+    and sums are fp32 or better unless the objective is `half`. Without fused kernels, fp32 and fp64
+    logits become exponentials and then gradients in one buffer; logits in half precision stay until
+    they become gradients, and are widened to fp32 block by block.
 
     Args:
         logits: (tokens, columns), this rank's columns; overwritten.
@@ -211,16 +207,14 @@ class HeadLoss:
     """Computes the losses of hidden states against an LM head split over `group`, in chunks.
 
     Per chunk of tokens: logits, statistics, losses, gradients in place of the logits and their two
-    GEMMs, before the next chunk reuses the memory. That is three GEMMs, as without chunks;
-    recomputing the logits in the backward would cost a fourth, and keeping them would need the full
-    logits in memory. As the gradients are computed in the forward, the caller gives the loss scale
-    beforehand. Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels on one device.
+    GEMMs, before the next chunk reuses the memory. Recomputing the logits in the backward would
+    cost a fourth GEMM; keeping them would need the full logits in memory. Liger Kernel (Hsu et al.
+    2024, §3.2) does the same in fused kernels on one device.
 
     Attributes:
         padded_size: rows of the table over all ranks.
         sp: hidden states are (b, s/tp, h) and are gathered first.
         gather_logits: every rank gathers all logits of a chunk (`model.parallel_output=false`).
-        chunk_tokens: see `loss_chunks`.
     """
 
     objective: Objective
@@ -242,7 +236,6 @@ class HeadLoss:
             x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
             table: (padded_size / tp, h).
             labels, loss_mask: (b, s).
-            loss_scale: scalar gradient of the sum.
 
         Raises:
             RuntimeError: in the backward, on a CPU, if it starts from another gradient.
@@ -318,7 +311,6 @@ class _ChunkedLoss:
         self.losses = torch.empty_like(self.mask)
 
     def chunks(self) -> list[slice]:
-        """Returns the runs of tokens."""
         columns = self.table.shape[0] * (self.head.group.size if self.head.gather_logits else 1)
         sizes = loss_chunks(
             self.x.shape[0],
@@ -376,7 +368,6 @@ class _ChunkedLoss:
         return grad.narrow(1, rows * self.head.group.index, rows) if grad.shape[1] > rows else grad
 
     def _reduce(self, grad_x: Tensor) -> tuple[Tensor, Work]:
-        """Starts the reduction of the partial gradients of x over the ranks."""
         if self.sp:
             return collectives.reduce_scatter_async(sequence_first(grad_x), self.head.group)
         return grad_x, collectives.all_reduce_async(grad_x, self.head.group)

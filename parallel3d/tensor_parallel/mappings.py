@@ -29,7 +29,6 @@ from parallel3d.comm.process_groups import Group
 
 
 def sequence_first(x: Tensor) -> Tensor:
-    """Returns (b, s, ...) as contiguous (s, b, ...): collectives split dimension 0."""
     return x.transpose(0, 1).contiguous()
 
 
@@ -39,7 +38,6 @@ def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatters (b, s, h) to this rank's (b, s/tp, h)."""
     return collectives.reduce_scatter(sequence_first(x), group).transpose(0, 1).contiguous()
 
 
@@ -109,7 +107,6 @@ def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """Reduce-scatters partial (b, s, h) of split work to this rank's (b, s/tp, h)."""
     return _ScatterSequence.apply(x, group) if group.size > 1 else x
 
 

@@ -48,18 +48,17 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype, scale: float = 1.0) -> Te
 def rounded_twice() -> Iterator[None]:
     """The contributions are added in bf16: rounded again after every addition."""
 
-    def add_in_bf16(self: comm_hooks._Started) -> None:
-        if self.exchanging is None:
-            self.exchange()
-        self.exchanging.wait()
-        parts = self.parts.view(self.group.size, -1)
+    def add_in_bf16(self: comm_hooks._Bf16Started) -> None:
+        received, exchanging = self.exchanged or self.exchange()
+        exchanging.wait()
+        parts = received.view(self.group.size, -1)
         mine = parts[0].clone()
         for part in parts[1:]:
             mine += part
         total = comm_hooks.collectives.all_gather(mine, self.group)
         self.tensor.copy_(total[: self.tensor.numel()])
 
-    with patch.object(comm_hooks._Started, "wait", add_in_bf16):
+    with patch.object(comm_hooks._Bf16Started, "wait", add_in_bf16):
         yield
 
 
