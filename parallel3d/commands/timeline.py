@@ -97,7 +97,7 @@ def measured_costs(
     """Returns the seconds of F, I and W of a micro-batch in the layers of an average rank.
 
     Measured in stages without the head, whose cost `schedule=auto` computes from its size. An
-    unsplit backward counts as two halves; recomputation, `recomputed` forwards by stage, is left out.
+    unsplit backward counts as two halves; recomputed forwards (by stage) are left out.
     """
     stages = schedule.placement.stages
     each = [
