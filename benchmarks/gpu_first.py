@@ -10,7 +10,7 @@ On a machine that is lent for minutes, and whose commands are cut after ten: `--
 calls, `--call 1` runs the first of them. A call starts nothing that would not end in time and says
 what remains; `--call 1 --missing` goes on with it, from the same --json.
 
-`--device cpu --size tiny` enters every line that a CPU has, `--device pretend` those of an
+`--device cpu --size tiny` enters every line that a CPU has, `--device simulated` those of an
 accelerator; the suite does. No card has answered yet: times and shares are estimates from bytes and
 FLOPs.
 """

@@ -55,17 +55,17 @@ LLAMA_3B = {"num_layers": 28, "hidden_size": 3072, "num_attention_heads": 24}
 MAX_GRAD_NORM = 1.0
 
 
-PRETEND = "pretend"
+SIMULATED = "simulated"
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def device_of(word: str) -> torch.device:
     """`cpu` as it is, an accelerator with its index (the first without one).
 
-    Nothing is taken of the device yet. `pretend` starts the accelerator that is played on the CPU.
+    Nothing is taken of the device yet. `simulated` starts the simulated one.
     Raises RuntimeError for what torch does not know or does not find here.
     """
-    if word.partition(":")[0] == PRETEND:
+    if word.partition(":")[0] == SIMULATED:
         from parallel3d.simulated_device import enable
 
         enable()

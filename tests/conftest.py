@@ -87,8 +87,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             folder = file.split("/")[1]
-            if folder == "distributed" and ("pretend" in file or "device" in file):
-                return "pretended"  # a pool of its own
+            if folder == "distributed" and ("simulated" in file or "device" in file):
+                return "simulated"  # a pool of its own
             if folder == "distributed":
                 return f"{folder} {file > SECOND_PART}"
             if file in {f"tests/unit/test_{name}.py" for name in COMPILE}:

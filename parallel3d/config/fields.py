@@ -54,6 +54,9 @@ NOT_YET: dict[str, NotYet] = {
 # Keys of earlier versions, by their new names.
 RENAMED = {"trace": "schedule.timeline"}
 
+# Values of earlier versions, by key and value, with the ones that took their place.
+RENAMED_VALUES = {("device", "pretend"): "simulated"}
+
 _TEXTBOOK_FORMS = (
     "the textbook forms of collectives are an example of the repository now: "
     "torchrun --nproc-per-node 4 -m examples.collectives.compare"
@@ -73,6 +76,12 @@ def refusal(name: str, value: Any) -> str | None:
         if row.key == name and row.predicate(value):
             return row.sentence(value)
     return None
+
+
+def renamed_value(name: str, value: Any) -> str | None:
+    """Returns the sentence that refuses a value of an earlier version, or None."""
+    now = RENAMED_VALUES.get((name, value)) if isinstance(value, str) else None
+    return now and f"{spell(name, value)}: {value} is now {now}; use {spell(name, now)}."
 
 
 def show(value: Any) -> str:
@@ -259,6 +268,8 @@ def _check_value(key: Key, value: Any) -> None:
     """Raises UserError for a value of the wrong type, choice or range."""
     if value is None and key.optional:
         return
+    if renamed := renamed_value(key.name, value):
+        raise UserError(renamed)
     close = _nearest_to(key, value)
     if close is not None:
         raise UserError(f"{key.name}={show(value)} must be {allowed(key)}{close}.")

@@ -146,9 +146,9 @@ class Config:
     device: str = key(
         "auto",
         "where to compute; auto: on GPUs (CUDA or ROCm) if each rank has one, else on the CPU; "
-        "pretend: an accelerator played on the CPU, which finds races and host waits: for tests, "
-        "slow",
-        choices=("auto", "cpu", "cuda", "pretend"),
+        "simulated: an accelerator simulated on the CPU, which finds races and host waits: for "
+        "tests, slow",
+        choices=("auto", "cpu", "cuda", "simulated"),
     )
     compile: bool = key(
         False,

@@ -62,7 +62,7 @@ def _needs_order(config: Config) -> bool:
 
 
 CPU = "cpu"
-SIMULATED = "pretend"  # parallel3d.simulated_device, an accelerator simulated on the CPU
+SIMULATED = "simulated"  # parallel3d.simulated_device, an accelerator simulated on the CPU
 SIMULATED_DEVICES = 8
 
 

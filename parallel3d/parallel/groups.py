@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import SINGLE, Group, ProcessGroups
+from parallel3d.config.fields import renamed_value
 from parallel3d.config.schema import Config, LaunchConfig
 from parallel3d.device.accelerator import backend_of, current, is_accelerator, make_current
 from parallel3d.errors import UserError, closest
@@ -90,6 +91,8 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
 
 def _begin(requested: str, timeout_s: float) -> torch.device:
     """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
+    if renamed := renamed_value("device", requested):
+        raise UserError(renamed)
     if requested not in ("auto", "cpu", "cuda", SIMULATED):
         raise UserError(f"device={requested!r} must be auto, cpu or cuda; the nearest is auto")
     place = detect(os.environ)

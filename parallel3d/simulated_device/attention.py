@@ -1,4 +1,4 @@
-"""Attention on the pretended device: one kernel forward and one backward, as flash attention is."""
+"""Attention on the simulated device: one kernel forward and one backward, as flash attention is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel3d.simulated_device.device import TYPE
-from parallel3d.simulated_device.tensor import PretendedTensor, launch
+from parallel3d.simulated_device.tensor import SimulatedTensor, launch
 
 FLASH, FLASH_BACKWARD = "flash attention", "flash attention backward"
 
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> PretendedTensor:
+    ) -> SimulatedTensor:
         b, heads, s, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: PretendedTensor) -> tuple:
+    def backward(ctx: Any, grad: SimulatedTensor) -> tuple:
         q, k, v, out, sums = ctx.saved_tensors
         causal, scale = ctx.how
         grads = [torch.empty_like(t) for t in (q, k, v)]

@@ -1,4 +1,4 @@
-"""The module of the pretended device: `torch.pretend`, with names that `torch.cuda` has too."""
+"""The module of the simulated device: `torch.simulated`, with names that `torch.cuda` has too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 
-TYPE = "pretend"
-NAME = "pretended accelerator"
+TYPE = "simulated"
+NAME = "simulated accelerator"
 MEMORY = 80_000_000_000  # bytes that it says it has
 
 
@@ -126,8 +126,8 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-class PretendedModule:
-    """What `torch.get_device_module("pretend")` is; `machine` is not of torch.cuda's names."""
+class SimulatedModule:
+    """What `torch.get_device_module("simulated")` is; `machine` is not of torch.cuda's names."""
 
     Stream, Event = Stream, Event
 
@@ -232,9 +232,6 @@ class PretendedModule:
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return (0, 0)
-
-    def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
-        return False
 
     def is_bf16_supported(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Registers the pretended device with PyTorch, once in a process."""
+"""Registers the simulated device with PyTorch, once in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from parallel3d.simulated_device import attention, nccl
-from parallel3d.simulated_device.device import TYPE, PretendedModule, this_machine
+from parallel3d.simulated_device.device import TYPE, SimulatedModule, this_machine
 from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 from parallel3d.simulated_device.tensor import SPECIAL, dispatch, is_pinned
 
@@ -18,7 +18,7 @@ FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "
 
 
 def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
-    """From here on `torch.device("pretend", i)` is a device of this process.
+    """From here on `torch.device("simulated", i)` is a device of this process.
 
     Before anything is differentiated: autograd counts the devices when it first runs. Called again,
     it changes nothing.
@@ -30,7 +30,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
         return this_machine()
     machine = SimulatedMachine(data, checks_races)
     machine.special |= SPECIAL | nccl.functional() | attention.packed()
-    _setup_privateuseone_for_python_backend(TYPE, backend_module=PretendedModule(machine))
+    _setup_privateuseone_for_python_backend(TYPE, backend_module=SimulatedModule(machine))
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")

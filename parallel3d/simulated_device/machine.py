@@ -1,4 +1,4 @@
-"""What observers of a pretended machine are told: kernels, the memory they use, and its blocks."""
+"""What observers of a simulated machine are told: kernels, the memory they use, and its blocks."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def caller() -> str:
     return str(_Stack(_program_frames(sys._getframe(1))))
 
 
-# What a process knows of its pretended devices: streams, events, memory, and what runs on them.
+# What a process knows of its simulated devices: streams, events, memory, and what runs on them.
 #
 # Kernels run at once, on the host. What a device would do later is kept as bookkeeping: which
 # stream a kernel is on and what orders it (`races.py`), which block of memory a tensor has, and

@@ -1,4 +1,4 @@
-"""How the members of a pretended communicator talk: over gloo, on a thread that plays its stream.
+"""How the members of a simulated communicator talk: over gloo, on a thread that plays its stream.
 
 The thread does one operation of the group after the other, as NCCL's stream does, a batch of
 messages as one. Every operation carries what it is: members that differ are told so.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel3d.simulated_device.device import TYPE, Stream, this_machine
 from parallel3d.simulated_device.machine import Kernel, extent
-from parallel3d.simulated_device.tensor import PretendedTensor, poison
+from parallel3d.simulated_device.tensor import SimulatedTensor, poison
 
 JOIN_S = 10.0
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # copies of the inputs → values of the outputs
@@ -235,7 +235,7 @@ def _words(dtype: int, numel: int) -> str:
     return f"{str(DTYPES[dtype]).removeprefix('torch.')}[{numel}]"
 
 
-# Handles of what is under way on a pretended communicator.
+# Handles of what is under way on a simulated communicator.
 
 
 class Together(dist.Work):
@@ -266,7 +266,7 @@ class Started(dist.Work):
         self,
         stream: Stream,
         done: Future[Sequence[Tensor]] | None,
-        outputs: Sequence[PretendedTensor],
+        outputs: Sequence[SimulatedTensor],
         held: Any,
     ) -> None:
         super().__init__()
@@ -297,12 +297,12 @@ class Started(dist.Work):
         return self.ended
 
 
-# A communicator of the pretended NCCL: who is in it, and how an operation of it starts.
+# A communicator of the simulated NCCL: who is in it, and how an operation of it starts.
 #
 # A group is made and destroyed by all of its members in one order; the operations are `nccl.py`'s.
 
 
-BACKEND = "pretended_nccl"
+BACKEND = "simulated_nccl"
 
 
 class Options:
@@ -484,7 +484,7 @@ class Communicator(dist.ProcessGroup):
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
         for t in tensors:
-            if not isinstance(t, PretendedTensor):
+            if not isinstance(t, SimulatedTensor):
                 raise RuntimeError(
                     f"No backend type associated with device type {t.device.type}: {name} of a "
                     f"group on {TYPE}:{self.index}"
@@ -518,7 +518,7 @@ class Communicator(dist.ProcessGroup):
         return self.wire is not None and any(t.numel() for t in tensors)
 
     def _on_stream(
-        self, name: str, inputs: Sequence[PretendedTensor], outputs: Sequence[PretendedTensor]
+        self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
         """The kernel behind the current stream, and poison where its results will be."""
         machine = this_machine()
@@ -565,7 +565,7 @@ def _number(op: Any) -> int:
     return next(i for i, known in enumerate(SUMS) if op == known)
 
 
-class PretendedNCCL(Communicator):
+class SimulatedNCCL(Communicator):
     """One communicator. See the module's docstring."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
@@ -653,7 +653,7 @@ class PretendedNCCL(Communicator):
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
         """NCCL takes a part inside the whole only where it belongs."""
-        if not all(isinstance(t, PretendedTensor) for t in (whole, part)):
+        if not all(isinstance(t, SimulatedTensor) for t in (whole, part)):
             return  # `_check` refuses it
         if whole.untyped_storage()._cdata != part.untyped_storage()._cdata:
             return
@@ -702,7 +702,7 @@ class PretendedNCCL(Communicator):
         return Started(self.stream, done, tensors, tensors)
 
 
-# Makes the pretended backend known to torch.distributed, and to DTensor's collectives.
+# Makes the simulated backend known to torch.distributed, and to DTensor's collectives.
 
 
 def register() -> None:
@@ -713,7 +713,7 @@ def register() -> None:
 
     def batched(operations: list[dist.P2POp]) -> list[Any]:
         group = operations[0].group or dist.group.WORLD
-        if not isinstance(group, PretendedNCCL):
+        if not isinstance(group, SimulatedNCCL):
             return plain(operations)
         with nullcontext() if group.wire is None else group.wire.batch():
             works = plain(operations)
@@ -749,12 +749,12 @@ def functional() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _named(name: str) -> PretendedNCCL:
+def _named(name: str) -> SimulatedNCCL:
     names = dist.distributed_c10d._world.pg_names
     return next(group for group, known in names.items() if known == name)
 
 
-def _create(asked: Any, options: Options | None) -> PretendedNCCL:
-    group = PretendedNCCL(asked.store, asked.group_rank, asked.group_size, options, asked.timeout)
+def _create(asked: Any, options: Options | None) -> SimulatedNCCL:
+    group = SimulatedNCCL(asked.store, asked.group_rank, asked.group_size, options, asked.timeout)
     group.meet()
     return group

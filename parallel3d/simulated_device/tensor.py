@@ -1,4 +1,4 @@
-"""A tensor on the pretended device: a wrapper around the data, whose operators run at once.
+"""A tensor on the simulated device: a wrapper around the data, whose operators run at once.
 
 Every operator arrives here after autograd. It runs on the data, and the machine is told of the
 kernel: its stream, and the memory that it reads and writes. Views share their storage's block.
@@ -20,7 +20,7 @@ from parallel3d.simulated_device.machine import Kernel, SimulatedMachine, Use
 WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
 
 
-class PretendedTensor(torch.Tensor):
+class SimulatedTensor(torch.Tensor):
     """`data_` is what it stands for, on the CPU or on meta; `index` is its device's.
 
     To PyTorch's C++ all are on device 0: a backend in Python has one device there. `device` says
@@ -34,7 +34,7 @@ class PretendedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, data: Tensor, index: int) -> PretendedTensor:
+    def __new__(cls, data: Tensor, index: int) -> SimulatedTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             data.shape,
@@ -63,7 +63,7 @@ class PretendedTensor(torch.Tensor):
             return self.detach()
 
     @data.setter
-    def data(self, new: PretendedTensor) -> None:
+    def data(self, new: SimulatedTensor) -> None:
         torch._C.TensorBase.data.__set__(self, new)
         self.data_, self.index = new.data_, new.index
 
@@ -103,9 +103,9 @@ class PretendedTensor(torch.Tensor):
         return f"<{self.dtype} {tuple(self.shape)} on {self.device}>"
 
 
-def unwrapped(value: Any, met: dict[int, PretendedTensor]) -> Any:
-    """An argument in terms of the data; `met` collects the pretended tensors by their data."""
-    if isinstance(value, PretendedTensor):
+def unwrapped(value: Any, met: dict[int, SimulatedTensor]) -> Any:
+    """An argument in terms of the data; `met` collects the simulated tensors by their data."""
+    if isinstance(value, SimulatedTensor):
         met[id(value.data_)] = value
         return value.data_
     if isinstance(value, (list, tuple)):
@@ -113,11 +113,11 @@ def unwrapped(value: Any, met: dict[int, PretendedTensor]) -> Any:
     return value
 
 
-def wrapped(value: Any, met: dict[int, PretendedTensor], index: int) -> Any:
-    """A result: a pretended tensor that came in, where it is that one's data, or a new one."""
+def wrapped(value: Any, met: dict[int, SimulatedTensor], index: int) -> Any:
+    """A result: a simulated tensor that came in, where it is that one's data, or a new one."""
     if isinstance(value, Tensor):
         known = met.get(id(value))
-        return PretendedTensor(value, index) if known is None else known
+        return SimulatedTensor(value, index) if known is None else known
     if isinstance(value, (list, tuple)):
         items = [wrapped(item, met, index) for item in value]
         return type(value)(items) if type(value) in (list, tuple) else items
@@ -125,7 +125,7 @@ def wrapped(value: Any, met: dict[int, PretendedTensor], index: int) -> Any:
 
 
 def dispatch(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operator of which an argument is a pretended tensor or the pretended device."""
+    """Runs an operator of which an argument is a simulated tensor or the simulated device."""
     special = this_machine().special.get(operator, run)
     return special(operator, *args, **kwargs)
 
@@ -133,7 +133,7 @@ def dispatch(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on the data, as one kernel on the current stream."""
     machine, facts = this_machine(), facts_of(operator)
-    met: dict[int, PretendedTensor] = {}
+    met: dict[int, SimulatedTensor] = {}
     data = [unwrapped(a, met) for a in args]
     named = {name: unwrapped(a, met) for name, a in kwargs.items()}
     index = _index(facts, met, named, (*args, *kwargs.values()), machine)
@@ -156,14 +156,14 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _index(
     facts: OverloadFacts,
-    met: dict[int, PretendedTensor],
+    met: dict[int, SimulatedTensor],
     named: dict,
     given: Iterable,
     machine: SimulatedMachine,
 ) -> int:
     """The device that all tensors are on. Raises RuntimeError as CUDA would where they differ."""
     found = {t.index for t in met.values()}
-    others = [t for t in _tensors(given) if not isinstance(t, PretendedTensor)]
+    others = [t for t in _tensors(given) if not isinstance(t, SimulatedTensor)]
     wrong = [t for t in others if t.dim() > 0 and not facts.name.startswith("index")]
     if len(found) > 1 or (found and wrong):
         places = sorted({f"{TYPE}:{i}" for i in found} | {str(t.device) for t in wrong})
@@ -180,7 +180,7 @@ def _index(
     return device.index if device is not None and device.index else machine.device
 
 
-def _check_sizes(facts: OverloadFacts, met: dict[int, PretendedTensor]) -> None:
+def _check_sizes(facts: OverloadFacts, met: dict[int, SimulatedTensor]) -> None:
     """A tensor that an operator gave another size, which a wrapper cannot follow."""
     for t in met.values():
         if t.shape != t.data_.shape:
@@ -228,7 +228,7 @@ def _kernel(
 
 
 def launch(name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], call: Any = None) -> None:
-    """Tells the machine of a kernel that is no operator of PyTorch's; tensors are pretended."""
+    """Tells the machine of a kernel that is no operator of PyTorch's; tensors are simulated."""
     machine = this_machine()
     tensors = [*reads], [*writes]
     uses = [[machine.use(t.data_, t.index) for t in some] for some in tensors]
@@ -246,7 +246,7 @@ def poison(data: Tensor) -> None:
         data.fill_(torch.iinfo(data.dtype).max - 85)
 
 
-# Operators of the pretended device that are more than a kernel: copies to and from the host, reads
+# Operators of the simulated device that are more than a kernel: copies to and from the host, reads
 # of a number, and what the CPU lacks.
 
 
@@ -258,7 +258,7 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def _copy(operator: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    to_device, from_device = (isinstance(t, PretendedTensor) for t in (target, source))
+    to_device, from_device = (isinstance(t, SimulatedTensor) for t in (target, source))
     if to_device and from_device:
         target.data_.copy_(source.data_)
         launch("copy_", [source], [target])
@@ -269,7 +269,7 @@ def _copy(operator: Any, target: Tensor, source: Tensor, non_blocking: bool = Fa
     return target
 
 
-def _to_device(target: PretendedTensor, source: Tensor, non_blocking: bool) -> None:
+def _to_device(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> None:
     machine = this_machine()
     target.data_.copy_(source)
     launch("copy to the device", [], [target])
@@ -290,7 +290,7 @@ def _check_unchanged(source: Tensor, before: Tensor) -> None:
         )
 
 
-def _to_host(target: Tensor, source: PretendedTensor, non_blocking: bool) -> None:
+def _to_host(target: Tensor, source: SimulatedTensor, non_blocking: bool) -> None:
     machine = this_machine()
     launch("copy to the host", [source], [])
     stream = machine.stream_of(source.index)
@@ -316,7 +316,7 @@ def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool
         **kwargs: Any) -> Tensor:  # fmt: skip
     device = None if device is None else torch.device(device)
     kwargs.pop("pin_memory", None)
-    if not isinstance(tensor, PretendedTensor):  # from the host
+    if not isinstance(tensor, SimulatedTensor):  # from the host
         made = torch.empty_like(tensor, device=device, dtype=kwargs.get("dtype"))
         return _copy(operator, made, tensor, non_blocking)
     if device is None or device.type == TYPE:
@@ -324,11 +324,11 @@ def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool
     data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
     # PyTorch, too, gives pinned memory to a copy that does not wait.
     target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
-    _to_host(target, PretendedTensor(data, tensor.index), non_blocking)
+    _to_host(target, SimulatedTensor(data, tensor.index), non_blocking)
     return target
 
 
-def _scalar(operator: Any, tensor: PretendedTensor) -> Any:
+def _scalar(operator: Any, tensor: SimulatedTensor) -> Any:
     machine = this_machine()
     machine.wait_for_stream(machine.stream_of(tensor.index), "item")
     launch("item", [tensor], [])
@@ -353,11 +353,11 @@ def _addmm(
 
 
 def _index_add(
-    operator: Any, table: PretendedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
+    operator: Any, table: SimulatedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
 ) -> Tensor:
     """Rows that fall on one place are added in an order of the device's own, as atomics do."""
     if dim == 0 and table.index % 2 and table.is_floating_point() and not table.data_.is_meta:
-        index, source = (PretendedTensor(t.data_.flip(0), t.index) for t in (index, source))
+        index, source = (SimulatedTensor(t.data_.flip(0), t.index) for t in (index, source))
     return run(operator, table, dim, index, source, **kwargs)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.distributed.pretended import PretendedPool
+from tests.distributed.simulated import SimulatedPool
 
 
 @pytest.fixture(scope="session")
@@ -18,10 +18,10 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def pretended() -> Iterator[PretendedPool]:
-    """As `pool`, on the pretended accelerator: these workers know no other device."""
+def simulated() -> Iterator[SimulatedPool]:
+    """As `pool`, on the simulated accelerator: these workers know no other device."""
     with Pool() as own:
-        yield PretendedPool(own)
+        yield SimulatedPool(own)
 
 
 @pytest.fixture(scope="session")

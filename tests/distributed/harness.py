@@ -27,7 +27,7 @@ from tests.distributed.cases import (
     dead_weights,
 )
 from tests.distributed.pool import Pool
-from tests.distributed.pretended import here
+from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, train_reference
 
 

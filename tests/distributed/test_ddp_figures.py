@@ -24,7 +24,7 @@ from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
-from tests.distributed.pretended import here
+from tests.distributed.simulated import here
 
 CONFIG = Config(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
 

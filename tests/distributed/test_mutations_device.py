@@ -1,4 +1,4 @@
-"""Mistakes that only a GPU would show, planted: each is caught on the pretended accelerator.
+"""Mistakes that only a GPU would show, planted: each is caught on the simulated accelerator.
 
 A loss on the CPU is right under all of them: streams, pinned memory, the device of a thread and the
 order of a communicator do not exist there.
@@ -37,8 +37,8 @@ from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.pretended_runs import DROPS, waits_a_step
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.simulated_runs import DROPS, waits_a_step
 
 Sizes = tuple[int, int, int]
 Mutation = Callable[[], Any]
@@ -158,10 +158,10 @@ RACES = {
 
 
 @pytest.mark.parametrize("mutation", RACES, ids=lambda mutation: mutation.__name__)
-def test_accesses_that_nothing_orders(mutation: Mutation, pretended: PretendedPool) -> None:
+def test_accesses_that_nothing_orders(mutation: Mutation, simulated: SimulatedPool) -> None:
     sizes, keys = RACES[mutation]
     with pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two"):
-        pretended.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 3)
+        simulated.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 3)
 
 
 # --- the communicator ------------------------------------------------------------------------
@@ -260,11 +260,11 @@ AFTER_BACKWARD = {a_bucket_more_on_one_rank: (("ddp.overlap", False),)}
 
 
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda mutation: mutation.__name__)
-def test_what_a_communicator_refuses(mutation: Mutation, pretended: PretendedPool) -> None:
+def test_what_a_communicator_refuses(mutation: Mutation, simulated: SimulatedPool) -> None:
     sizes, words = REFUSED[mutation]
     with pytest.raises(WorkerFailure, match=words):
         keys = AFTER_BACKWARD.get(mutation, ())
-        pretended.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 2)
+        simulated.run(sizes[0] * sizes[1] * sizes[2], train, sizes, keys, mutation, 2)
 
 
 # --- the host --------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ def waits_with(sizes: Sizes, case: Case, mutation: Mutation) -> list[list[str]]:
 @pytest.mark.parametrize(
     "mutation", [the_loss_is_read_after_each_forward, a_mask_is_made_of_a_number_of_the_host]
 )
-def test_waits_of_the_host(mutation: Mutation, pretended: PretendedPool) -> None:
+def test_waits_of_the_host(mutation: Mutation, simulated: SimulatedPool) -> None:
     case = Case(DROPS, microbatches=3)
-    for steps in pretended.run(2, waits_with, (1, 2, 1), case, mutation):
+    for steps in simulated.run(2, waits_with, (1, 2, 1), case, mutation):
         assert all(len(waits) > case.microbatches for waits in steps)
 
 
@@ -322,9 +322,9 @@ def one_pinned_buffer_for_all_batches() -> Iterator[None]:
         yield
 
 
-def test_pinned_memory_that_is_used_again_too_early(pretended: PretendedPool) -> None:
+def test_pinned_memory_that_is_used_again_too_early(simulated: SimulatedPool) -> None:
     with pytest.raises(WorkerFailure, match="pinned memory was overwritten before its copy"):
-        pretended.run(1, train, (1, 1, 1), (), one_pinned_buffer_for_all_batches, 2)
+        simulated.run(1, train, (1, 1, 1), (), one_pinned_buffer_for_all_batches, 2)
 
 
 # --- bits and passes -------------------------------------------------------------------------
@@ -364,9 +364,9 @@ def drifts(mutation: Mutation) -> list[str]:
     ("mutation", "says"), [(sound, False), (rows_are_added_in_any_order, True)]
 )
 def test_replicated_tables_stay_equal(
-    mutation: Mutation, says: bool, pretended: PretendedPool
+    mutation: Mutation, says: bool, simulated: SimulatedPool
 ) -> None:
-    said = pretended.run(2, drifts, mutation)[0]
+    said = simulated.run(2, drifts, mutation)[0]
     assert bool(said) is says
     assert not says or "embedding.word.weight" in said[0]
 
@@ -409,23 +409,23 @@ def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_weight_gradients_are_added_by_the_product_itself(pretended: PretendedPool) -> None:
+def test_weight_gradients_are_added_by_the_product_itself(simulated: SimulatedPool) -> None:
     """A product that is rounded first is a matrix of its own, and an addition behind it."""
     weights = 32 * 32  # the smallest matrix that a product adds to
     for mutation, is_sound in ((sound, True), (products_are_rounded_before_they_are_added, False)):
-        (kernels,) = pretended.run(1, kernels_of_a_step, mutation)
+        (kernels,) = simulated.run(1, kernels_of_a_step, mutation)
         products = [name for name, _, _ in kernels if name == "addmm"]
         additions = [n for name, _, n in kernels if name == "add_" and n >= weights]
         assert (len(products) > 0) is is_sound
         assert (not additions) is is_sound
 
 
-def test_the_loss_moves_few_bytes_a_logit(pretended: PretendedPool) -> None:
+def test_the_loss_moves_few_bytes_a_logit(simulated: SimulatedPool) -> None:
     """One pass over the logits forward and one backward, GEMMs not counted."""
     problem_tokens = Problem("gpt_tiny", "sgd", True).tokens
     logits = 4000 * problem_tokens
     for mutation, is_sound in ((sound, True), (the_loss_goes_operator_by_operator, False)):
-        (kernels,) = pretended.run(1, kernels_of_a_step, mutation)
+        (kernels,) = simulated.run(1, kernels_of_a_step, mutation)
         a_loss = logits // 3  # of a micro-batch, in bf16 or wider: nothing else is as large
         moved = sum(b for name, b, _ in kernels if b > a_loss and "mm" not in name)
         assert (moved / logits < 12) is is_sound, moved / logits

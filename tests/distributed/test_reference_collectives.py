@@ -25,7 +25,7 @@ from examples.collectives.run import run
 from parallel3d.device import accelerator
 from parallel3d.topology.cluster.parts import Link
 from tests.distributed.pool import Pool
-from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.simulated import SimulatedPool, here
 from tests.reference import collectives as formulas
 
 RANKS = 8
@@ -164,7 +164,7 @@ def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, floa
     return times
 
 
-def check_barriers(pool: Pool | PretendedPool) -> None:
+def check_barriers(pool: Pool | SimulatedPool) -> None:
     """That nobody leaves before the last rank has come."""
     by_rank = pool.run(5, left_barriers, 3, 0.05)
     for form in FORMS["barrier"]:

@@ -1,4 +1,4 @@
-"""The clock of a step: nested times, idle beyond a floor, warm-up; events on a pretended GPU."""
+"""The clock of a step: nested times, idle beyond a floor, warm-up; events on a simulated GPU."""
 
 from __future__ import annotations
 

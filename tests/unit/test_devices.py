@@ -212,7 +212,7 @@ def played_cuda(count: int, monkeypatch: pytest.MonkeyPatch):
 
 def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of_rank("cpu", 3) == "cpu"
-    assert device_of_rank("pretend", 9) == "pretend:1"
+    assert device_of_rank("simulated", 9) == "simulated:1"
     played_cuda(8, monkeypatch)
     assert device_of_rank("cuda", 0) == "cuda:0"
     assert device_of_rank("cuda", 7) == "cuda:7"
@@ -280,7 +280,7 @@ def test_rank_on_the_cpu_starts_gloo_without_a_device(
     assert (recorded_start["backend"], recorded_start["device_id"]) == ("gloo", None)
 
 
-def test_pretended_accelerator_is_enabled_before_anything_else(
+def test_simulated_accelerator_is_enabled_before_anything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A world of one, and a local rank of several."""
@@ -296,8 +296,8 @@ def test_pretended_accelerator_is_enabled_before_anything_else(
     monkeypatch.setitem(sys.modules, "parallel3d.simulated_device", module)
     monkeypatch.setattr(worker, "_die_with", lambda _: None)
     with pytest.raises(Enabled):
-        worker.run_alone("train", Config(), tmp_path, "pretend")
+        worker.run_alone("train", Config(), tmp_path, "simulated")
     with pytest.raises(Enabled):
-        worker.local_worker_main("train", Config(), tmp_path, 1, "pretend", lambda: False)
+        worker.local_worker_main("train", Config(), tmp_path, 1, "simulated", lambda: False)
     with pytest.raises(Enabled):
-        worker.run_joined("train", Config(), place(0, 0), "pretend")
+        worker.run_joined("train", Config(), place(0, 0), "simulated")

@@ -1,6 +1,6 @@
 """`parallel3d dryrun`: what it counts is what arithmetic says, for layouts of any size.
 
-The pretended device is enabled once in a process and for all of it, so the dry runs are in one of
+The simulated device is enabled once in a process and for all of it, so the dry runs are in one of
 their own: a list of configurations goes in, their facts come out.
 """
 

@@ -38,7 +38,7 @@ def test_ranks_on_gpus_get_variables_that_the_user_has_not_set(nvidia: None) -> 
 def test_ranks_on_the_cpu_and_other_builds_get_none(
     nvidia: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert variables(Config(tp=2), "cpu") == variables(Config(tp=2), "pretend") == {}
+    assert variables(Config(tp=2), "cpu") == variables(Config(tp=2), "simulated") == {}
     monkeypatch.setattr(gpu_environment, "is_nvidia_build", lambda: False)
     assert variables(Config(tp=2)) == {}
 

@@ -78,7 +78,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
 def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
     """In a process of its own, as it changes torch; there in one, with a run of a forked rank."""
     names = [*HERE, "forked rank", "train compile"]
-    words = ["--size", "tiny", "--device", "pretend", "--in-process"]
+    words = ["--size", "tiny", "--device", "simulated", "--in-process"]
     words += ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
     done = run_module("benchmarks.gpu_first", *words, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -46,7 +46,7 @@ PLAYED = (
 
 @pytest.mark.slow
 def test_dry_runs_play_what_is_said_within_three_per_cent() -> None:
-    """In a process of its own: the pretended device is enabled once and for all of it."""
+    """In a process of its own: the simulated device is enabled once and for all of it."""
     words = [word for case in PLAYED for word in ("--case", json.dumps(case))]
     done = run_module("benchmarks.plan_dryrun", *words)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,7 +62,7 @@ def assume_cluster(config: Config, typed: Sequence[str] | None) -> tuple[Config,
 def find_facts(config: Config) -> dict[str, Any]:
     """Everything that the report shows, as plain data; nothing is printed or written.
 
-    This process has the pretended device from here on. Raises UserError for what cannot work.
+    This process has the simulated device from here on. Raises UserError for what cannot work.
     """
     config = check_config(config, own_samples=True)
     layout = layout_of(config)

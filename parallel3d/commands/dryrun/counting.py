@@ -339,7 +339,7 @@ def sent_bytes(name: str, nbytes: int, size: int) -> float:
     }.get(name, 0.0)
 
 
-# Bytes of one pretended device by what they are for, and where they peak.
+# Bytes of one simulated device by what they are for, and where they peak.
 
 
 KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers")
@@ -544,7 +544,7 @@ def phase_of_step() -> str:
 
 
 def caller() -> str:
-    """file:line of the innermost frame of parallel3d outside of the pretended device."""
+    """file:line of the innermost frame of parallel3d outside of the simulated device."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")

@@ -77,7 +77,7 @@ def dry_step(config: Config, rank: int, gpu: Gpu, placement: RankMapping | None 
     """
     machine = enable(data="meta", checks_races=False)
     if machine.data != "meta":
-        raise RuntimeError("this process has the pretended device with values already")
+        raise RuntimeError("this process has the simulated device with values already")
     precision = config.precision.name
     watch = OpCounter(machine, gpu, config.compile, precision == "tf32")
     machine.observers.append(watch)
@@ -109,7 +109,7 @@ def _groups(config: Config, rank: int, placement: RankMapping | None) -> Iterato
     if config.zero > 1 and config.ddp.shard_size is not None:
         levels = shards_and_replicas(layout, config.ddp.shard_size)
     dist.init_process_group(
-        "pretended_nccl",
+        "simulated_nccl",
         store=dist.HashStore(),
         rank=rank,
         world_size=layout.world_size,

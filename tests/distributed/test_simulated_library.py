@@ -1,4 +1,4 @@
-"""The library's examples and its page on the pretended accelerator: they follow `groups.device`."""
+"""The library's examples and its page on the simulated accelerator: they follow `groups.device`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 import re
 from pathlib import Path
 
-from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_examples import agree, on_every_rank
 from tests.e2e.test_library_page import PAGE, with_all, with_three_steps
 
 RUNS = [("mlp_tensor_parallel.py",), ("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]
 
 
-def test_examples_learn_the_same_on_one_device_and_on_two(pretended: PretendedPool) -> None:
-    (alone,) = pretended.run(1, on_every_rank, [(name,) for name, *_ in RUNS])
-    for found in pretended.run(2, on_every_rank, RUNS):
+def test_examples_learn_the_same_on_one_device_and_on_two(simulated: SimulatedPool) -> None:
+    (alone,) = simulated.run(1, on_every_rank, [(name,) for name, *_ in RUNS])
+    for found in simulated.run(2, on_every_rank, RUNS):
         for words, (_, ours), (losses, theirs) in zip(RUNS, found, alone, strict=True):
             assert losses[-1] < 0.9 * losses[0], words
             agree(ours, theirs, words)
@@ -34,9 +34,9 @@ def page(folder: Path) -> tuple[str, str]:
     return said.getvalue(), taken
 
 
-def test_the_page_trains_and_proves(pretended: PretendedPool, tmp_path: Path) -> None:
+def test_the_page_trains_and_proves(simulated: SimulatedPool, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(PAGE * 4, encoding="utf-8")
-    (said, first), (_, second) = pretended.run(2, page, tmp_path)
-    assert (first, second) == ("pretend:0", "pretend:1")
+    (said, first), (_, second) = simulated.run(2, page, tmp_path)
+    assert (first, second) == ("simulated:0", "simulated:1")
     assert len(re.findall(r"^step \d: loss", said, re.MULTILINE)) == 3
     assert "The layout does not change the model." in said

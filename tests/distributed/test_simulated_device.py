@@ -1,4 +1,4 @@
-"""The pretended accelerator objects to what a GPU would, and to nothing else."""
+"""The simulated accelerator objects to what a GPU would, and to nothing else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel3d.simulated_device.device import PretendedModule
+from parallel3d.simulated_device.device import SimulatedModule
 from parallel3d.simulated_device.machine import Race, SimulatedMachine
-from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.simulated import SimulatedPool, here
 
 # The last is asked of every device that is not one of PyTorch's own.
 OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
@@ -22,11 +22,11 @@ OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
 
 def test_the_module_has_no_name_that_torch_cuda_lacks() -> None:
     """What runs on it must not rely on more than there is on a GPU."""
-    names = {name for name in dir(PretendedModule(SimulatedMachine())) if not name.startswith("__")}
+    names = {name for name in dir(SimulatedModule(SimulatedMachine())) if not name.startswith("__")}
     assert names - OWN_NAMES <= set(dir(torch.cuda))
     for kind in ("Stream", "Event"):
         of_cuda = getattr(torch.cuda, kind)
-        ours = {n for n in dir(getattr(PretendedModule, kind)) if not n.startswith("_")}
+        ours = {n for n in dir(getattr(SimulatedModule, kind)) if not n.startswith("_")}
         in_c = {"device", "stream_id"}  # which a build without CUDA does not show
         assert ours - in_c <= set(dir(of_cuda)), kind
 
@@ -104,11 +104,11 @@ def freed_memory_keeps_its_past() -> None:
 
 
 def devices_do_not_mix() -> None:
-    x, other = torch.zeros(3, device=here()), torch.zeros(3, device="pretend:5")
-    raises(RuntimeError, "same device.* cpu and pretend:0", lambda: x + torch.ones(3))
-    raises(RuntimeError, "pretend:0 and pretend:5", lambda: x + other)
+    x, other = torch.zeros(3, device=here()), torch.zeros(3, device="simulated:5")
+    raises(RuntimeError, "same device.* cpu and simulated:0", lambda: x + torch.ones(3))
+    raises(RuntimeError, "simulated:0 and simulated:5", lambda: x + other)
     assert (x + torch.tensor(2.0)).tolist() == [2.0] * 3  # scalars of the host may be arguments
-    raises(TypeError, "can't convert pretend:0", lambda: x.numpy())
+    raises(TypeError, "can't convert simulated:0", lambda: x.numpy())
 
 
 def the_host_waits_where_it_reads() -> None:
@@ -199,11 +199,11 @@ def every_thread_has_a_device_of_its_own() -> None:
     thread = threading.Thread(target=lambda: seen.append(module().current_device()))
     thread.start()
     thread.join()
-    x = torch.ones(2, device="pretend:3", requires_grad=True)
+    x = torch.ones(2, device="simulated:3", requires_grad=True)
     x.register_hook(lambda grad: seen.append(module().current_device()))
     (x * 2).sum().backward()
     assert seen == [0, 3]  # autograd's own threads are on the device of the work
-    raises(ValueError, "specified index", lambda: module().set_device("pretend"))
+    raises(ValueError, "specified index", lambda: module().set_device("simulated"))
     raises(RuntimeError, "invalid device ordinal 8", lambda: module().set_device(8))
     module().set_device(0)
 
@@ -254,5 +254,5 @@ ON_ONE_RANK = (
 
 
 @pytest.mark.parametrize("check", ON_ONE_RANK, ids=lambda check: check.__name__)
-def test_on_one_rank(check: Callable[[], None], pretended: PretendedPool) -> None:
-    pretended.run(1, check)
+def test_on_one_rank(check: Callable[[], None], simulated: SimulatedPool) -> None:
+    simulated.run(1, check)

@@ -1,4 +1,4 @@
-"""Documents on the pretended accelerator: one kernel for all of them in half precision, a call for
+"""Documents on the simulated accelerator: one kernel for all of them in half precision, a call for
 each in wider types, and never a wait of the host."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Kernel, Observer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences
-from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.pretended_runs import run_on_own_device, waits
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.simulated_runs import run_on_own_device, waits
 
 LENGTH = 24
 BEGINS = ((), (1, 2, 3, 23), (11,), (5, 8))
@@ -113,9 +113,9 @@ def explicit(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[torch.Ten
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_one_kernel(
-    dtype: torch.dtype, kv_heads: int, pretended: PretendedPool
+    dtype: torch.dtype, kv_heads: int, simulated: SimulatedPool
 ) -> None:
-    pretended.run(1, half_precision_is_one_kernel, dtype, kv_heads)
+    simulated.run(1, half_precision_is_one_kernel, dtype, kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_half_precision_is_one_kernel(
     ids=str,
 )
 def test_other_types_are_a_call_for_each_document(
-    dtype: torch.dtype, kv_heads: int, head_dim: int, pretended: PretendedPool
+    dtype: torch.dtype, kv_heads: int, head_dim: int, simulated: SimulatedPool
 ) -> None:
-    pretended.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
+    simulated.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
 
 
 GPT = Problem("gpt_tiny", "adamw", True, layers=2, steps=2, batch=12, documents=True)
@@ -150,10 +150,10 @@ RUNS = [
 def test_trains_as_the_reference_does_without_a_wait(
     sizes: tuple[int, int, int],
     cases: list[Case],
-    pretended: PretendedPool,
+    simulated: SimulatedPool,
     references: References,
 ) -> None:
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=900)
+    by_rank = simulated.run(world, run_on_own_device, sizes, cases, timeout_s=900)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert not differences(outcomes, references.of(case.problem), case.problem), case

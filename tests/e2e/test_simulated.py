@@ -1,4 +1,4 @@
-"""Runs and scripts on the pretended accelerator, as the command line starts them."""
+"""Runs and scripts on the simulated accelerator, as the command line starts them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> Non
     layouts = (("train.steps=4", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=6"))
     said = ("no snapshot is written, which needs a GPU", "this run goes on with step 5, and")
     for ranks, words in enumerate(layouts, 1):
-        saving = given(shell, "run=r", *SAVING, *words, *profiled, "device=pretend")
+        saving = given(shell, "run=r", *SAVING, *words, *profiled, "device=simulated")
         ended = run_forked(shell, "train", *saving, ranks=ranks)
         assert ended.code == 0, ended
-        assert "pretended accelerator" in ended.out
+        assert "simulated accelerator" in ended.out
         assert said[ranks - 1] in ended.err
     words = given(shell, *SAVING, "run=c", "train.steps=6", "checkpoint.every=0")
     assert run_forked(shell, "train", *words).code == 0
@@ -50,7 +50,7 @@ def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> Non
     assert [names.count(f"{part} m1 c0") for part in ("forward", "backward")] == [2, 2]
     summary = json.loads((runs / "r" / "summary.json").read_text())
     assert all(rank["allocated"] > 0 for rank in summary["memory"]["ranks"])
-    words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=pretend")
+    words = ("run=r", "tp=2", "generate.max_tokens=4", "prompt=the", "device=simulated")
     text = run_forked(shell, "generate", *words)
     assert text.code == 0 and text.out.startswith("the")
 
@@ -60,7 +60,7 @@ import torch
 import torch.distributed as dist
 import parallel3d as p3d
 
-groups = p3d.init(tp=2, device="pretend", timeout_s=60)
+groups = p3d.init(tp=2, device="simulated", timeout_s=60)
 if groups.rank == 0 and LAST:
     exec(LAST)
 dist.all_reduce(torch.ones(3, device=groups.device), group=groups.tp.handle)
@@ -91,11 +91,11 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
 
 def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
     """For which flash attention has no kernel on accelerators: text comes of the usual one."""
-    kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=pretend")
+    kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=simulated")
     words = given(shell, *kernel, "train.steps=2", "checkpoint.every=2")
     ended = run_forked(shell, "train", *words)
     assert ended.code == 0, ended
-    text = run_forked(shell, "generate", "run=f", "generate.max_tokens=4", "device=pretend")
+    text = run_forked(shell, "generate", "run=f", "generate.max_tokens=4", "device=simulated")
     assert text.code == 0 and len(text.out) > 1, text
     words = given(shell, *kernel, "run=g", "attention_kernel=fa3")
     refused = run_forked(shell, "train", *words)

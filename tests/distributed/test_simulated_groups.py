@@ -1,4 +1,4 @@
-"""Groups, words between ranks, the clock and checkpoints, on the pretended accelerator."""
+"""Groups, words between ranks, the clock and checkpoints, on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallel3d.simulated_device.device import this_machine
 from parallel3d.topology.layout import Layout
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import array, make_trainer, plain_groups
-from tests.distributed.pretended import PretendedPool, here
+from tests.distributed.simulated import SimulatedPool, here
 from tests.distributed.test_exchange import AS_JSON, WORDS
 
 GPT = Problem("gpt_tiny", "adamw", True)
@@ -50,18 +50,18 @@ def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any],
 
 
 def test_options_reach_their_kind_and_groups_close_as_they_were_made(
-    pretended: PretendedPool,
+    simulated: SimulatedPool,
 ) -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
-    for found, closed in pretended.run(4, what_was_made, Layout(tp=2, dp=2), launch):
+    for found, closed in simulated.run(4, what_was_made, Layout(tp=2, dp=2), launch):
         assert found["dp"] == (False, 8)
         assert found["tp"][0] is True and found["tp"][1] != 8
         assert found["world"] is None
         assert closed == ["tp", "dp"]
-    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), launch):
+    for found, closed in simulated.run(2, what_was_made, Layout(dp=2), launch):
         assert found == {"dp": (False, 8), "world": None}
         assert closed == ["dp"]
-    for found, closed in pretended.run(2, what_was_made, Layout(dp=2), LaunchConfig()):
+    for found, closed in simulated.run(2, what_was_made, Layout(dp=2), LaunchConfig()):
         assert (found, closed) == ({"dp": None, "world": None}, [])
 
 
@@ -78,8 +78,8 @@ def told() -> list[Any]:
     return [call(word, world, here()) for call in calls]
 
 
-def test_ranks_hear_each_other(pretended: PretendedPool) -> None:
-    for rank, found in enumerate(pretended.run(4, told)):
+def test_ranks_hear_each_other(simulated: SimulatedPool) -> None:
+    for rank, found in enumerate(simulated.run(4, told)):
         assert found == [AS_JSON, AS_JSON if rank == 0 else [], AS_JSON[0]]
 
 
@@ -100,9 +100,9 @@ def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
     return more, sum(sizes), max(sizes, default=0)
 
 
-def test_rank_0_holds_one_message_of_the_others_boxes(pretended: PretendedPool) -> None:
+def test_rank_0_holds_one_message_of_the_others_boxes(simulated: SimulatedPool) -> None:
     message = 4096
-    more, came, largest = pretended.run(4, most_memory_of_a_gather, message)[0]
+    more, came, largest = simulated.run(4, most_memory_of_a_gather, message)[0]
     words = 100_000  # what each rank says of its boxes
     assert came > 300_000
     assert more < max(message, largest) + words
@@ -128,9 +128,9 @@ def clocked_steps(sizes: tuple[int, int, int], keys: tuple, steps: int) -> dict[
 
 @pytest.mark.parametrize(("sizes", "kind", "steps"), [((2, 1, 1), "tp", 12), ((1, 2, 1), "pp", 3)])
 def test_some_steps_are_told_one_step_later(
-    sizes: tuple[int, int, int], kind: str, steps: int, pretended: PretendedPool
+    sizes: tuple[int, int, int], kind: str, steps: int, simulated: SimulatedPool
 ) -> None:
-    for found in pretended.run(2, clocked_steps, sizes, (), steps):
+    for found in simulated.run(2, clocked_steps, sizes, (), steps):
         assert ("pp" in found["floors"]) is (kind == "pp")
         # Of steps 1, 2, 3, 4 and 11.
         assert found["known"] == [step for step in (2, 3, 4, 5, 12) if step <= steps]
@@ -141,9 +141,9 @@ def test_some_steps_are_told_one_step_later(
 
 
 def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(
-    pretended: PretendedPool,
+    simulated: SimulatedPool,
 ) -> None:
-    for found in pretended.run(2, clocked_steps, (1, 1, 2), (("zero", 3),), 3):
+    for found in simulated.run(2, clocked_steps, (1, 1, 2), (("zero", 3),), 3):
         assert found["marked"].count("dp") == 1  # the sum of the tokens
         assert found["means"]["backward"] > 0
 
@@ -179,9 +179,9 @@ def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_save_beside_the_training_is_of_its_step_and_touches_its_own_device_alone(
-    pretended: PretendedPool, tmp_path: Path
+    simulated: SimulatedPool, tmp_path: Path
 ) -> None:
-    by_rank = pretended.run(2, saves_beside_the_training, tmp_path)
+    by_rank = simulated.run(2, saves_beside_the_training, tmp_path)
     for rank, found in enumerate(by_rank):
         assert found["devices"] == {rank}
         assert found["room"] and all(found["room"]) and found["kept"]

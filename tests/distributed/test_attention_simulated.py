@@ -1,4 +1,4 @@
-"""`attention_kernel` on the pretended accelerator, whose kernels take the types that a GPU's do."""
+"""`attention_kernel` on the simulated accelerator, whose kernels take the types that a GPU's do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import this_machine
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, References, differences, run_cases
-from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.pretended_runs import Sizes
-from tests.distributed.test_documents_pretended import Attention
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.simulated_runs import Sizes
+from tests.distributed.test_documents_simulated import Attention
 
 SHAPE = 4, 2, 8
 
@@ -67,12 +67,12 @@ def refused_in_wide_types() -> None:
             choose_kernel(made, here())
 
 
-def test_each_value_runs_its_kernel(pretended: PretendedPool) -> None:
-    pretended.run(1, kernels_of_each_value)
+def test_each_value_runs_its_kernel(simulated: SimulatedPool) -> None:
+    simulated.run(1, kernels_of_each_value)
 
 
-def test_half_precisions_kernels_are_refused_in_wider_types(pretended: PretendedPool) -> None:
-    pretended.run(1, refused_in_wide_types)
+def test_half_precisions_kernels_are_refused_in_wider_types(simulated: SimulatedPool) -> None:
+    simulated.run(1, refused_in_wide_types)
 
 
 LLAMA = Problem("llama_tiny", "sgd", True, steps=2)
@@ -99,9 +99,9 @@ def run_and_tell(sizes: Sizes, cases: Sequence[Case]) -> list[tuple[Outcome, lis
 
 
 def test_training_with_a_kernel_by_name_is_the_references(
-    pretended: PretendedPool, references: References
+    simulated: SimulatedPool, references: References
 ) -> None:
-    by_rank = pretended.run(2, run_and_tell, (2, 1, 1), CASES, timeout_s=900)
+    by_rank = simulated.run(2, run_and_tell, (2, 1, 1), CASES, timeout_s=900)
     for case, told in zip(CASES, zip(*by_rank, strict=True), strict=True):
         outcomes, kernels = zip(*told, strict=True)
         assert not differences(outcomes, references.of(case.problem), case.problem), str(case)

@@ -1,4 +1,4 @@
-"""The pretended backend does what NCCL does, and names both sides of what NCCL would hang in."""
+"""The simulated backend does what NCCL does, and names both sides of what NCCL would hang in."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from parallel3d.simulated_device.machine import Race
 from parallel3d.simulated_device.nccl import Mismatch
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.test_pretend_device import module, raises
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.test_simulated_device import module, raises
 from tests.distributed.test_reference_collectives import check_barriers
 
 
@@ -75,8 +75,8 @@ def a_side_stream_does_not_wait_for_others_waits() -> None:
 
 def tensors_of_the_host_and_of_other_devices_are_refused() -> None:
     raises(RuntimeError, "No backend type .* cpu", lambda: dist.all_reduce(torch.ones(3)))
-    other = torch.ones(3, device="pretend:7")
-    raises(RuntimeError, "a tensor is on pretend:7", lambda: dist.all_reduce(other))
+    other = torch.ones(3, device="simulated:7")
+    raises(RuntimeError, "a tensor is on simulated:7", lambda: dist.all_reduce(other))
     raises(ValueError, "contiguous", lambda: dist.all_reduce(filled(16).view(4, 4).t()))
 
 
@@ -170,8 +170,8 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("check", SOUND, ids=lambda check: check.__name__)
-def test_two_ranks(check: Callable[[], None], pretended: PretendedPool) -> None:
-    pretended.run(2, check)
+def test_two_ranks(check: Callable[[], None], simulated: SimulatedPool) -> None:
+    simulated.run(2, check)
 
 
 def told(check: Callable[[], None]) -> str:
@@ -185,8 +185,8 @@ def told(check: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("check", DIFFERENT, ids=lambda check: check.__name__)
-def test_ranks_that_differ_are_named(check: Callable[[], None], pretended: PretendedPool) -> None:
-    said = pretended.run(2, told, check)
+def test_ranks_that_differ_are_named(check: Callable[[], None], simulated: SimulatedPool) -> None:
+    said = simulated.run(2, told, check)
     assert any(re.search(DIFFERENT[check], words) for words in said), said
 
 
@@ -198,11 +198,11 @@ BAD_ENDS = {
 
 
 @pytest.mark.parametrize("check", BAD_ENDS, ids=lambda check: check.__name__)
-def test_ends_that_differ_are_named(check: Callable[[], None], pretended: PretendedPool) -> None:
+def test_ends_that_differ_are_named(check: Callable[[], None], simulated: SimulatedPool) -> None:
     with pytest.raises(WorkerFailure, match=BAD_ENDS[check]):
-        pretended.run(2, check)
+        simulated.run(2, check)
 
 
-def test_textbook_barriers_wait(pretended: PretendedPool) -> None:
+def test_textbook_barriers_wait(simulated: SimulatedPool) -> None:
     """They are made of messages without data."""
-    check_barriers(pretended)
+    check_barriers(simulated)

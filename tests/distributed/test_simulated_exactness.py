@@ -1,4 +1,4 @@
-"""Every pair of settings trains on the pretended accelerator as the reference does.
+"""Every pair of settings trains on the simulated accelerator as the reference does.
 
 The settings are those of `test_engines`, which has each pair in fp64, but for what is compiled,
 which has no device to be lowered for, and for fp32, which does what fp64 does. Streams, events and
@@ -19,8 +19,8 @@ import pytest
 
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, differences
-from tests.distributed.pretended import PretendedPool
-from tests.distributed.pretended_runs import (
+from tests.distributed.simulated import SimulatedPool
+from tests.distributed.simulated_runs import (
     DROPS,
     Sizes,
     check_one_wait,
@@ -96,11 +96,11 @@ def test_every_pair_that_can_meet_is_there() -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_trains_as_the_reference_does(
-    sizes: Sizes, pretended: PretendedPool, references: References
+    sizes: Sizes, simulated: SimulatedPool, references: References
 ) -> None:
     cases = [case for layout, case in all_cases() if layout == sizes]
     world = sizes[0] * sizes[1] * sizes[2]
-    by_rank = pretended.run(world, run_on_own_device, sizes, cases, timeout_s=900)
+    by_rank = simulated.run(world, run_on_own_device, sizes, cases, timeout_s=900)
     failures = []
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = differences(outcomes, references.of(case.problem), case.problem)
@@ -122,31 +122,31 @@ RESIDUALS = [
 
 
 def test_residuals_added_by_the_norms_train_as_the_reference_does(
-    pretended: PretendedPool, references: References
+    simulated: SimulatedPool, references: References
 ) -> None:
-    by_rank = pretended.run(2, run_on_own_device, (2, 1, 1), RESIDUALS, timeout_s=900)
+    by_rank = simulated.run(2, run_on_own_device, (2, 1, 1), RESIDUALS, timeout_s=900)
     for case, outcomes in zip(RESIDUALS, zip(*by_rank, strict=True), strict=True):
         assert not differences(outcomes, references.of(case.problem), case.problem), str(case)
 
 
 def test_a_residual_without_its_gradient_is_found(
-    pretended: PretendedPool, references: References
+    simulated: SimulatedPool, references: References
 ) -> None:
     case = RESIDUALS[0]
-    (outcomes,) = pretended.run(1, run_without_residual_gradients, (1, 1, 1), [case], timeout_s=900)
+    (outcomes,) = simulated.run(1, run_without_residual_gradients, (1, 1, 1), [case], timeout_s=900)
     assert "weights" in differences(outcomes, references.of(case.problem), case.problem)
 
 
-def test_the_host_waits_once_a_step_with_dropout(pretended: PretendedPool) -> None:
+def test_the_host_waits_once_a_step_with_dropout(simulated: SimulatedPool) -> None:
     """Whose masks, drawn again by a recomputed forward, none of the settings above has."""
     case = replace(Case(DROPS, sp=True, microbatches=2), keys=(("recompute", "full"),))
-    for steps in pretended.run(2, waits_a_step, (2, 1, 1), case, timeout_s=900):
+    for steps in simulated.run(2, waits_a_step, (2, 1, 1), case, timeout_s=900):
         for found in steps:
             check_one_wait(found)
 
 
-def test_pytorchs_debug_mode_sees_one_wait_a_step(pretended: PretendedPool) -> None:
+def test_pytorchs_debug_mode_sees_one_wait_a_step(simulated: SimulatedPool) -> None:
     """As `benchmarks.gpu_first` counts on a card; the first warning is of the mode itself."""
-    (said,) = pretended.run(1, warned_of_a_step, Case(DROPS, microbatches=2))
+    (said,) = simulated.run(1, warned_of_a_step, Case(DROPS, microbatches=2))
     assert len(said) == 2 and "prototype feature" in said[0], said
     assert said[1] == "trainer.py: called a synchronizing CUDA operation"

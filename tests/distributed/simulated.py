@@ -1,4 +1,4 @@
-"""Ranks on the pretended accelerator: a pool of their own, each on a device of its own."""
+"""Ranks on the simulated accelerator: a pool of their own, each on a device of its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.distributed as dist
 
 from tests.distributed.pool import Pool
 
-DEVICE = "pretend"
+DEVICE = "simulated"
 
 
 def here() -> torch.device:
-    """The device of this rank: pretended where its world is."""
-    if dist.is_initialized() and dist.get_backend() == "pretended_nccl":
+    """The device of this rank: simulated where its world is."""
+    if dist.is_initialized() and dist.get_backend() == "simulated_nccl":
         return torch.device(DEVICE, torch.get_device_module(DEVICE).current_device())
     return torch.device("cpu")
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` on a rank whose world is one of the pretended backend.
+    """Calls `function(*args)` on a rank whose world is one of the simulated backend.
 
     Autograd counts the devices when it first runs, so a worker that does this does nothing else.
     """
@@ -31,19 +31,19 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
     machine.forget()  # blocks of memory that a run before this one has left are nobody's business
     machine.touched.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("pretended", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())
     dist.barrier()
     dist.destroy_process_group()
     device = torch.device(DEVICE, rank)
     torch.get_device_module(DEVICE).set_device(device)
     dist.init_process_group(
-        "pretended_nccl", store=store, rank=rank, world_size=size, device_id=device
+        "simulated_nccl", store=store, rank=rank, world_size=size, device_id=device
     )
     return function(*args)
 
 
-class PretendedPool:
-    """`run` of a pool whose ranks have a pretended accelerator each."""
+class SimulatedPool:
+    """`run` of a pool whose ranks have a simulated accelerator each."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

@@ -1,4 +1,4 @@
-"""Every subcommand once on the pretended accelerator, or on what a run on it has left."""
+"""Every subcommand once on the simulated accelerator, or on what a run on it has left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import sys
 from parallel3d.__main__ import main
 sys.exit(main())
 """
-DEVICE = "device=pretend"
+DEVICE = "device=simulated"
 LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidden_size=48", DEVICE)
 TRAIN = ("train.steps=2", "checkpoint.every=2", "tp=2")
 BENCH = ("dp=2", "bench.budget_s=0.1", "bench.sizes=[4096]", "bench.iterations=1", "bench.warmup=0")
@@ -35,9 +35,9 @@ class Command(NamedTuple):
 
 # In this order: later ones read what earlier ones have left.
 COMMANDS = {
-    "train": Command((*LLAMA, "TEXT", *TRAIN, "run=mine"), "pretended accelerator", 2),
+    "train": Command((*LLAMA, "TEXT", *TRAIN, "run=mine"), "simulated accelerator", 2),
     "verify": Command((*LLAMA, "TEXT", "tp=2", "sp=true", "verify.steps=1"), "does not change the"),
-    "bench comm": Command((*BENCH, DEVICE), "pretended_nccl", 2),
+    "bench comm": Command((*BENCH, DEVICE), "simulated_nccl", 2),
     "calibrate": Command(
         ("calibrate.file=here.yaml", "calibrate.passes=1", DEVICE), "here.yaml", 2
     ),

@@ -1,4 +1,4 @@
-"""The library's parts on the pretended accelerator: how often a step of theirs waits for it."""
+"""The library's parts on the simulated accelerator: how often a step of theirs waits for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.ddp_figures.measures import Trial
 from parallel3d import DistributedDataParallel
 from parallel3d.parallel import replicated
 from parallel3d.parallel.groups import group_of
-from tests.distributed.pretended import PretendedPool, here
-from tests.distributed.pretended_runs import waits
+from tests.distributed.simulated import SimulatedPool, here
+from tests.distributed.simulated_runs import waits
 from tests.distributed.test_ddp_figures import check_report, measured
 
 
@@ -111,10 +111,10 @@ def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> No
 
 @pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)
 def test_a_backward_of_replicas_copies_nothing_that_waits(
-    uses: list[bool], pretended: PretendedPool
+    uses: list[bool], simulated: SimulatedPool
 ) -> None:
     """It waits for the verdict on the one before, and where it lacks a gradient for who has it."""
-    for used, (seen, grads) in zip(uses, pretended.run(2, waits_of_backwards, uses), strict=True):
+    for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_backwards, uses), strict=True):
         same(grads, alone(uses))
         verdicts = [why for why in seen if why.startswith("an event's") and "verdict.py" in why]
         flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
@@ -122,24 +122,24 @@ def test_a_backward_of_replicas_copies_nothing_that_waits(
         assert len(seen) == len(verdicts) + len(flags), seen
 
 
-def test_a_layer_under_two_wrappers_gets_the_mean_once(pretended: PretendedPool) -> None:
+def test_a_layer_under_two_wrappers_gets_the_mean_once(simulated: SimulatedPool) -> None:
     twice = [[2 * value for value in grad] for grad in alone([True, True])]
-    for grads in pretended.run(2, encoder_of_two_wrappers):
+    for grads in simulated.run(2, encoder_of_two_wrappers):
         same(grads, twice)
 
 
 @pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)
 def test_the_mean_of_pipelines_waits_once_at_most(
-    uses: list[bool], pretended: PretendedPool
+    uses: list[bool], simulated: SimulatedPool
 ) -> None:
     """Whatever the number of buckets, and where this rank lacks a gradient alone."""
-    for used, (seen, grads) in zip(uses, pretended.run(2, waits_of_replicas, uses), strict=True):
+    for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_replicas, uses), strict=True):
         same(grads, alone(uses))
         assert len(seen) == (0 if used else 1), seen
 
 
 def test_the_ddp_figures_compute_on_the_device_and_wait_for_it(
-    pretended: PretendedPool, tmp_path: Path
+    simulated: SimulatedPool, tmp_path: Path
 ) -> None:
-    pretended.run(2, bench_and_check_parts, tmp_path)
+    simulated.run(2, bench_and_check_parts, tmp_path)
     check_report(tmp_path, {"backend"})

@@ -1,4 +1,4 @@
-"""What ranks on the pretended accelerator run: whole cases, and steps in which waits are counted.
+"""What ranks on the simulated accelerator run: whole cases, and steps in which waits are counted.
 
 A module of its own, as a new worker imports it: a matrix of cases takes seconds to be made.
 """
@@ -22,7 +22,7 @@ from parallel3d.topology.layout import Layout
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, make_trainer, plain_groups, run_cases
-from tests.distributed.pretended import here
+from tests.distributed.simulated import here
 
 Sizes = tuple[int, int, int]
 
