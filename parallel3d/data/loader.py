@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -150,15 +150,15 @@ class InOrder:
     """
 
     def __init__(
-        self, load: Callable[[int], MicroBatch], order: Sequence[int], device: torch.device
+        self, load: Callable[[int], tuple[Any, ...]], order: Sequence[int], device: torch.device
     ) -> None:
         self.load, self.left = load, deque(dict.fromkeys(order))
         self.readers = Counter(order)
         self.looks_ahead = accelerator.is_accelerator(device)
-        self.ahead: MicroBatch | None = None
-        self.held: dict[int, MicroBatch] = {}
+        self.ahead: tuple[Any, ...] | None = None
+        self.held: dict[int, tuple[Any, ...]] = {}
 
-    def take(self, m: int) -> MicroBatch:
+    def take(self, m: int) -> tuple[Any, ...]:
         """Returns micro-batch `m`, the next one or one that another virtual stage has taken."""
         if m not in self.held:
             batch, self.ahead = self.ahead, None

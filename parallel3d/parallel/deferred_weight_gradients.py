@@ -1,4 +1,4 @@
-"""Weight gradients of plain modules, put off for schedules that split a backward."""
+"""Defers the weight gradients of plain modules, for schedules that split the backward."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "grou
 
 
 class SplitBackward(TorchFunctionMode):
-    """In a forward under it linear layers and convolutions make their weight gradients apart.
+    """Makes linear layers and convolutions of a forward defer their weight gradients.
 
-    What else has parameters (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, what is
-    compiled, checkpointed or under autocast) makes them with the gradient of its input, which
-    changes no result.
+    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, whatever is
+    compiled, checkpointed or under autocast) compute both gradients at once, which changes no
+    result.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is F.linear:
-            given = _given(("input", "weight", "bias"), args, named)
-            if _can_wait(given):
-                x, weight, bias = (given.get(key) for key in ("input", "weight", "bias"))
+            arguments = _by_name(("input", "weight", "bias"), args, kwargs)
+            if _can_defer(arguments):
+                x, weight, bias = (arguments.get(key) for key in ("input", "weight", "bias"))
                 return ColumnNode.apply(x, weight, bias, SINGLE, None)
         elif func in CONVOLUTIONS:
-            given = _given(CONVOLUTION, args, named)
-            dims, padding = CONVOLUTIONS[func], given.get("padding", 0)
-            if not isinstance(padding, str) and _can_wait(given, dims + 2):
+            arguments = _by_name(CONVOLUTION, args, kwargs)
+            dims, padding = CONVOLUTIONS[func], arguments.get("padding", 0)
+            if not isinstance(padding, str) and _can_defer(arguments, dims + 2):
                 how = (
-                    _each(given.get("stride", 1), dims),
+                    _each(arguments.get("stride", 1), dims),
                     _each(padding, dims),
-                    _each(given.get("dilation", 1), dims),
-                    given.get("groups", 1),
+                    _each(arguments.get("dilation", 1), dims),
+                    arguments.get("groups", 1),
                 )
-                return _Convolution.apply(given["input"], given["weight"], given.get("bias"), how)
-        return func(*args, **named)
+                return _Convolution.apply(
+                    arguments["input"], arguments["weight"], arguments.get("bias"), how
+                )
+        return func(*args, **kwargs)
 
 
-def _given(names: tuple[str, ...], args: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(names, args, strict=False)) | named
+def _by_name(names: tuple[str, ...], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
@@ -57,18 +59,19 @@ def _each(size: int | tuple[int, ...], dims: int) -> list[int]:
     return sizes * dims if len(sizes) == 1 else sizes
 
 
-def _can_wait(given: dict[str, Any], dims: int = 0) -> bool:
-    """Whether the weight is a parameter of a stage, in the type of its input.
+def _can_defer(arguments: dict[str, Any], dims: int = 0) -> bool:
+    """Returns whether the weight gradient may be deferred.
 
-    `dims`: the input's, or 0 where any number from two on will do.
+    It may if the weight is a parameter of a stage in the type of its input. `dims` is the number of
+    dimensions of the input, 0 for any from two on.
     """
-    x, weight = given["input"], given["weight"]
+    x, weight = arguments["input"], arguments["weight"]
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
-    if weight._backward_hooks:  # autograd calls them, and a gradient put off does not pass there
+    if weight._backward_hooks:  # autograd would not call them for a deferred gradient
         return False
-    # A checkpointed forward is repeated in the backward, outside of this mode, and has to save the
-    # same tensors then.
+    # The recompute of a checkpointed forward runs outside of this mode and must save the same
+    # tensors as the first forward.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():
         return False
@@ -78,19 +81,19 @@ def _can_wait(given: dict[str, Any], dims: int = 0) -> bool:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution whose weight gradient may wait. how: stride, padding, dilation, groups."""
+    """Computes a convolution; `how` is stride, padding, dilation and groups."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
         ctx.how, ctx.biases = how, None if bias is None else list(bias.shape)
         ctx.weight = weight
         ctx.save_for_backward(x)
-        return torch.convolution(x, weight, bias, *_spelled(how))
+        return torch.convolution(x, weight, bias, *_aten_arguments(how))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        weight, biases, how = ctx.weight, ctx.biases, _spelled(ctx.how)
+        weight, biases, how = ctx.weight, ctx.biases, _aten_arguments(ctx.how)
 
         def gradients(*wanted: bool) -> tuple:
             found = torch.ops.aten.convolution_backward(grad, x, weight, biases, *how, wanted)
@@ -108,7 +111,7 @@ class _Convolution(torch.autograd.Function):
         return x_grad, None, bias_grad, None
 
 
-def _spelled(how: tuple) -> tuple:
-    """As aten wants it: transposed and output_padding in their places."""
+def _aten_arguments(how: tuple) -> tuple:
+    """Returns the arguments of `aten::convolution`: not transposed, no output padding."""
     stride, padding, dilation, groups = how
     return stride, padding, dilation, False, [0] * len(stride), groups

@@ -1,8 +1,9 @@
-"""The groups of a script of the user's own: `p3d.init(tp=2)`."""
+"""Makes the process groups of a user's own script: `p3d.init(tp=2)`."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
@@ -26,7 +27,8 @@ from parallel3d.run.rendezvous import rendezvous
 from parallel3d.run.worker import begin_on
 from parallel3d.topology.layout import DEFAULT_ORDER, Layout
 
-EXTERNAL = "own"  # the name of a group that was made elsewhere, of which nothing is known
+GroupLike = Group | dist.ProcessGroup | None
+EXTERNAL = "own"  # name of a group that was made elsewhere
 
 
 def init(
@@ -39,27 +41,27 @@ def init(
     timeout_s: float = 600.0,
     shared_memory: bool = True,
 ) -> ProcessGroups:
-    """This process's groups in the grid tp × pp × dp, under torchrun, under srun or alone.
+    """Returns this process's groups in the grid tp × pp × dp, under torchrun, under srun or alone.
 
-    Where torch.distributed is initialised already, its world is taken as it is; otherwise the ranks
-    meet as their launcher says, and the world and the groups are closed when the script ends. On a
-    host with GPUs a rank's own becomes the current device, `groups.device`, on which modules and
-    inputs must be. Collective over the world.
+    Uses the default process group if torch.distributed is initialised already. Otherwise runs the
+    launcher's rendezvous, and closes the groups when the script ends. On a host with GPUs each
+    rank's GPU becomes its current device, `groups.device`, where modules and inputs must be.
+    Collective over the world.
 
     Args:
-        tp, pp, dp: sizes; one of them may be None: what the others leave of the world.
-        device: cpu, cuda or auto, which takes GPUs where there is one for each rank of the host.
-        order: the dimensions from the one whose ranks are adjacent on.
-        timeout_s: how long a collective waits for a rank.
-        shared_memory: CPU ranks of one host communicate through it.
+        tp, pp, dp: sizes; one of them may be None: the rest of the world.
+        device: cpu, cuda or auto: GPUs if there is one for each rank of the host.
+        order: the dimensions, from the one whose ranks are adjacent on.
+        timeout_s: of a collective.
+        shared_memory: CPU ranks of one host communicate through shared memory.
 
     Raises:
         UserError: on every rank alike, sizes that do not make up the world or differ between ranks;
             a launcher's variables that contradict each other; no such device.
     """
     own = not dist.is_initialized()
-    here = _begin(device, timeout_s) if own else _device_of_world()
-    layout = _agree({"tp": tp, "pp": pp, "dp": dp, "order": order}, here)
+    here = _join_world(device, timeout_s) if own else _device_of_world()
+    layout = _agreed_layout(tp, pp, dp, order, here)
     launch = LaunchConfig(timeout_s=timeout_s, shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, here.type, timeout_s, launch)
     if own:
@@ -68,7 +70,7 @@ def init(
 
 
 def group_of(group: Group | dist.ProcessGroup | None) -> Group:
-    """The same ranks as the other rooms know them. None: the world, or this process alone.
+    """Returns the `Group` of a process group; None is the world, or this process alone.
 
     Raises UserError on a rank that is not in `group`.
     """
@@ -89,8 +91,8 @@ def group_of(group: Group | dist.ProcessGroup | None) -> Group:
     return Group(EXTERNAL, ranks, index, handle)
 
 
-def _begin(requested: str, timeout_s: float) -> torch.device:
-    """Meets the other ranks and initialises torch.distributed; returns this rank's device."""
+def _join_world(requested: str, timeout_s: float) -> torch.device:
+    """Runs the rendezvous, initialises torch.distributed and returns this rank's device."""
     if renamed := renamed_value("device", requested):
         raise UserError(renamed)
     if requested not in ("auto", "cpu", "cuda", SIMULATED):
@@ -116,16 +118,19 @@ def _begin(requested: str, timeout_s: float) -> torch.device:
 
 
 def _device_of_world() -> torch.device:
-    """The accelerator's current device where the world's backend is for it, else the CPU."""
+    """Returns the current accelerator if the world's backend is for it, else the CPU."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or dist.get_backend() != backend_of(kind):
         return torch.device("cpu")
     return current(kind)
 
 
-def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
-    """The layout that all ranks ask for. Raises UserError, alike on all, if they do not agree."""
-    everyone = all_gather_json({k: repr(v) for k, v in asked.items()}, dist.group.WORLD, device)
+def _agreed_layout(
+    tp: int | None, pp: int | None, dp: int | None, order: str, device: torch.device
+) -> Layout:
+    """Returns the layout, on which all ranks must agree; otherwise each raises UserError."""
+    request = {"tp": repr(tp), "pp": repr(pp), "dp": repr(dp), "order": repr(order)}
+    everyone = all_gather_json(request, dist.group.WORLD, device)
     for rank, theirs in enumerate(everyone):
         for key, value in theirs.items():
             if value != everyone[0][key]:
@@ -133,11 +138,11 @@ def _agree(asked: dict[str, int | str | None], device: torch.device) -> Layout:
                     f"init({key}={value}) on rank {rank} must be {key}={everyone[0][key]} as on "
                     "rank 0: all ranks make the same groups"
                 )
-    return _layout(dist.get_world_size(), **asked)
+    return _layout(dist.get_world_size(), tp, pp, dp, order)
 
 
 def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: str) -> Layout:
-    """Raises UserError for sizes that do not make up a world of so many ranks."""
+    """Returns the layout. Raises UserError for sizes that do not make up the world."""
     sizes = {"pp": pp, "tp": tp, "dp": dp}
     for key, value in sizes.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -161,16 +166,16 @@ def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: s
                 f"is {world // left}; the nearest is dp={left}"
             )
         if left % size:
-            fit = closest(size, lambda n, left=left: left % n == 0, left)
+            fit = closest(size, functools.partial(_divides, left), left)
             more = "" if left == world else f" of each of {world // left} parts"
             raise UserError(
                 f"init({key}={size}) must divide the world's {left} ranks{more}; the nearest is "
                 f"{key}={fit}"
             )
         left //= size
-    sizes |= dict.fromkeys(free, left)
+    known = {key: left if size is None else size for key, size in sizes.items()}
     try:
-        return Layout(order=order, **sizes)
+        return Layout(order=order, **known)
     except (AttributeError, ValueError):
         raise UserError(
             f"init(order={order!r}) must name each of tp, cp, dp and pp once, joined by dashes; "
@@ -178,23 +183,24 @@ def _layout(world: int, tp: int | None, pp: int | None, dp: int | None, order: s
         ) from None
 
 
-# Closes the world of a script of the user's own when the interpreter ends.
+def _divides(whole: int, size: int) -> bool:
+    return whole % size == 0
 
 
 class ScriptEnd:
-    """Closes what the script has not: the dying interpreter would abort on threads of groups.
+    """Closes the groups when the script ends; otherwise their threads abort the dying interpreter.
 
-    NCCL destroys a communicator in a collective. A rank that has failed must not call it: its peers
-    may wait in another collective for this rank, which would wait for them and never end.
+    NCCL destroys a communicator in a collective. A failed rank must not enter it: its peers may
+    wait for this rank in another collective, so that both sides would hang.
 
     A script fails by an exception that nothing catches, or by `sys.exit` with another code than 0.
-    `raise SystemExit` leaves no trace and counts as a good end.
+    `raise SystemExit` cannot be noticed and counts as success.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
-        self.code: int | None = None  # of a script that raised
-        self.is_refused = False  # it called `sys.exit` with a code
+        self.code: int | None = None  # exit code of a script that raised
+        self.has_exited = False  # it called `sys.exit` with another code than 0
         self.excepthook, self.exit = sys.excepthook, sys.exit
         sys.excepthook, sys.exit = self._raised, self._exited
         atexit.register(self.close)
@@ -203,12 +209,12 @@ class ScriptEnd:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.excepthook(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # in an interactive session the next line may go on
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
             interrupted = issubclass(kind, KeyboardInterrupt)
             self.code = 128 + signal.SIGINT if interrupted else 1
 
-    def _exited(self, status: object = None) -> NoReturn:
-        self.is_refused = bool(status)
+    def _exited(self, status: str | int | None = None) -> NoReturn:
+        self.has_exited = bool(status)
         self.exit(status)
 
     def close(self) -> None:
@@ -217,8 +223,8 @@ class ScriptEnd:
             return
         if self.code is not None:
             leave(self.code)
-        if self.is_refused and is_accelerator(self.groups.device):
-            # The exit may have been caught: the interpreter knows the code.
+        if self.has_exited and is_accelerator(self.groups.device):
+            # The exit may have been caught, so the exit code is left to the interpreter.
             dist.distributed_c10d._abort_process_group()
             return
         self.groups.close()

@@ -1,8 +1,8 @@
-"""Tensor-parallel layers with the constructors of PyTorch's (Shoeybi et al. 2019 §3).
+"""Provides tensor-parallel layers with PyTorch's constructors (Shoeybi et al. 2019 §3).
 
-Each rank holds its part of the weights; the state dict holds the whole ones. So a checkpoint of a
-model made of them is one of the same model made of `nn.Linear` and `nn.Embedding`, and loads into
-any number of ranks. Whoever reads a state dict calls every rank of the group: it is gathered.
+Each rank holds its shard of the weights; state dicts hold the full tensors. So a checkpoint loads
+into `nn.Linear` and `nn.Embedding`, and into any number of ranks. Reading a state dict gathers the
+shards: it is collective over the group.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import Group
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.errors import UserError
-from parallel3d.parallel.groups import group_of
+from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parameters.sharding import Initializer, ParameterSpec, ShardSpec
 from parallel3d.tensor_parallel.embedding import look_up
 from parallel3d.tensor_parallel.linear_ops import ColumnNode, row_node
@@ -27,17 +26,15 @@ from parallel3d.tensor_parallel.mappings import (
     reduce_from_tensor_parallel,
 )
 
-GroupLike = Group | dist.ProcessGroup | None
-
 
 class ShardedModule(nn.Module):
-    """Parameters that are boxes of logical ones; state dicts of the logical ones.
+    """Holds this rank's shards of parameters; its state dict holds the full tensors.
 
     Args:
-        whole: PyTorch's layer, freshly drawn: of its values this rank keeps its own.
+        whole: PyTorch's freshly initialised layer, whose values are sharded.
         dims: parameter name → the dimension that is split, None for one that every rank holds.
-        seed: None keeps the values of `whole`; else those of this project's layers are drawn, which
-            depend on (seed, name, place) alone.
+        seed: None keeps the values of `whole`; a number draws values that depend on (seed, name,
+            place) alone.
     """
 
     def __init__(
@@ -51,28 +48,28 @@ class ShardedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
-        self.pieces: dict[str, ShardSpec] = {}
+        self.shards: dict[str, ShardSpec] = {}
         for key, full in whole.named_parameters():
             shape, start, dim = list(full.shape), [0] * full.dim(), dims[key]
             if dim is not None:
                 shape[dim] //= group.size
                 start[dim] = shape[dim] * group.index
             draws = std if full.dim() > 1 else 0.0
-            piece = ShardSpec(
+            shard = ShardSpec(
                 f"{name}.{key}", tuple(full.shape), tuple(start), tuple(shape), std=draws
             )
-            spec = ParameterSpec(tuple(shape), (piece,), dim is None or group.size == 1)
+            spec = ParameterSpec(tuple(shape), (shard,), dim is None or group.size == 1)
             if seed is None:
-                local = piece.of_full(full.detach()).clone(memory_format=torch.contiguous_format)
+                local = shard.of_full(full.detach()).clone(memory_format=torch.contiguous_format)
             else:
                 local = Initializer(seed, full.dtype, full.device).values(spec)
             self.register_parameter(key, nn.Parameter(local))
-            self.pieces[key] = piece
+            self.shards[key] = shard
 
-    def _take_from(self, whole: nn.Module) -> Self:
-        """With this rank's part of the values of `whole`, on its device; not collective."""
+    def _take_shards_of(self, whole: nn.Module) -> Self:
+        """Takes this rank's shards of the parameters of `whole`, on its device; not collective."""
         for key, full in whole.named_parameters():
-            local = self.pieces[key].of_full(full.detach())
+            local = self.shards[key].of_full(full.detach())
             local = local.clone(memory_format=torch.contiguous_format)
             self.register_parameter(key, nn.Parameter(local, full.requires_grad))
         return self.train(whole.training)
@@ -80,35 +77,35 @@ class ShardedModule(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Collective over the group: the weights are gathered."""
+        """Gathers the full tensors; collective over the group."""
         for key, parameter in self.named_parameters(recurse=False):
             local = parameter if keep_vars else parameter.detach()
-            destination[prefix + key] = _gathered(local, self.pieces[key], self.group)
+            destination[prefix + key] = _gathered(local, self.shards[key], self.group)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        """Takes this rank's part of each logical tensor; one of another shape is an error."""
+        """Takes this rank's shard of each full tensor; reports wrong shapes."""
         mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         error_msgs: list[str] = more[-1]
         for key, parameter in self.named_parameters(recurse=False):
-            piece, value = self.pieces[key], mine.get(prefix + key)
+            shard, value = self.shards[key], mine.get(prefix + key)
             if value is None:
                 continue
-            if tuple(value.shape) == piece.full_shape:
-                mine[prefix + key] = piece.of_full(value)
+            if tuple(value.shape) == shard.full_shape:
+                mine[prefix + key] = shard.of_full(value)
             else:
                 mine[prefix + key] = parameter.detach()
                 error_msgs.append(
                     f"{prefix}{key} has shape {tuple(value.shape)}, but must have that of the "
-                    f"whole tensor, {piece.full_shape}, whatever the number of ranks."
+                    f"whole tensor, {shard.full_shape}, whatever the number of ranks."
                 )
         super()._load_from_state_dict(mine, prefix, *more)
 
 
-def _gathered(local: Tensor, piece: ShardSpec, group: Group) -> Tensor:
-    """The logical tensor of which every rank holds a part along one dimension."""
-    if piece.shape == piece.full_shape:
+def _gathered(local: Tensor, shard: ShardSpec, group: Group) -> Tensor:
+    """Returns the full tensor; collective if it is split."""
+    if shard.shape == shard.full_shape:
         return local
-    sizes = zip(piece.shape, piece.full_shape, strict=True)
+    sizes = zip(shard.shape, shard.full_shape, strict=True)
     dim = next(i for i, (mine, whole) in enumerate(sizes) if mine != whole)
     parts = collectives.all_gather(local.detach().unsqueeze(0), group)
     return torch.cat(parts.unbind(0), dim=dim)
@@ -124,7 +121,7 @@ def _check(layer: str, key: str, value: int, group: Group) -> None:
         )
 
 
-def _named(layer: str, seed: int | None, name: str) -> None:
+def _check_name(layer: str, seed: int | None, name: str) -> None:
     if seed is not None and not name:
         raise UserError(
             f"{layer}(seed={seed}) must have a name as well, by which its weights are told from "
@@ -137,34 +134,37 @@ def _shape_of(linear: nn.Linear, group: GroupLike) -> tuple[int, int, GroupLike,
 
 
 def _kind_of(weight: Tensor) -> dict[str, Any]:
-    """For a layer whose values come later: without memory, and no generator moves."""
+    """Returns constructor arguments for a layer without memory or random numbers."""
     return {"device": "meta", "dtype": weight.dtype}
 
 
-def _cast(x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
-    """All in the type that autocast asks for, where it is on: the nodes do not look for it."""
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns all in the type of autocast, if it is on: the autograd nodes ignore autocast."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return [x, *parameters]
+        return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
-    return [None if t is None else t.to(dtype) for t in (x, *parameters)]
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class ColumnParallelLinear(ShardedModule):
-    """`nn.Linear` whose output features are split over `group`.
+    """Splits the output features of an `nn.Linear` over `group`.
 
     Args:
         group: `groups.tp`, a group of torch.distributed, or None for all ranks.
         gather_output: every rank gets all features instead of its own.
-        seed, name, std: weights as this project draws them, by (seed, name), normal with `std`, and
-            biases of zero. Without a seed they are those that `nn.Linear` draws of PyTorch's
-            generator, which must stand alike on all ranks: equal for every size of the group.
+        seed, name, std: weights are normal with `std` and depend on (seed, name) alone, biases are
+            zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
+            the same state on all ranks; they are then equal for every size of the group.
 
     Shapes: (…, in_features), alike on all ranks → (…, out_features / group's size).
 
     Raises:
         UserError: out_features that do not divide; a seed without a name.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class ColumnParallelLinear(ShardedModule):
     ) -> None:
         ranks = group_of(group)
         _check("ColumnParallelLinear", "out_features", out_features, ranks)
-        _named("ColumnParallelLinear", seed, name)
+        _check_name("ColumnParallelLinear", seed, name)
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
         super().__init__(whole, {"weight": 0, "bias": 0}, ranks, seed, name, std)
         if not bias:
@@ -194,11 +194,11 @@ class ColumnParallelLinear(ShardedModule):
     def from_linear(
         cls, linear: nn.Linear, group: GroupLike = None, *, gather_output: bool = False
     ) -> Self:
-        """This rank's part of a layer that is there, whose values are alike on all ranks."""
+        """Returns this rank's shard of a layer that is equal on all ranks."""
         layer = cls(
             *_shape_of(linear, group), gather_output=gather_output, **_kind_of(linear.weight)
         )
-        return layer._take_from(linear)
+        return layer._take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
@@ -211,10 +211,10 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """`nn.Linear` whose input features are split over `group`; the results are added up.
+    """Splits the input features of an `nn.Linear` over `group` and all-reduces the results.
 
-    The bias is added once, after the sum, and every rank holds it. Arguments as of
-    `ColumnParallelLinear`, behind whose features it usually stands.
+    Every rank holds the bias, which is added after the sum. Arguments as of `ColumnParallelLinear`,
+    whose output is the usual input.
 
     Shapes: (…, in_features / group's size), this rank's → (…, out_features), alike on all ranks.
 
@@ -222,6 +222,9 @@ class RowParallelLinear(ShardedModule):
         UserError: in_features that do not divide; a seed without a name; an input that has not this
             rank's number of features.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -238,7 +241,7 @@ class RowParallelLinear(ShardedModule):
     ) -> None:
         ranks = group_of(group)
         _check("RowParallelLinear", "in_features", in_features, ranks)
-        _named("RowParallelLinear", seed, name)
+        _check_name("RowParallelLinear", seed, name)
         whole = nn.Linear(in_features, out_features, bias, device, dtype)
         super().__init__(whole, {"weight": 1, "bias": None}, ranks, seed, name, std)
         if not bias:
@@ -247,8 +250,8 @@ class RowParallelLinear(ShardedModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: GroupLike = None) -> Self:
-        """This rank's part of a layer that is there, whose values are alike on all ranks."""
-        return cls(*_shape_of(linear, group), **_kind_of(linear.weight))._take_from(linear)
+        """Returns this rank's shard of a layer that is equal on all ranks."""
+        return cls(*_shape_of(linear, group), **_kind_of(linear.weight))._take_shards_of(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
@@ -268,15 +271,17 @@ class RowParallelLinear(ShardedModule):
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """`nn.Embedding` whose rows are split over `group`; the ranks' results are added up.
+    """Splits the rows of an `nn.Embedding` over `group` and all-reduces the results.
 
     Arguments as of `ColumnParallelLinear`. Shapes: (…) int64, alike on all ranks → (…, dim).
 
     Raises:
         UserError: num_embeddings that do not divide; a seed without a name.
-        IndexError: on every rank, an id outside of the table (not on an accelerator, which would
-            have to be waited for: such ids give zeros there).
+        IndexError: on every rank, an id outside of the table. On an accelerator the check would
+            make the host wait: such ids give zeros there.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -292,17 +297,16 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         ranks = group_of(group)
         _check("VocabParallelEmbedding", "num_embeddings", num_embeddings, ranks)
-        _named("VocabParallelEmbedding", seed, name)
+        _check_name("VocabParallelEmbedding", seed, name)
         whole = nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype)
         super().__init__(whole, {"weight": 0}, ranks, seed, name, std)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, group: GroupLike = None) -> Self:
-        """This rank's rows of a table that is there, whose values are alike on all ranks.
+        """Returns this rank's rows of a table that is equal on all ranks.
 
-        Raises UserError for what this class has not: padding_idx, max_norm, scale_grad_by_freq,
-        sparse.
+        Raises UserError for padding_idx, max_norm, scale_grad_by_freq and sparse.
         """
         for key in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, key)
@@ -312,7 +316,7 @@ class VocabParallelEmbedding(ShardedModule):
                     f"an embedding without {key}"
                 )
         rows, width = embedding.weight.shape
-        return cls(rows, width, group, **_kind_of(embedding.weight))._take_from(embedding)
+        return cls(rows, width, group, **_kind_of(embedding.weight))._take_shards_of(embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.numel() and not is_on_accelerator(ids):

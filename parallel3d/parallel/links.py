@@ -1,4 +1,4 @@
-"""What goes from one stage of a pipeline of plain modules to the next: shapes that stay."""
+"""Describes and cuts the tensors that travel between the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StageValues = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """The results of a stage: one tensor, or several of one type that travel as one.
+    """Describes the results of a stage: one tensor, or several of one type, sent as one message.
 
     Attributes:
         single: the stage returns a tensor, not a tuple of them.
@@ -29,7 +29,7 @@ class StageOutputs:
 
     @classmethod
     def of(cls, values: Any, stage: int) -> StageOutputs:
-        """Raises UserError for results that cannot be sent."""
+        """Describes `values`. Raises UserError for results that cannot be sent."""
         several = values if isinstance(values, tuple | list) else (values,)
         said = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
         if not several or not all(isinstance(value, Tensor) for value in several):
@@ -43,33 +43,33 @@ class StageOutputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the message."""
+        """Returns the shape of the message."""
         return self.shapes[0] if self.single else (sum(map(math.prod, self.shapes)),)
 
     def zeros(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Values of these shapes."""
+        """Returns zeros in these shapes."""
         return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.shapes)
 
     def message(self, values: StageValues) -> Tensor:
-        """One contiguous tensor of all."""
+        """Returns all values as one contiguous tensor."""
         if isinstance(values, Tensor) or self.single:
             (values,) = values if isinstance(values, tuple | list) else (values,)
             return values.contiguous()
         return torch.cat([value.reshape(-1) for value in values])
 
     def values(self, message: Tensor) -> tuple[Tensor, ...]:
-        """The next stage's arguments."""
+        """Returns the next stage's arguments."""
         if self.single:
             return (message,)
         parts = message.split([math.prod(shape) for shape in self.shapes])
         return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
 
     def facts(self) -> list:
-        """For JSON."""
+        """Returns the description as JSON has it."""
         return [self.shapes, str(self.dtype), self.single]
 
     @classmethod
-    def told(cls, facts: Sequence) -> StageOutputs:
+    def from_facts(cls, facts: Sequence) -> StageOutputs:
         shapes, dtype, single = facts
         kind = getattr(torch, dtype.removeprefix("torch."))
         return cls(tuple(map(tuple, shapes)), kind, single)
@@ -79,11 +79,11 @@ class StageOutputs:
 
 
 def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
-    """`count` micro-batches of equal shapes: parts of a batch along its first dimension, or as
-    given in a list.
+    """Returns `count` micro-batches of equal shapes.
 
     Args:
-        given: a tensor, a tuple of tensors of the same length, or a list of micro-batches.
+        given: a batch to be cut along its first dimension (a tensor, or a tuple of tensors of the
+            same length), or a list of micro-batches.
         what: inputs or targets.
 
     Raises:
@@ -118,7 +118,7 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
 
 
 def shapes_of(values: Sequence[Any]) -> list[list]:
-    """Sizes and type of each tensor; of another value its type."""
+    """Returns shape and type of each tensor; for another value its type."""
     return [
         [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else [[], type(v).__name__]
         for v in values

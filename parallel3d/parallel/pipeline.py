@@ -1,4 +1,4 @@
-"""A pipeline's modules as one list: which stage each lies in, and their state dict."""
+"""Provides pipelines of plain modules: `p3d.Pipeline([block1, block2, head], groups.pp)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm import collectives
@@ -20,7 +19,7 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.errors import UserError
 from parallel3d.parallel.deferred_weight_gradients import SplitBackward
-from parallel3d.parallel.groups import group_of
+from parallel3d.parallel.groups import GroupLike, group_of
 from parallel3d.parallel.links import StageOutputs, cut, shapes_of
 from parallel3d.parallel.replicated import average_gradients, start_equal
 from parallel3d.parameters.gradients import WeightGradients
@@ -31,11 +30,292 @@ from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
+LossFn = Callable[..., Tensor]
+CPU = torch.device("cpu")
+
+
+class Pipeline(nn.Module):
+    """Cuts consecutive modules into stages on the ranks of a group.
+
+    Every rank passes the whole list and keeps its own stages; names of parameters and state dicts
+    are those of `nn.Sequential(*modules)`. All methods are collective over the group. Stages send a
+    tensor, or a tuple of tensors of one floating-point type, whose shapes are the same for all
+    micro-batches of a step.
+
+    Args:
+        modules: each is called with the result of the one before.
+        group: `groups.pp`, a group of torch.distributed, or None for all ranks.
+        loss_fn: of the last module's output and the targets, a mean over the samples; None: the
+            last module returns the loss.
+        schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
+        num_microbatches: of a batch.
+        vpp: stages of each rank; None: 2 for schedules with several, else 1.
+        split: how many modules each stage gets; None: ranks get as many, or one more.
+        dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
+            gradients are averaged over them.
+        shared_memory: CPU ranks of one host exchange through it.
+        timeout_s: of a message through shared memory.
+
+    Raises:
+        UserError: on every rank alike, arguments that differ between ranks; fewer modules than
+            stages; an unknown schedule; a parameter that lies in stages of two ranks.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: GroupLike = None,
+        *,
+        loss_fn: LossFn | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 8,
+        vpp: int | None = None,
+        split: Sequence[int] | None = None,
+        dp: GroupLike = SINGLE,
+        shared_memory: bool = True,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self.group, self.dp = group_of(group), group_of(dp)
+        modules = list(modules)
+        self.device = next((p.device for m in modules for p in m.parameters()), CPU)
+        if vpp is None:
+            vpp = 2 if schedule in (*LOOPED, *V_SHAPED) else 1
+        self._check_agreement(
+            {
+                "schedule": schedule,
+                "num_microbatches": num_microbatches,
+                "vpp": vpp,
+                "split": split and list(split),
+                "number of modules": len(modules),
+            }
+        )
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise UserError(
+                f"Pipeline(num_microbatches={num_microbatches!r}) must be a whole number from 1 "
+                "on; the nearest is num_microbatches=1"
+            )
+        self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
+        self.plans = self.schedule.plan(), self.schedule.forwards()
+        placement = self.schedule.placement
+        stages = stages_of(modules, placement, split)
+        refuse_sharing(modules, stages, placement)
+        self.num_modules = len(modules)
+        self.launch = LaunchConfig(shared_memory=shared_memory, timeout_s=timeout_s)
+        self.loss_fn = loss_fn
+        self.numbers: dict[str, int] = {}  # shapes of inputs → index in `executors`
+        self.mine: dict[int, list[nn.Module]] = {}  # stage → its modules
+        for chunk in range(placement.chunks):
+            stage = placement.stage(self.group.index, chunk)
+            self.mine[stage] = [modules[i] for i in stages[stage]]
+            for i in stages[stage]:
+                self.add_module(str(i), modules[i])
+        self.progress, self.weight_gradients = Progress(), WeightGradients()
+        self.executors: list[PlainExecutor] = []
+        start_equal(self, self.dp)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank reads the inputs."""
+        return self.schedule.placement.place(0)[0] == self.group.index
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank reads the targets and has the outputs."""
+        return self.schedule.placement.places[-1][0] == self.group.index
+
+    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """Runs forwards and backwards of a batch: adds the gradients of the mean loss to `.grad`.
+
+        Args:
+            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; read on
+                the rank of the first stage alone.
+            targets: the same for the loss, read on the rank of the last stage alone.
+
+        Returns: the mean loss over the batch, the same on all ranks of the group; float64.
+
+        Raises:
+            UserError: on every rank alike, a batch that the micro-batches do not divide, or shapes
+                that change between micro-batches.
+            RuntimeError: another rank, or another replica, failed; gradients are incomplete. The
+                failed rank raises its modules' exception.
+        """
+        executor, batches = self._begin(inputs, targets, self.loss_fn is not None, step=True)
+        microbatches = self.schedule.microbatches
+        scale = torch.ones((), dtype=torch.float64, device=self.device) / microbatches
+        total = executor.train_step(
+            self.plans[0][self.group.index], batches.__getitem__, scale, _nothing
+        )
+        loss = self._end(total, step=True) / microbatches
+        average_gradients(list(self.parameters()), self.dp)
+        return loss
+
+    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """Returns the mean loss as of `step`, without gradients."""
+        executor, batches = self._begin(inputs, targets, self.loss_fn is not None)
+        total = executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
+        return self._end(total) / self.schedule.microbatches
+
+    def forward(self, inputs: Any = None) -> Any:
+        """Returns the last module's outputs for the whole batch, without gradients.
+
+        Ranks without the last stage get None.
+        """
+        executor, batches = self._begin(inputs, None, False)
+        self.progress.wants_outputs = True
+        try:
+            executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
+        finally:
+            self.progress.wants_outputs = False
+        outputs, self.progress.outputs = self.progress.outputs, {}
+        self._end(torch.zeros((), dtype=torch.float64, device=self.device))
+        if not self.is_last:
+            return None
+        parts = [outputs[m] for m in sorted(outputs)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)
+        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the full state dict of all modules on every rank; collective."""
+        return whole_state_dict(super().state_dict(*args, **kwargs), self.group, self.device)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads this rank's modules from a state dict of all."""
+        own = load_own(state_dict, set(self._modules), self.num_modules)
+        return super().load_state_dict(own, strict, assign)
+
+    def _check_agreement(self, arguments: dict[str, Any]) -> None:
+        """Raises UserError, on every rank, if ranks pass different arguments."""
+        mine = {key: repr(value) for key, value in arguments.items()}
+        everyone = all_gather_json(mine, self.group.handle, self.device)
+        for index, theirs in enumerate(everyone):
+            for key, value in theirs.items():
+                if value != everyone[0][key]:
+                    raise UserError(
+                        f"Pipeline({key}={value}) on rank {self.group.ranks[index]} must be "
+                        f"{everyone[0][key]} as on rank {self.group.ranks[0]}"
+                    )
+
+    def _begin(
+        self, inputs: Any, targets: Any, wants_targets: bool, step: bool = False
+    ) -> tuple[PlainExecutor, list[tuple]]:
+        """Checks and cuts the batch; an error of one rank is raised on all."""
+        self.progress.failure = None
+        count = self.schedule.microbatches
+        xs: list[Any] = [None] * count
+        ys: list[Any] = [None] * count
+        number = -1
+        try:
+            if self.is_first:
+                xs = cut(inputs, count, "inputs")
+                number = self.numbers.get(repr(shapes_of(xs[0])), -1)
+            if self.is_last and wants_targets:
+                ys = cut(targets, count, "targets")
+        except UserError as error:
+            self.progress.fails("the batch", error)
+        number = int(self._exchange(float(number), step)[self.schedule.placement.place(0)[0]])
+        if number < 0:
+            number = len(self.executors)
+            self.executors.append(self._executor(xs[0], step))
+            if self.is_first:
+                self.numbers[repr(shapes_of(xs[0]))] = number
+        return self.executors[number], list(zip(xs, ys, range(count), strict=True))
+
+    def _end(self, total: Tensor, step: bool = False) -> Tensor:
+        """Returns the sum of the ranks' totals, unless one of them failed."""
+        values = self._exchange(float(total), step, last=True)
+        return torch.tensor(values, dtype=torch.float64).sum()
+
+    def _exchange(self, value: float, step: bool, last: bool = False) -> list[float]:
+        """Returns every rank's number, by rank; raises on every rank if one of them has failed.
+
+        A step that fails or ends also exchanges this with the other replicas, once.
+        """
+        failure = self.progress.failure
+        mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
+        facts = collectives.all_gather(mine.to(self.device), self.group).tolist()
+        failed = any(flag for _, flag in facts)
+        others = False
+        if step and (failed or last) and self.dp.size > 1:
+            flag = torch.tensor([float(failed)], device=self.device)
+            others = bool(collectives.all_reduce(flag, self.dp)) and not failed
+        if failed:
+            self._raise(failure)
+        if others:
+            raise RuntimeError("another replica of the pipeline failed in this step")
+        return [number for number, _ in facts]
+
+    def _raise(self, failure: StageFailure | None) -> None:
+        """Raises the failure on every rank; collective over the group."""
+        mine = failure and [str(failure), isinstance(failure.error, UserError)]
+        everyone = all_gather_json(mine, self.group.handle, self.device)
+        if failure is not None:
+            raise failure.error
+        index, (sentence, of_user) = next((i, s) for i, s in enumerate(everyone) if s)
+        if of_user:
+            raise UserError(sentence)
+        raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
+
+    def _executor(self, inputs: tuple[Tensor, ...] | None, step: bool) -> PlainExecutor:
+        """Returns an executor for micro-batches of these shapes; collective.
+
+        Each stage runs once, on zeros, to find the shapes of its results.
+        """
+        placement = self.schedule.placement
+        links: dict[int, StageOutputs] = {}
+        stages = [self._stage(number, links) for number in self.mine]
+        for number, (rank, chunk) in enumerate(placement.places[:-1]):
+            facts = None
+            if rank == self.group.index:
+                values = links[number - 1].zeros(self.device) if number else inputs
+                assert values is not None  # the rank of the first stage has cut the batch
+                try:
+                    with torch.no_grad(), unchanged(self, self.device):
+                        facts = StageOutputs.of(stages[chunk].run(values), number).facts()
+                except Exception as error:
+                    self.progress.fails(f"stage {number} in a first look at its shapes", error)
+            facts = all_gather_json(facts, self.group.handle, self.device)[rank]
+            if facts is None:
+                self._exchange(0.0, step)
+            links[number] = StageOutputs.from_facts(facts)
+        messages = [link.message(link.zeros(self.device)) for link in links.values()]
+        shared_memory = None
+        if messages:
+            largest = max(messages, key=lambda message: message.nbytes)
+            shared_memory = SharedMemoryP2P.of_plans(
+                self.plans, placement, self.launch, self.group, largest.view(-1)
+            )
+        route = P2PRoute(self.group, placement)
+        return PlainExecutor(
+            stages, route, links, self.device, shared_memory, self.weight_gradients
+        )
+
+    def _stage(self, number: int, links: Mapping[int, StageOutputs]) -> PlainStage:
+        last = self.schedule.placement.stages - 1
+        return PlainStage(
+            number,
+            number == 0,
+            number == last,
+            self.mine[number],
+            self.loss_fn,
+            self.schedule.splits_backward,
+            links,
+            self.progress,
+            self.device,
+        )
+
+
+def _nothing() -> None:
+    """Does nothing at the last backward: gradients are averaged after the step."""
+
 
 def stages_of(
     modules: Sequence[nn.Module], placement: StageAssignment, split: Sequence[int] | None
 ) -> list[range]:
-    """The modules of each stage. Raises UserError where they do not fill the stages."""
+    """Returns the modules of each stage. Raises UserError if they do not fill the stages."""
     count, stages = len(modules), placement.stages
     for i, module in enumerate(modules):
         if not isinstance(module, nn.Module):
@@ -57,15 +337,17 @@ def stages_of(
 
 
 def even_split(count: int, placement: StageAssignment) -> list[int]:
-    """Says how many of `count` equal modules each stage gets: one at least, and no rank more than
-    one beyond another, over all of its stages. Of a rank's stages, and of ranks, those closest to
-    the middle of the model get what is left over, as in `sizes.balance`."""
+    """Returns how many of `count` equal modules each stage gets, at least one.
+
+    Totals of ranks differ by at most one. The remainder goes to the stages, and ranks, closest to
+    the middle of the model, as in `sizes.balance`.
+    """
     stages, middle = range(placement.stages), placement.stages - 1
     ranks = [rank for rank, _ in placement.places]
     counts, left = [1] * placement.stages, count - placement.stages
     held, least = [placement.chunks] * placement.ranks, count // placement.ranks
     for given in range(left):
-        # Ranks are filled to the least that each gets first, then some by one more.
+        # First every rank gets the same number, then some get one more.
         most = least + (given >= least * placement.ranks - placement.stages)
         stage = min(
             (s for s in stages if held[ranks[s]] < most),
@@ -79,7 +361,7 @@ def even_split(count: int, placement: StageAssignment) -> list[int]:
 def refuse_sharing(
     modules: Sequence[nn.Module], stages: Sequence[range], placement: StageAssignment
 ) -> None:
-    """Raises UserError for a parameter in stages of two ranks: their copies would drift apart."""
+    """Raises UserError for a parameter on two ranks: their copies would drift apart."""
     seen: dict[nn.Parameter, tuple[int, str]] = {}
     for stage, members in enumerate(stages):
         rank = placement.places[stage][0]
@@ -94,17 +376,17 @@ def refuse_sharing(
 
 
 def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device) -> dict[str, Any]:
-    """What all ranks hold, by the modules' order, on every one of them; collective."""
+    """Returns the full state dict, in the modules' order, on every rank; collective."""
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     facts = [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()]
     whole: dict[str, Any] = {}
     for index, theirs in enumerate(all_gather_json(facts, group.handle, device)):
-        for name, shape, word in theirs:
+        for name, shape, kind in theirs:
             if index == group.index:
                 mine = tensors[name].detach().contiguous()
                 whole[name] = tensors[name]
             else:
-                dtype = getattr(torch, word.removeprefix("torch."))
+                dtype = getattr(torch, kind.removeprefix("torch."))
                 mine = whole[name] = torch.empty(shape, dtype=dtype, device=device)
             if math.prod(shape):
                 collectives.broadcast(mine.view(-1).view(torch.uint8), index, group)
@@ -112,23 +394,14 @@ def whole_state_dict(own: Mapping[str, Any], group: Group, device: torch.device)
 
 
 def load_own(state_dict: Mapping[str, Any], mine: set[str], count: int) -> dict[str, Any]:
-    """Without what belongs to others of the `count` modules."""
+    """Returns the state dict without modules of other ranks."""
     others = {str(i) for i in range(count)} - mine
     return {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
 
 
-# Stages of plain modules, as the pipeline's executor wants them.
-#
-# What a stage raises must not leave its neighbours waiting. So it is kept, the stage goes on with
-# zeros in the shapes that the others expect, and the ranks tell each other at the end of the step.
-
-
-LossFn = Callable[..., Tensor]
-
-
 @dataclass
 class StageFailure:
-    """What a rank raised in a step, and where."""
+    """Holds what a rank raised in a step, and where."""
 
     where: str
     error: Exception
@@ -141,10 +414,10 @@ class StageFailure:
 
 @dataclass
 class Progress:
-    """What the stages of a rank have made of the step under way.
+    """Holds what the stages of a rank have done in the current step.
 
     Attributes:
-        outputs: by micro-batch what the last stage returned, where that is wanted.
+        outputs: outputs of the last stage by micro-batch, if `wants_outputs`.
     """
 
     failure: StageFailure | None = None
@@ -152,20 +425,24 @@ class Progress:
     outputs: dict[int, Any] = field(default_factory=dict)
 
     def fails(self, where: str, error: Exception) -> None:
-        """The first one counts: the rest are its consequences."""
+        """Keeps the first failure: later ones are its consequences."""
         if self.failure is None:
             self.failure = StageFailure(where, error)
 
 
 @dataclass
 class PlainStage:
-    """Some modules in a row.
+    """Runs some consecutive modules as a stage of the pipeline.
+
+    A stage that raises must not leave its neighbours waiting. So the failure is kept, the stage
+    goes on with zeros in the shapes that the others expect, and the ranks exchange failures at the
+    end of the step.
 
     Attributes:
         number: of the stage in the pipeline.
-        links: what travels behind each stage, by its number.
+        links: by stage, the outputs that it sends.
         loss_fn: of the last stage's output and the targets; None: the output is the loss.
-        splits: the schedule makes weight gradients apart.
+        splits: the schedule defers weight gradients.
     """
 
     number: int
@@ -182,7 +459,7 @@ class PlainStage:
         return [p for module in self.modules for p in module.parameters()]
 
     def run(self, values: tuple[Any, ...]) -> Any:
-        """The modules' own results, one after the other."""
+        """Returns the result of the modules, called one after the other."""
         out: Any = values
         for module in self.modules:
             out = module(*out) if isinstance(out, tuple | list) else module(out)
@@ -196,7 +473,7 @@ class PlainStage:
         microbatch: int,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """The message to the next stage, of the last one the loss."""
+        """Returns the message to the next stage, or on the last stage the loss."""
         if self.progress.failure is None:
             try:
                 return self._forward(x, inputs, targets, microbatch)
@@ -241,7 +518,7 @@ class PlainStage:
 
 @contextmanager
 def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards buffers and the generators of random numbers are as before."""
+    """Restores buffers and the state of random number generators on exit."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_device = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(on_device, device_type=device.type if on_device else "cuda"):
@@ -253,7 +530,9 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class PlainExecutor(Executor):
-    """The executor for messages whose shape and type differ from link to link."""
+    """Executes plans whose messages differ in shape and type between stages."""
+
+    stages: Sequence[PlainStage]
 
     def __init__(
         self,
@@ -261,15 +540,15 @@ class PlainExecutor(Executor):
         route: P2PRoute,
         links: Mapping[int, StageOutputs],
         device: torch.device,
-        boxes: SharedMemoryP2P | None,
+        shared_memory: SharedMemoryP2P | None,
         weight_gradients: WeightGradients,
     ) -> None:
-        super().__init__(stages, route, (), torch.float32, device, boxes, StepTimer())
+        super().__init__(stages, route, (), torch.float32, device, shared_memory, StepTimer())
         self.links, self.progress = links, stages[0].progress
         self.weight_gradients = weight_gradients
         for stage in stages:
             for parameter in stage.parameters():
-                parameter.weight_gradients = weight_gradients
+                parameter.weight_gradients = weight_gradients  # type: ignore[attr-defined]
 
     def alloc_recv_buffer(self, action: Action) -> Tensor:
         stage = self.route.placement.stage(self.route.group.index, action.chunk)
@@ -284,7 +563,7 @@ class PlainExecutor(Executor):
                 number = self.stages[step.chunk].number
                 where = f"stage {number} in the backward of micro-batch {step.microbatch}"
                 self.progress.fails(where, error)
-        if x is not None and x.grad is None:  # the stage does not read it, or failed
+        if x is not None and x.grad is None:  # unused by the stage, or the stage failed
             x.grad = torch.zeros_like(x)
 
     def _weights(self, step: Action) -> None:
@@ -292,274 +571,3 @@ class PlainExecutor(Executor):
             self.deferred.pop((step.microbatch, step.chunk), None)
         else:
             super()._weights(step)
-
-
-# A pipeline of plain modules: `p3d.Pipeline([block1, block2, head], groups.pp)`.
-
-
-GroupLike = Group | dist.ProcessGroup | None
-CPU = torch.device("cpu")
-
-
-class Pipeline(nn.Module):
-    """Modules in a row, cut into stages that lie on the ranks of a group.
-
-    Every rank gives the whole list and keeps its own stages; names of parameters and state dicts
-    are those of `nn.Sequential(*modules)`. All methods are collective over the group. Between
-    stages travels a tensor, or a tuple of tensors of one floating-point type, whose shapes are the
-    same for all micro-batches of a step.
-
-    Args:
-        modules: what each returns, the next one is called with.
-        group: `groups.pp`, a group of torch.distributed, or None for all ranks.
-        loss_fn: of the last module's output and the targets, a mean over the samples; None: what
-            the last module returns is the loss.
-        schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
-        num_microbatches: parts of a batch.
-        vpp: stages of each rank; None: 2 where the schedule has several, else 1.
-        split: how many modules each stage gets; None: as many on each rank, over all of its
-            stages, or one more.
-        dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
-            gradients are the mean over them.
-        shared_memory: CPU ranks of one host exchange through it.
-        timeout_s: how long a message through it may take.
-
-    Raises:
-        UserError: on every rank alike, arguments that differ between ranks; fewer modules than
-            stages; an unknown schedule; a parameter that lies in stages of two ranks.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        group: GroupLike = None,
-        *,
-        loss_fn: LossFn | None = None,
-        schedule: str = "1f1b",
-        num_microbatches: int = 8,
-        vpp: int | None = None,
-        split: Sequence[int] | None = None,
-        dp: GroupLike = SINGLE,
-        shared_memory: bool = True,
-        timeout_s: float = 600.0,
-    ) -> None:
-        super().__init__()
-        self.group, self.dp = group_of(group), group_of(dp)
-        modules = list(modules)
-        self.device = next((p.device for m in modules for p in m.parameters()), CPU)
-        if vpp is None:
-            vpp = 2 if schedule in (*LOOPED, *V_SHAPED) else 1
-        asked = {"schedule": schedule, "num_microbatches": num_microbatches, "vpp": vpp}
-        asked |= {"split": split and list(split), "number of modules": len(modules)}
-        self._agree_on(asked)
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise UserError(
-                f"Pipeline(num_microbatches={num_microbatches!r}) must be a whole number from 1 "
-                "on; the nearest is num_microbatches=1"
-            )
-        self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
-        self.plans = self.schedule.plan(), self.schedule.forwards()
-        placement = self.schedule.placement
-        stages = stages_of(modules, placement, split)
-        refuse_sharing(modules, stages, placement)
-        self.of_modules = len(modules)
-        self.launch = LaunchConfig(shared_memory=shared_memory, timeout_s=timeout_s)
-        self.loss_fn, self.numbers = loss_fn, {}
-        self.mine: dict[int, list[nn.Module]] = {}  # stage → its modules
-        for chunk in range(placement.chunks):
-            stage = placement.stage(self.group.index, chunk)
-            self.mine[stage] = [modules[i] for i in stages[stage]]
-            for i in stages[stage]:
-                self.add_module(str(i), modules[i])
-        self.progress, self.weight_gradients = Progress(), WeightGradients()
-        self.executors: list[PlainExecutor] = []  # for each shape of inputs that was seen
-        start_equal(self, self.dp)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reads the inputs."""
-        return self.schedule.placement.place(0)[0] == self.group.index
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank reads the targets and has the outputs."""
-        return self.schedule.placement.places[-1][0] == self.group.index
-
-    def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Forwards and backwards of one batch: adds to `.grad` the gradients of the mean loss.
-
-        Args:
-            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; read on
-                the rank of the first stage alone.
-            targets: the same for the loss, read on the rank of the last stage alone.
-
-        Returns: the mean loss over the batch, the same on all ranks of the group; float64.
-
-        Raises:
-            UserError: on every rank alike, a batch that the micro-batches do not divide, or shapes
-                that change between micro-batches.
-            RuntimeError: where another rank, or another replica, failed; gradients are then not
-                whole. The rank itself raises what its modules did.
-        """
-        executor, batches = self._begin(inputs, targets, self.loss_fn is not None, step=True)
-        microbatches = self.schedule.microbatches
-        scale = torch.ones((), dtype=torch.float64, device=self.device) / microbatches
-        total = executor.train_step(
-            self.plans[0][self.group.index], batches.__getitem__, scale, _nothing
-        )
-        loss = self._end(total, step=True) / microbatches
-        average_gradients(list(self.parameters()), self.dp)
-        return loss
-
-    def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The mean loss as of `step`, without gradients."""
-        executor, batches = self._begin(inputs, targets, self.loss_fn is not None)
-        total = executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
-        return self._end(total) / self.schedule.microbatches
-
-    def forward(self, inputs: Any = None) -> Any:
-        """The last module's outputs, joined along their first dimension, without gradients; None on
-        ranks that do not hold the last stage."""
-        executor, batches = self._begin(inputs, None, False)
-        self.progress.wants_outputs = True
-        try:
-            executor.evaluate(self.plans[1][self.group.index], batches.__getitem__)
-        finally:
-            self.progress.wants_outputs = False
-        outputs, self.progress.outputs = self.progress.outputs, {}
-        self._end(torch.zeros((), dtype=torch.float64, device=self.device))
-        if not self.is_last:
-            return None
-        parts = [outputs[m] for m in sorted(outputs)]
-        if isinstance(parts[0], Tensor):
-            return torch.cat(parts)
-        return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of `nn.Sequential(*modules)`, whole on every rank; collective."""
-        return whole_state_dict(super().state_dict(*args, **kwargs), self.group, self.device)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Takes this rank's part of a state dict of all modules."""
-        own = load_own(state_dict, set(self._modules), self.of_modules)
-        return super().load_state_dict(own, strict, assign)
-
-    def _agree_on(self, asked: dict[str, Any]) -> None:
-        """Raises UserError, on every rank, where ranks give different arguments."""
-        said = {key: repr(value) for key, value in asked.items()}
-        everyone = all_gather_json(said, self.group.handle, self.device)
-        for index, theirs in enumerate(everyone):
-            for key, value in theirs.items():
-                if value != everyone[0][key]:
-                    raise UserError(
-                        f"Pipeline({key}={value}) on rank {self.group.ranks[index]} must be "
-                        f"{everyone[0][key]} as on rank {self.group.ranks[0]}"
-                    )
-
-    def _begin(
-        self, inputs: Any, targets: Any, wants_targets: bool, step: bool = False
-    ) -> tuple[PlainExecutor, list[tuple]]:
-        """Looks at the batch, with all ranks: what one of them cannot work with, all raise."""
-        self.progress.failure = None
-        count = self.schedule.microbatches
-        xs: list[Any] = [None] * count
-        ys: list[Any] = [None] * count
-        number = -1
-        try:
-            if self.is_first:
-                xs = cut(inputs, count, "inputs")
-                number = self.numbers.get(repr(shapes_of(xs[0])), -1)
-            if self.is_last and wants_targets:
-                ys = cut(targets, count, "targets")
-        except UserError as error:
-            self.progress.fails("the batch", error)
-        number = int(self._meet(float(number), step)[self.schedule.placement.place(0)[0]])
-        if number < 0:
-            number = len(self.executors)
-            self.executors.append(self._executor(xs[0], step))
-            if self.is_first:
-                self.numbers[repr(shapes_of(xs[0]))] = number
-        return self.executors[number], list(zip(xs, ys, range(count), strict=True))
-
-    def _end(self, total: Tensor, step: bool = False) -> Tensor:
-        """The sum of what the ranks have, unless one of them failed."""
-        values = self._meet(float(total), step, last=True)
-        return torch.tensor(values, dtype=torch.float64).sum()
-
-    def _meet(self, value: float, step: bool, last: bool = False) -> list[float]:
-        """Every rank's number, by rank; raises on every rank where one of them has failed.
-
-        A step that fails, and one that ends, says so to the other replicas: once.
-        """
-        failure = self.progress.failure
-        mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
-        facts = collectives.all_gather(mine.to(self.device), self.group).tolist()
-        failed = any(flag for _, flag in facts)
-        others = False
-        if step and (failed or last) and self.dp.size > 1:
-            flag = torch.tensor([float(failed)], device=self.device)
-            others = bool(collectives.all_reduce(flag, self.dp)) and not failed
-        if failed:
-            self._raise(failure)
-        if others:
-            raise RuntimeError("another replica of the pipeline failed in this step")
-        return [number for number, _ in facts]
-
-    def _raise(self, failure: StageFailure | None) -> None:
-        """What went wrong; collective over the group."""
-        said = failure and [str(failure), isinstance(failure.error, UserError)]
-        everyone = all_gather_json(said, self.group.handle, self.device)
-        if failure is not None:
-            raise failure.error
-        index, (sentence, of_user) = next((i, s) for i, s in enumerate(everyone) if s)
-        if of_user:
-            raise UserError(sentence)
-        raise RuntimeError(f"rank {self.group.ranks[index]}: {sentence}")
-
-    def _executor(self, inputs: tuple[Tensor, ...] | None, step: bool) -> PlainExecutor:
-        """One for micro-batches like this one: each stage runs once, on zeros, to tell the shapes
-        of its results; collective."""
-        placement, links = self.schedule.placement, {}
-        stages = [self._stage(number, links) for number in self.mine]
-        for number, (rank, chunk) in enumerate(placement.places[:-1]):
-            word = None
-            if rank == self.group.index:
-                values = inputs if number == 0 else links[number - 1].zeros(self.device)
-                try:
-                    with torch.no_grad(), unchanged(self, self.device):
-                        word = StageOutputs.of(stages[chunk].run(values), number).facts()
-                except Exception as error:
-                    self.progress.fails(f"stage {number} in a first look at its shapes", error)
-            word = all_gather_json(word, self.group.handle, self.device)[rank]
-            if word is None:
-                self._meet(0.0, step)
-            links[number] = StageOutputs.told(word)
-        messages = [link.message(link.zeros(self.device)) for link in links.values()]
-        boxes = None
-        if messages:
-            largest = max(messages, key=lambda message: message.nbytes)
-            boxes = SharedMemoryP2P.of_plans(
-                self.plans, placement, self.launch, self.group, largest.view(-1)
-            )
-        route = P2PRoute(self.group, placement)
-        return PlainExecutor(stages, route, links, self.device, boxes, self.weight_gradients)
-
-    def _stage(self, number: int, links: Mapping[int, StageOutputs]) -> PlainStage:
-        last = self.schedule.placement.stages - 1
-        return PlainStage(
-            number,
-            number == 0,
-            number == last,
-            self.mine[number],
-            self.loss_fn,
-            self.schedule.splits_backward,
-            links,
-            self.progress,
-            self.device,
-        )
-
-
-def _nothing() -> None:
-    """Nobody waits for the last backward: gradients are averaged when the step has ended."""

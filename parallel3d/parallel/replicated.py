@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: equal at the start, and the mean of their gradients after a step."""
+"""Keeps replicas equal: pipelines over dp, and parameters that all tensor-parallel ranks hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def start_equal(module: nn.Module, dp: Group) -> None:
-    """Parameters and buffers as those of the group's first rank; collective."""
+    """Broadcasts parameters and buffers of the group's first rank; collective."""
     tensors = [p.detach() for p in module.parameters()] + list(module.buffers())
     if dp.size > 1 and tensors:
         broadcast_all(tensors, 0, dp)
@@ -33,17 +33,17 @@ def start_equal(module: nn.Module, dp: Group) -> None:
 def average_gradients(parameters: Sequence[nn.Parameter], dp: Group) -> None:
     """Makes each `.grad` the mean over the replicas; one that no replica has stays None.
 
-    Collective, in buckets of one type. Behind the gradients of a bucket travels one number for
-    each, whether there was one.
+    Collective, in buckets of one type. A bucket ends with one flag for each gradient: whether this
+    replica has it.
     """
     if dp.size == 1:
         return
-    sent = [(bucket, *_started(bucket, dp)) for bucket in _buckets(parameters)]
+    sent = [(bucket, *_start(bucket, dp)) for bucket in _buckets(parameters)]
     for _, flat, work in sent:
         work.wait()
         flat /= dp.size
     if any(p.grad is None for bucket, _, _ in sent for p in bucket):
-        # The only read, for which a host waits: who has all gradients knows that they are there.
+        # Reading the flags makes the host wait. A replica with all gradients needs no flags.
         flags = torch.cat([flat[-len(bucket) :].float() for bucket, flat, _ in sent])
         used = iter(flags.tolist())
     else:
@@ -58,7 +58,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], dp: Group) -> None:
             parameter.grad.copy_(part.view_as(parameter))
 
 
-def _started(bucket: Sequence[nn.Parameter], dp: Group) -> tuple[Tensor, collectives.Work]:
+def _start(bucket: Sequence[nn.Parameter], dp: Group) -> tuple[Tensor, collectives.Work]:
     numel = sum(p.numel() for p in bucket)
     flat = bucket[0].new_zeros(numel + len(bucket))
     parts = flat[:numel].split([p.numel() for p in bucket])
@@ -84,12 +84,9 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-# Parameters that every rank of a group holds: their gradients summed, their values compared.
-
-
 @dataclass(frozen=True)
 class _Sum:
-    """The hook that sums a gradient over a group."""
+    """All-reduces a gradient over a group, as a hook of its parameter."""
 
     group: Group
 
@@ -99,18 +96,18 @@ class _Sum:
 
 
 def sum_gradients_over(module: nn.Module, group: Group | dist.ProcessGroup | None = None) -> None:
-    """Sums the gradients of `module`'s parameters over `group` in every backward.
+    """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
     For a module whose parameters all ranks hold, but which sees only this rank's features: a norm
-    of queries and keys between a `ColumnParallelLinear` and a `RowParallelLinear`. Each rank has
-    the gradient of its own heads there, and only the sum is that of one process. Each gradient is
-    summed once a backward, before anything else reads it (`DistributedDataParallel` included).
+    of queries and keys between a `ColumnParallelLinear` and a `RowParallelLinear`. Each rank then
+    has the gradient of its own heads only. Each gradient is summed once a backward, before anything
+    else reads it (`DistributedDataParallel` included).
 
-    Call it before the first backward, once. Backwards are then collective over `group`.
+    Call it once, before the first backward. Backwards are then collective over `group`.
 
     Raises:
-        UserError: a parameter of a tensor-parallel layer, whose gradient is whole already, or one
-            that is summed already; no parameter that requires a gradient. Nothing is changed then.
+        UserError: a parameter of a tensor-parallel layer, or one that is summed already; no
+            parameter that requires a gradient. Nothing is changed then.
     """
     ranks = group_of(group)
     split = {
@@ -146,8 +143,8 @@ def check_replicated(
 ) -> None:
     """Compares the parameters that all ranks of `group` hold. Collective; costs a broadcast.
 
-    Parts of tensor-parallel layers are left out. Where gradients are partial (see
-    `sum_gradients_over`) copies differ from the first optimizer step on.
+    Shards of tensor-parallel layers are left out. Replicas whose gradients are partial (see
+    `sum_gradients_over`) differ from the first optimizer step on.
 
     Args:
         tolerance: of the largest difference, over the largest value of the parameter.
@@ -158,7 +155,7 @@ def check_replicated(
     ranks = group_of(group)
     found: tuple[str, float] | None = None
     device = torch.device("cpu")
-    for name, parameter in _held_by_all(module):
+    for name, parameter in _replicated_parameters(module):
         device = parameter.device
         first = parameter.detach().clone(memory_format=torch.contiguous_format)
         collectives.broadcast(first, 0, ranks)
@@ -176,12 +173,12 @@ def check_replicated(
             )
 
 
-def _held_by_all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _replicated_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, part in module.named_modules():
         for name, parameter in part.named_parameters(prefix, recurse=False):
             key = name.removeprefix(f"{prefix}.")
             if not (
                 isinstance(part, ShardedModule)
-                and part.pieces[key].shape != part.pieces[key].full_shape
+                and part.shards[key].shape != part.shards[key].full_shape
             ):
                 yield name, parameter

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d.comm.process_groups import Group, ProcessGroups
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import Config
-from parallel3d.data.loader import InOrder, MicroBatch
+from parallel3d.data.loader import InOrder
 from parallel3d.device import accelerator
-from parallel3d.models.transformer import Stage
 from parallel3d.parameters.gradients import DeferredGradient, WeightGradients, set_weight_gradients
 from parallel3d.pipeline.p2p import P2PRoute, PendingTransfer, measure_baseline_latency, post
 from parallel3d.pipeline.shared_memory import SharedMemoryP2P
@@ -27,7 +26,20 @@ from parallel3d.sizes.balance import sends_slices
 from parallel3d.tensor_parallel.mappings import all_gather_sequence
 
 Measured = tuple[str, float, float]  # an action as text, start and end in seconds
-Loader = Callable[[int], MicroBatch]
+Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
+
+
+class PipelineStage(Protocol):
+    """Declares what the executor needs of a stage."""
+
+    first: bool
+    last: bool
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
+
+
 Place = tuple[int, int]  # micro-batch and chunk
 # Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
 SENDS = 8
@@ -100,7 +112,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[PipelineStage],
         route: P2PRoute,
         message_shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -135,7 +147,7 @@ class Executor:
     def of_run(
         cls,
         config: Config,
-        stages: Sequence[Stage],
+        stages: Sequence[PipelineStage],
         schedule: Schedule,
         groups: ProcessGroups,
         dtype: torch.dtype,

@@ -113,13 +113,13 @@ def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> No
 def test_a_backward_of_replicas_copies_nothing_that_waits(
     uses: list[bool], simulated: SimulatedPool
 ) -> None:
-    """It waits for the verdict on the one before, and where it lacks a gradient for who has it."""
+    """It waits for the flags of the backward before, and on lack of a gradient for who has it."""
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_backwards, uses), strict=True):
         same(grads, alone(uses))
-        verdicts = [why for why in seen if why.startswith("an event's") and "verdict.py" in why]
+        checks = [why for why in seen if why.startswith("an event's") and "reducer.py" in why]
         flags = [why for why in seen if why.startswith("tolist") and "_hand_out" in why]
-        assert (len(verdicts), len(flags)) == (2, 0 if used else 2), seen
-        assert len(seen) == len(verdicts) + len(flags), seen
+        assert (len(checks), len(flags)) == (2, 0 if used else 2), seen
+        assert len(seen) == len(checks) + len(flags), seen
 
 
 def test_a_layer_under_two_wrappers_gets_the_mean_once(simulated: SimulatedPool) -> None:

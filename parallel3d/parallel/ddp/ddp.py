@@ -1,4 +1,4 @@
-"""Which parameters a backward will not reach, read from the graph before it runs."""
+"""Provides DistributedDataParallel for any module: `net = p3d.DistributedDataParallel(net)`."""
 
 from __future__ import annotations
 
@@ -39,17 +39,550 @@ from parallel3d.parallel.ddp.transport import (
     BufferSync,
     SharedTransport,
     broadcast_all,
+    group_and_devices,
     group_of,
     own_device,
-    sorted_out,
 )
 from parallel3d.sizes.traffic import MIB
 
+PREFIX = "module."
+BUILTIN_HOOKS: dict[dist.BuiltinCommHookType, Callable[..., torch.futures.Future]] = {
+    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future] | None]
+NOT_COPIED = (  # by `copy.deepcopy` and pickle
+    "group",
+    "reducer",
+    "buffer_sync",
+    "frozen",
+    "numbers",
+    "contents",
+    "device_mesh",
+    "step_record",
+)
 
-def unreached(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
-    """Numbers of the parameters from which no output was computed.
 
-    Walks the graph of autograd: what it takes is Python's time for each of its nodes.
+class DistributedDataParallel(nn.Module, Joinable):
+    """Replicates a module on the ranks of a group, which average the gradients in each backward.
+
+    Every rank starts with the weights of the first one. After each backward the `.grad` of every
+    parameter is the mean over the ranks. Names of parameters, attributes and state dicts are those
+    of the module itself. Arguments and their order are those of
+    `torch.nn.parallel.DistributedDataParallel`; those not named below must be at their defaults.
+    The names in the module's `_ddp_params_and_buffers_to_ignore` are not synchronised.
+
+    Constructor, forward (which broadcasts buffers) and backward are collective. Parameters must not
+    be added or replaced afterwards. Copying (`copy.deepcopy`), and pickling with the group of all
+    ranks, are not collective: a copy joins the others in its first forward with gradients, without
+    a communication hook.
+
+    Args:
+        module: with all parameters on one device.
+        device_ids: None, or the module's device, to which inputs are moved; or, as second
+            positional argument, the group.
+        output_device: None or the same device.
+        broadcast_buffers: broadcast the first rank's buffers now and in every forward.
+        forward_sync_buffers: the same for every forward alone; overrides `broadcast_buffers`.
+        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, or
+            None for its default one.
+        device_mesh: a mesh of one dimension, instead of a group.
+        check_reduction: ignored, as in PyTorch.
+        init_sync: verify that the ranks' modules agree, and broadcast the first rank's values.
+        bucket_cap_mb: closes a bucket that reaches this size, in MiB. None: 1 for the first one, 25
+            for the others (on an accelerator 128, in shared memory 1).
+        find_unused_parameters: look in the graph for parameters that a backward will not reach, so
+            that their buckets need not wait for its end. Unused parameters are no error without it.
+        gradient_as_bucket_view: keep gradients in the buckets instead of copying them out.
+        static_graph: every backward reaches the same parameters, each as often as in the first.
+        bucket_cap_mb_list: `bucket_cap_mb` of each bucket, the last one for all that follow.
+        overlap: start buckets during the backward; else all at its end.
+
+    Raises:
+        ValueError: on every rank alike, modules that differ, with the first difference; parameters
+            on several devices; one whose optimizer steps in the backward; one that another wrapper
+            has too, if either keeps gradients in buckets.
+        RuntimeError: no parameter to train; from a forward, a parameter that was frozen when the
+            module was wrapped, or was added or replaced since; from a backward, on every rank
+            alike: a parameter got a second gradient in it, or with static_graph another number of
+            them than in the first.
+    """
+
+    broadcast_bucket_size = MESSAGE_BYTES
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | Group | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        _check_defaults(
+            dim=(dim, 0),
+            delay_all_reduce_named_params=(delay_all_reduce_named_params, None),
+            param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
+            mixed_precision=(mixed_precision, None),
+            skip_all_reduce_unused_params=(skip_all_reduce_unused_params, False),
+            batched_grad_copy=(batched_grad_copy, False),
+        )
+        _check_caps(bucket_cap_mb_list)
+        given, device_ids = group_and_devices(device_ids, process_group, device_mesh)
+        self.group = group_of(given)
+        self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
+        some = next(module.parameters(), None)
+        if init_sync:
+            device = torch.device("cpu") if some is None else some.device
+            verify_params_across_ranks(module, self.group, device, self.parameters_to_ignore)
+        named = left(module.named_parameters(), self.parameters_to_ignore)
+        trained = [(name, p) for name, p in named if p.requires_grad]
+        check_trainable(trained, module)
+        check_shared(trained, gradient_as_bucket_view)
+        self.device = trained[0][1].device
+        self.inputs_to = own_device(device_ids, self.device)
+        if output_device is not None:
+            own_device([output_device], self.device, "output_device")
+        wanted = broadcast_buffers is None or broadcast_buffers
+        if init_sync:
+            sent = [p.detach() for _, p in named]
+            if wanted or forward_sync_buffers is not None:
+                sent += [b for _, b in left(module.named_buffers(), self.parameters_to_ignore)]
+            broadcast_all(sent, 0, self.group)
+        self.module = module
+        self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
+        self._bucket_cap_mb = list(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        self._overlap = overlap
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.require_backward_grad_sync = self.require_forward_sync = True
+        self.by_initial_size = True  # see `join`
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._reset_state()
+        if self.group.size > 1:
+            self._open()
+
+    def _reset_state(self) -> None:
+        """Sets up the state of this process; not collective."""
+        named = left(self.module.named_parameters(), self.parameters_to_ignore)
+        self.frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._trained = [name for name, p in named if p.requires_grad]
+        self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
+        self.contents = Contents(self.module)
+        self.buffer_sync: BufferSync | None = None
+        self.reducer: DDPReducer | None = None
+        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
+        self.step_record = DDPStepRecord()
+
+    def _open(self) -> DDPReducer:
+        """Makes buckets and shared memory; collective."""
+        self.buffer_sync = BufferSync(
+            self.module, self.group, self.device, self.parameters_to_ignore
+        )
+        self.reducer = DDPReducer(
+            self._trained,
+            list(self.numbers),
+            self.group,
+            self.step_record,
+            bucket_cap_mb=self._bucket_cap_mb,
+            as_views=self.gradient_as_bucket_view,
+            static=self.static_graph,
+            measure=self.static_graph or not self.find_unused_parameters,
+            overlap=self._overlap,
+        )
+        return self.reducer
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Runs the module's forward on this rank's inputs."""
+        if self.inputs_to is not None:
+            inputs, named = tree_map_only(
+                Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
+            )
+        if self.reducer is None and self.group.size > 1 and torch.is_grad_enabled():
+            self._open()  # a copy
+        if self.reducer is None:
+            return self.module(*inputs, **named)
+        self._before_forward(self.reducer)
+        hooked = self.buffer_hook is not None and self.buffer_hook[2] and self.will_sync_buffers()
+        output = self.module(*inputs, **named)
+        if hooked:
+            self._call_buffer_hook()
+        self._after_forward(self.reducer, output)
+        return output
+
+    @recorded
+    def _before_forward(self, reducer: DDPReducer) -> None:
+        if reducer.running and torch._C._current_graph_task_id() < 0:
+            reducer.running = False  # the last backward raised
+        if not reducer.began:
+            check_optimizers(list(zip(reducer.names, reducer.parameters, strict=True)))
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when the module was wrapped and requires a gradient now; "
+                    "wrap the module again"
+                )
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._check_contents()
+            self.step_record.forward()
+        joining = self._join_config.enable
+        if joining:
+            self._notify_join(reducer)
+        if self.will_sync_buffers():
+            if self.buffer_hook is not None:
+                if not self.buffer_hook[2]:
+                    self._call_buffer_hook()
+            elif joining:
+                self.sync_buffers_joined(joined=False)
+            else:
+                assert self.buffer_sync is not None  # will_sync_buffers
+                self.buffer_sync.from_first()
+        if joining:
+            any_of(self.group, self.require_backward_grad_sync, self.device)
+
+    def _check_contents(self) -> None:
+        """Raises RuntimeError for a parameter of the module that the reducer does not know."""
+        # Dynamo would trace the comparison and guard its result.
+        if torch.compiler.is_compiling() or not self.contents.changed():
+            return
+        for name, parameter in left(self.module.named_parameters(), self.parameters_to_ignore):
+            # `functional_call` puts plain tensors there for one forward.
+            trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
+            if trained and parameter not in self.numbers:
+                raise RuntimeError(
+                    f"{name} was added or replaced after the module was wrapped, so its gradient "
+                    "would be this rank's alone; wrap the module again"
+                )
+
+    def _after_forward(self, reducer: DDPReducer, output: Any) -> None:
+        self.require_forward_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if not torch.is_grad_enabled():
+            return
+        reducer.enabled = self.require_backward_grad_sync
+        if not reducer.enabled:
+            return
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(reducer.output_hook)
+        # Shared memory sums all buckets at the end of the backward anyway.
+        overlaps = not isinstance(reducer.transport, SharedTransport)
+        if self.find_unused_parameters and not self.static_graph and overlaps:
+            unused = unused_parameters(tensors, self.numbers) if tensors else set()
+            # After several forwards their backwards may come in any order.
+            reducer.unused = unused if reducer.unused is None else unused & reducer.unused
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients on each rank, without reducing them until a backward outside."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @recorded
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Lets `hook(state, bucket)` reduce each bucket's gradients.
+
+        As in PyTorch: it gets a `GradBucket` that is neither summed nor divided, and returns a
+        future of a tensor of the same shape. Once, and before the first backward.
+
+        Raises:
+            TypeError: no callable; later, from a backward, a hook that returns no future.
+            RuntimeError: the second hook, or too late; from a backward, on every rank alike, a hook
+                that returned another shape.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"the communication hook must be callable; it is a {type(hook).__name__}"
+            )
+        self._use(state, hook, getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    @recorded
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """All-reduces the buckets as they are, or in fp16, as PyTorch's; a group of one keeps them.
+
+        Raises ValueError for another type, and as `register_comm_hook`.
+        """
+        if comm_hook_type not in BUILTIN_HOOKS:
+            raise ValueError(
+                f"comm_hook_type={comm_hook_type!r} must be one of "
+                f"{', '.join(map(str, BUILTIN_HOOKS))}"
+            )
+        # A group of one has no handle, and PyTorch's hooks take None for all ranks.
+        hook: Hook = alone_hook if self.group.size == 1 else BUILTIN_HOOKS[comm_hook_type]
+        self._use(self.group.handle, hook, str(comm_hook_type))
+
+    def _use(self, state: object, hook: Hook, name: str) -> None:
+        reducer = self._open() if self.reducer is None else self.reducer
+        reducer.use(state, hook)
+        self.step_record.comm_hook = name
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: BufferHook,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Lets `hook(state, buffers by name)` synchronise buffers before or after each forward.
+
+        As PyTorch's. Waits at once for the futures that it returns.
+        """
+        after = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        self.buffer_hook = (hook, state, after)
+
+    def _call_buffer_hook(self) -> None:
+        assert self.buffer_hook is not None
+        hook, state, _ = self.buffer_hook
+        named = left(self.module.named_buffers(), self.parameters_to_ignore)
+        futures = hook(state, dict(named))
+        if futures is not None:
+            torch.futures.wait_all(list(futures))
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int = 0,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Broadcasts buffers for buffer hooks, as PyTorch's; collective. Ignores `bucket_size`."""
+        named = left(self.module.named_buffers(), self.parameters_to_ignore)
+        taken = [buffer for _, buffer in named] if bufs is None else bufs
+        broadcast_all(taken, authoritative_rank, self.group)
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Returns `broadcast_buffers`, under PyTorch's name."""
+        return self.broadcast_buffers
+
+    def will_sync_buffers(self) -> bool:
+        """Returns whether the next forward broadcasts the first rank's buffers."""
+        wanted = self.require_forward_sync and self.broadcast_buffers
+        return wanted and self.group.size > 1 and bool(self.buffer_sync and self.buffer_sync.places)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Lets ranks have different numbers of inputs inside; all end with the same model.
+
+        Args:
+            divide_by_initial_world_size: average over all ranks; else over those with inputs.
+            enable: False if all ranks have as many inputs.
+            throw_on_early_termination: raise RuntimeError on all ranks when one has no more inputs.
+        """
+        if self.group.size == 1:
+            return nullcontext()
+        if self.reducer is None:
+            self._open()  # a copy
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Returns the hook for `torch.distributed.algorithms.Join`."""
+        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        return self.group.handle
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Returns PyTorch's group; None for a group of one."""
+        return self.group.handle
+
+    def _notify_join(self, reducer: DDPReducer) -> None:
+        work = Join.notify_join_context(self)
+        active = self.group.size
+        if work is not None:
+            work.wait()
+            active = int(work.result()[0].item())
+        reducer.scale = 1.0 / (self.group.size if self.by_initial_size else active)
+
+    def sync_buffers_joined(self, joined: bool) -> None:
+        """Broadcasts the buffers of the last rank with inputs; collective."""
+        source = highest(self.group, -1 if joined else self.group.index, self.device)
+        assert self.buffer_sync is not None  # will_sync_buffers
+        broadcast_all(self.buffer_sync.current(), source, self.group)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's state dict, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads into the module, also names of PyTorch's DistributedDataParallel (`module.…`).
+
+        Raises ValueError for `assign`, which would replace the parameters.
+        """
+        if assign:
+            raise ValueError("assign=True replaces parameters; load the weights before wrapping")
+        if state_dict and all(name.startswith(PREFIX) for name in state_dict):
+            known = self.module.state_dict()
+            if not any(name.startswith(PREFIX) for name in known):
+                state_dict = {name[len(PREFIX) :]: v for name, v in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """Adds the prefix of the module, when another module loads its submodules."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[prefix + PREFIX + name[len(prefix) :]] = state_dict.pop(name)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Returns the module's submodules, under its own names."""
+        return self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the wrapper, else of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Returns a wrapper of a copy of the module, with the same group."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self._state(), memo) | {"group": self.group})
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises RuntimeError, as PyTorch's class, for a group without all ranks."""
+        if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise RuntimeError(
+                f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
+                "ranks cannot be pickled, as it holds their group; pickle its .module, or wrap "
+                "with the group of all ranks"
+            )
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {key: v for key, v in self.__dict__.items() if key not in NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores the wrapper; not collective until its first forward with gradients."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("group", groups.group_of(None))
+        self._reset_state()
+        self.device = next(iter(self.numbers)).device  # where it was loaded to
+        self.inputs_to = None if self.inputs_to is None else self.device
+
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(
+        nn.parallel.DistributedDataParallel._get_data_parallel_params
+    )
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Returns `bucket_cap_mb_list` in bytes, under PyTorch's name."""
+        caps = self._bucket_cap_mb
+        return [int(cap * MIB) for cap in caps] if isinstance(caps, list) else []
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        """Returns arguments, buckets and step times, under PyTorch's names.
+
+        Of the last step, and means over all: PyTorch's class samples steps. Times are measured on
+        CPUs alone. `has_rebuilt_buckets` is 1 when the buckets are in the order of the first
+        backward, also if that was their order before.
+        """
+        return logging_data(self)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Returns the reduced parameters in the module's order; none has sparse gradients."""
+        return list(self.numbers), [False] * len(self.numbers)
+
+    @recorded
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """Returns parameter names by index. Raises ValueError unless all are reduced parameters."""
+        places = {p: i for i, p in enumerate(parameters)}
+        names = {}
+        for name, parameter in zip(self._trained, self.numbers, strict=True):
+            if parameter not in places:
+                raise ValueError(f"Param with name {name} is reduced, but is not among those given")
+            names[places[parameter]] = name
+        if len(places) != len(names):
+            raise ValueError(
+                f"Expected param to name mapping to cover all parameters: {len(places)} are given, "
+                f"{len(names)} are reduced"
+            )
+        return names
+
+    @recorded
+    def _set_static_graph(self) -> None:
+        """Sets `static_graph=True`. Raises RuntimeError after the first backward."""
+        if self.reducer is not None:
+            self.reducer.set_static()
+        self.static_graph = True
+
+    def _set_ddp_sink_clone(self, _: bool) -> None:
+        """Does nothing: outputs are never cloned here."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stops reducing gradients."""
+        self.require_backward_grad_sync = False
+        if self.reducer is not None:
+            self.reducer.enabled = False
+
+
+def _check_defaults(**given: tuple[object, object]) -> None:
+    """Raises ValueError for an argument of PyTorch's that is not at its default."""
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
+
+
+def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
+    """Raises ValueError unless all are sizes."""
+    for cap in bucket_cap_mb_list or ():
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
+            raise ValueError(
+                f"bucket_cap_mb_list={bucket_cap_mb_list!r} must hold numbers of MiB, none below "
+                f"0; {cap!r} is not one"
+            )
+
+
+def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
+    """Returns the numbers of the parameters from which no output was computed.
+
+    Walks the autograd graph in Python: its time grows with the number of nodes.
     """
     left = dict(numbers)
     nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
@@ -64,26 +597,24 @@ def unreached(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) ->
                 seen.add(following)
                 nodes.append(following)
     for tensor in outputs:
-        left.pop(tensor, None)  # a parameter itself
+        if isinstance(tensor, nn.Parameter):
+            left.pop(tensor, None)
     return set(left.values())
-
-
-# Whether the ranks wrapped the same module, said before anything of it is sent.
 
 
 Entry = list[object]  # kind, name, shape, type, strides, whether it is trained
 T = TypeVar("T", bound=Tensor)
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name of what is left to each rank
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # PyTorch's name
 FACTS = ("name", "shape", "type", "strides", "requires_grad")
 
 
 def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T]]:
-    """Those that are not ignored."""
+    """Returns those that are not ignored."""
     return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
 def described(module: nn.Module, ignored: Set[str]) -> list[Entry]:
-    """What must be the same on all ranks: parameters and buffers in their order."""
+    """Describes parameters and buffers, which must be the same on all ranks, in their order."""
     return [
         *(_entry("parameter", name, p) for name, p in left(module.named_parameters(), ignored)),
         *(_entry("buffer", name, b) for name, b in left(module.named_buffers(), ignored)),
@@ -97,10 +628,10 @@ def _entry(kind: str, name: str, tensor: Tensor) -> Entry:
     return [kind, name, shape, str(tensor.dtype), strides, tensor.requires_grad]
 
 
-def check_agreement(
+def verify_params_across_ranks(
     module: nn.Module, group: Group, device: torch.device, ignored: Set[str] = frozenset()
 ) -> None:
-    """Collective. Raises ValueError on every rank, the same sentence, where two ranks differ."""
+    """Raises the same ValueError on every rank if the modules of two ranks differ; collective."""
     mine = described(module, ignored)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(all_gather_json(digest, group.handle, device))) == 1:
@@ -129,7 +660,7 @@ def _difference(ours: list[Entry], theirs: list[Entry], rank: int, other: int) -
 
 
 def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raises ValueError for a parameter that is stepped before its gradient is reduced."""
+    """Raises ValueError for a parameter whose optimizer steps in the backward."""
     for name, parameter in trained:
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
@@ -140,8 +671,10 @@ def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
-    """After `check_agreement`, so that all ranks raise alike, for what cannot train: ValueError, or
-    as PyTorch's class RuntimeError where nothing is to be trained."""
+    """Raises ValueError for parameters that cannot be reduced, RuntimeError if there are none.
+
+    Comes after `verify_params_across_ranks`, so that all ranks raise alike.
+    """
     if not trained:
         raise RuntimeError(
             "the module has no parameter that requires a gradient: nothing is there to reduce"
@@ -164,19 +697,16 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
             )
 
 
-# Whether a module still has the parameters and submodules with which it was wrapped.
-
-
 class Contents:
-    """What stands in each submodule of `module` when this is made."""
+    """Records the parameters and submodules of `module`, to notice changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        # The dicts themselves: to walk the tree in each forward takes six times as long.
+        # Keeps the dicts: walking the tree in each forward takes six times as long.
         self._places = [d for m in module.modules() for d in (m._parameters, m._modules)]
         self._there = self._now()
 
     def changed(self) -> bool:
-        """Whether a parameter or submodule was added, replaced or removed."""
+        """Returns whether a parameter or submodule was added, replaced or removed."""
         now = self._now()
         return len(now) != len(self._there) or not all(map(operator.is_, self._there, now))
 
@@ -184,11 +714,8 @@ class Contents:
         return list(chain.from_iterable(d.values() for d in self._places))
 
 
-# Ranks that run out of inputs before the others: they take part in what the others send.
-
-
 class DDPJoinHook(JoinHook):
-    """What a joined rank does for each step of the others, and when all have joined."""
+    """Takes part in the other ranks' steps when this rank has no more inputs (`join`)."""
 
     def __init__(self, net: DistributedDataParallel, by_initial_size: bool) -> None:
         super().__init__()
@@ -197,17 +724,18 @@ class DDPJoinHook(JoinHook):
         net.step_record.joins = True
 
     def main_hook(self) -> None:
-        """Mirrors one forward and backward."""
+        """Mirrors the collectives of one forward and backward."""
         net = self.net
         if net.will_sync_buffers():
             net.sync_buffers_joined(joined=True)
         synced = any_of(net.group, False, net.device)
         net.require_forward_sync = synced
         if synced:
+            assert net.reducer is not None  # `join` opens it
             net.reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Every rank takes the model of one that was among the last."""
+        """Copies the model of one of the last ranks to all."""
         net = self.net
         source = highest(net.group, net.group.index if is_last_joiner else -1, net.device)
         tensors = [p.detach() for p in net.module.parameters()]
@@ -215,22 +743,19 @@ class DDPJoinHook(JoinHook):
 
 
 def highest(group: Group, value: int, device: torch.device) -> int:
-    """The largest over the ranks."""
+    """Returns the largest value over the ranks."""
     number = torch.tensor([value], device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX, group=group.handle)
     return int(number)
 
 
 def any_of(group: Group, value: bool, device: torch.device) -> bool:
-    """Whether it is true on any rank."""
+    """Returns whether the value is true on any rank."""
     return highest(group, int(value), device) > 0
 
 
-# What `_get_ddp_logging_data` tells, under PyTorch's names: arguments, buckets, steps, errors.
-
-
 LoggingData = dict[str, int | str]
-NOT_SET = "N/A"  # PyTorch's word for a variable that the environment lacks
+NOT_SET = "N/A"  # PyTorch's value for an environment variable that is not set
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 OF_BACKEND = {
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
@@ -243,7 +768,7 @@ OF_BACKEND = {
         "NCCL_IB_TIMEOUT",
     ),
 }
-TYPES = {  # C++'s names, which PyTorch's class gives
+TYPES = {  # C++'s names, which PyTorch's class logs
     torch.float32: "float",
     torch.float64: "double",
     torch.float16: "c10::Half",
@@ -252,7 +777,7 @@ TYPES = {  # C++'s names, which PyTorch's class gives
 
 
 def logging_data(net: DistributedDataParallel) -> LoggingData:
-    """All of it; what is not known, or not measured, is left out."""
+    """Returns the data of `_get_ddp_logging_data`; unknown or unmeasured values are left out."""
     parameters = list(net.numbers)
     index = None if net.inputs_to is None else net.inputs_to.index
     record, reducer = net.step_record, net.reducer
@@ -327,541 +852,3 @@ def _of_steps(reducer: DDPReducer, record: DDPStepRecord) -> LoggingData:
 
 def _joined(numbers: Iterable[Any]) -> str:
     return ", ".join(map(str, numbers))
-
-
-# DistributedDataParallel for any module of PyTorch's: `net = p3d.DistributedDataParallel(net)`.
-
-
-PREFIX = "module."
-BUILTIN_HOOKS = {
-    dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-}
-BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future] | None]
-OF_THIS_PROCESS = (
-    "group",
-    "reducer",
-    "buffer_sync",
-    "frozen",
-    "numbers",
-    "contents",
-    "device_mesh",
-    "step_record",
-)  # not copied
-
-
-class DistributedDataParallel(nn.Module, Joinable):
-    """Replicas of a module on the ranks of a group, which train as one on all of their inputs.
-
-    Every rank starts with the weights of the first one. After each backward the `.grad` of every
-    parameter is the mean over the ranks; the rest of a script (loss, optimizer, clipping) stays as
-    it was. Names of parameters, attributes and state dicts are those of the module itself. The
-    arguments are those of `torch.nn.parallel.DistributedDataParallel`, in its order, and mean the
-    same; those not named below are taken at their defaults alone. What is named in the module's
-    `_ddp_params_and_buffers_to_ignore` is left to each rank.
-
-    Constructor, forward (which makes the buffers those of the first rank) and backward are
-    collective. Parameters are neither added nor replaced afterwards. Copying (`copy.deepcopy`), and
-    pickling with the group of all ranks, are not: a copy meets the others in its first forward with
-    gradients, and has no communication hook.
-
-    Args:
-        module: with all parameters on one device.
-        device_ids: None, or the one device to which inputs are moved, the module's own; or, in the
-            second place, the group.
-        output_device: None or the same device.
-        broadcast_buffers: buffers are made those of the first rank, now and in every forward.
-        forward_sync_buffers: the same for every forward alone; goes before `broadcast_buffers`.
-        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, or
-            None for its default one.
-        device_mesh: in place of a group, a mesh of one dimension.
-        check_reduction: without a meaning, as in PyTorch's.
-        init_sync: check that the ranks' modules agree, and send the first rank's values.
-        bucket_cap_mb: a bucket closes with the parameter that makes it so large, in MiB. None: the
-            first one at 1 MiB, the others at 25 (on an accelerator 128, in shared memory 1).
-        find_unused_parameters: look in the graph for what a backward will not reach, so that its
-            buckets need not wait for the end of it. Without, an unused parameter is no error.
-        gradient_as_bucket_view: gradients stay in the buckets and are not copied out.
-        static_graph: every backward reaches the same parameters, each as often as in the first.
-        bucket_cap_mb_list: in the place of `bucket_cap_mb` one number for each bucket, the last one
-            for all that follow.
-        overlap: start buckets during the backward; else all at its end.
-
-    Raises:
-        ValueError: on every rank alike, modules that differ, with the first difference; parameters
-            on several devices; one whose optimizer steps in the backward; one that another wrapper
-            has too, if either keeps gradients in buckets.
-        RuntimeError: no parameter to train; from a forward, a parameter that was frozen when the
-            module was wrapped, or was added or replaced since; from a backward, on every rank
-            alike: a parameter got a second gradient in it, or with static_graph another number of
-            them than in the first.
-    """
-
-    broadcast_bucket_size = MESSAGE_BYTES
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | Group | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: None = None,
-        param_to_hook_all_reduce: None = None,
-        mixed_precision: None = None,
-        device_mesh: DeviceMesh | None = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
-        *,
-        overlap: bool = True,
-    ) -> None:
-        super().__init__()
-        Joinable.__init__(self)
-        _check_defaults(
-            dim=(dim, 0),
-            delay_all_reduce_named_params=(delay_all_reduce_named_params, None),
-            param_to_hook_all_reduce=(param_to_hook_all_reduce, None),
-            mixed_precision=(mixed_precision, None),
-            skip_all_reduce_unused_params=(skip_all_reduce_unused_params, False),
-            batched_grad_copy=(batched_grad_copy, False),
-        )
-        _check_caps(bucket_cap_mb_list)
-        given, device_ids = sorted_out(device_ids, process_group, device_mesh)
-        self.group = group_of(given)
-        self.parameters_to_ignore = frozenset(getattr(module, IGNORED, ()))
-        some = next(module.parameters(), None)
-        meeting = torch.device("cpu") if some is None else some.device
-        if init_sync:
-            check_agreement(module, self.group, meeting, self.parameters_to_ignore)
-        named = left(module.named_parameters(), self.parameters_to_ignore)
-        trained = [(name, p) for name, p in named if p.requires_grad]
-        check_trainable(trained, module)
-        check_shared(trained, gradient_as_bucket_view)
-        self.device = trained[0][1].device
-        self.inputs_to = own_device(device_ids, self.device)
-        if output_device is not None:
-            own_device([output_device], self.device, "output_device")
-        wanted = broadcast_buffers is None or broadcast_buffers
-        if init_sync:
-            sent = [p.detach() for _, p in named]
-            if wanted or forward_sync_buffers is not None:
-                sent += [b for _, b in left(module.named_buffers(), self.parameters_to_ignore)]
-            broadcast_all(sent, 0, self.group)
-        self.module = module
-        self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
-        self._bucket_cap_mb = list(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
-        self._overlap = overlap
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.require_backward_grad_sync = self.require_forward_sync = True
-        self.by_initial_size = True  # see `join`
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-        self._look()
-        if self.group.size > 1:
-            self._open()
-
-    def _look(self) -> None:
-        """Notes which parameters are trained; not collective."""
-        named = left(self.module.named_parameters(), self.parameters_to_ignore)
-        self.frozen = [(name, p) for name, p in named if not p.requires_grad]
-        self._trained = [name for name, p in named if p.requires_grad]
-        self.numbers = {p: i for i, p in enumerate(p for _, p in named if p.requires_grad)}
-        self.contents = Contents(self.module)
-        self.buffer_sync: BufferSync | None = None
-        self.reducer: DDPReducer | None = None
-        self.buffer_hook: tuple[BufferHook, object, bool] | None = None
-        self.step_record = DDPStepRecord()
-
-    def _open(self) -> None:
-        """Makes buckets, and the memory that ranks share; collective."""
-        self.buffer_sync = BufferSync(
-            self.module, self.group, self.device, self.parameters_to_ignore
-        )
-        self.reducer = DDPReducer(
-            self._trained,
-            list(self.numbers),
-            self.group,
-            self.step_record,
-            bucket_cap_mb=self._bucket_cap_mb,
-            as_views=self.gradient_as_bucket_view,
-            static=self.static_graph,
-            measure=self.static_graph or not self.find_unused_parameters,
-            overlap=self._overlap,
-        )
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own forward on this rank's inputs."""
-        if self.inputs_to is not None:
-            inputs, named = tree_map_only(
-                Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
-            )
-        if self.reducer is None and self.group.size > 1 and torch.is_grad_enabled():
-            self._open()  # a copy
-        if self.reducer is None:
-            return self.module(*inputs, **named)
-        self._before_forward(self.reducer)
-        hooked = self.buffer_hook is not None and self.buffer_hook[2] and self.will_sync_buffers()
-        output = self.module(*inputs, **named)
-        if hooked:
-            self._call_buffer_hook()
-        self._after_forward(self.reducer, output)
-        return output
-
-    @recorded
-    def _before_forward(self, reducer: DDPReducer) -> None:
-        if reducer.running and torch._C._current_graph_task_id() < 0:
-            reducer.running = False  # the last backward raised
-        if not reducer.began:
-            check_optimizers(list(zip(reducer.names, reducer.parameters, strict=True)))
-        for name, parameter in self.frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} was frozen when the module was wrapped and requires a gradient now; "
-                    "wrap the module again"
-                )
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._check_contents()
-            self.step_record.forward()
-        joining = self._join_config.enable
-        if joining:
-            self._say_that_inputs_are_left(reducer)
-        if self.will_sync_buffers():
-            if self.buffer_hook is not None:
-                if not self.buffer_hook[2]:
-                    self._call_buffer_hook()
-            elif joining:
-                self.sync_buffers_joined(joined=False)
-            else:
-                self.buffer_sync.from_first()
-        if joining:
-            any_of(self.group, self.require_backward_grad_sync, self.device)
-
-    def _check_contents(self) -> None:
-        """Raises RuntimeError for a parameter of the module that the reducer does not know."""
-        # Dynamo would trace the comparison at each compilation and guard its result.
-        if torch.compiler.is_compiling() or not self.contents.changed():
-            return
-        for name, parameter in left(self.module.named_parameters(), self.parameters_to_ignore):
-            # No `nn.Parameter`: `functional_call` has put it there for this forward alone.
-            trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
-            if trained and parameter not in self.numbers:
-                raise RuntimeError(
-                    f"{name} was added or replaced after the module was wrapped, so its gradient "
-                    "would be this rank's alone; wrap the module again"
-                )
-
-    def _after_forward(self, reducer: DDPReducer, output: Any) -> None:
-        self.require_forward_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if not torch.is_grad_enabled():
-            return
-        reducer.enabled = self.require_backward_grad_sync
-        if not reducer.enabled:
-            return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        for tensor in tensors:
-            tensor.register_hook(reducer.output_hook)
-        hidden = not isinstance(reducer.transport, SharedTransport)  # else all is at the end
-        if self.find_unused_parameters and not self.static_graph and hidden:
-            unused = unreached(tensors, self.numbers) if tensors else set()
-            # After several forwards it is not known whose backward comes first.
-            reducer.unused = unused if reducer.unused is None else unused & reducer.unused
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards inside add up gradients on each rank alone; the first one after it
-        takes the mean of all of that."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    @recorded
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Lets `hook(state, bucket)` decide what becomes of each bucket's gradients.
-
-        As in PyTorch: it gets a `GradBucket` that is neither summed nor divided, and returns a
-        future of a tensor of the same shape. Once, and before the first backward.
-
-        Raises:
-            TypeError: no callable; later, from a backward, a hook that returns no future.
-            RuntimeError: the second hook, or too late; from a backward, on every rank alike, a hook
-                that returned another shape.
-        """
-        if not callable(hook):
-            raise TypeError(
-                f"the communication hook must be callable; it is a {type(hook).__name__}"
-            )
-        self._use(state, hook, getattr(hook, "__qualname__", type(hook).__qualname__))
-
-    @recorded
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """As PyTorch's: all-reduces the buckets as they are, or in fp16; nothing in a group of one.
-
-        Raises ValueError for another type, and as `register_comm_hook`.
-        """
-        if comm_hook_type not in BUILTIN_HOOKS:
-            raise ValueError(
-                f"comm_hook_type={comm_hook_type!r} must be one of "
-                f"{', '.join(map(str, BUILTIN_HOOKS))}"
-            )
-        # A group of one has no handle, in whose place PyTorch's hooks take all ranks.
-        hook = alone_hook if self.group.size == 1 else BUILTIN_HOOKS[comm_hook_type]
-        self._use(self.group.handle, hook, str(comm_hook_type))
-
-    def _use(self, state: object, hook: Hook, name: str) -> None:
-        if self.reducer is None:
-            self._open()
-        self.reducer.use(state, hook)
-        self.step_record.comm_hook = name
-
-    def _register_buffer_comm_hook(
-        self,
-        state: object,
-        hook: BufferHook,
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """As PyTorch's: `hook(state, buffers by name)` in the place of the first rank's buffers,
-        before or after each forward. Futures that it returns are waited for at once."""
-        after = comm_hook_location == _BufferCommHookLocation.POST_FORWARD
-        self.buffer_hook = (hook, state, after)
-
-    def _call_buffer_hook(self) -> None:
-        hook, state, _ = self.buffer_hook
-        named = left(self.module.named_buffers(), self.parameters_to_ignore)
-        futures = hook(state, dict(named))
-        if futures is not None:
-            torch.futures.wait_all(list(futures))
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int = 0,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """As PyTorch's, for hooks of buffers: all ranks take those of one; collective. Messages
-        are of `broadcast_bucket_size` bytes whatever the second argument says."""
-        named = left(self.module.named_buffers(), self.parameters_to_ignore)
-        taken = [buffer for _, buffer in named] if bufs is None else bufs
-        broadcast_all(taken, authoritative_rank, self.group)
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """PyTorch's name of `broadcast_buffers`."""
-        return self.broadcast_buffers
-
-    def will_sync_buffers(self) -> bool:
-        """Whether the next forward takes the first rank's buffers."""
-        wanted = self.require_forward_sync and self.broadcast_buffers
-        return wanted and self.group.size > 1 and bool(self.buffer_sync and self.buffer_sync.places)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Inside it ranks may have different numbers of inputs; all end with one model.
-
-        Args:
-            divide_by_initial_world_size: the mean is over all ranks; else over those with inputs.
-            enable: False where inputs are known to be even.
-            throw_on_early_termination: raise RuntimeError on all ranks when one runs out.
-        """
-        if self.group.size == 1:
-            return nullcontext()
-        if self.reducer is None:
-            self._open()  # a copy
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For `torch.distributed.algorithms.Join` over several things at once."""
-        return DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup | None:
-        return self.group.handle
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """PyTorch's; None for a group of one."""
-        return self.group.handle
-
-    def _say_that_inputs_are_left(self, reducer: DDPReducer) -> None:
-        work = Join.notify_join_context(self)
-        active = self.group.size
-        if work is not None:
-            work.wait()
-            active = int(work.result()[0].item())
-        reducer.scale = 1.0 / (self.group.size if self.by_initial_size else active)
-
-    def sync_buffers_joined(self, joined: bool) -> None:
-        """All ranks take the buffers of the last one that still has inputs; collective."""
-        source = highest(self.group, -1 if joined else self.group.index, self.device)
-        broadcast_all(self.buffer_sync.current(), source, self.group)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module: no name is longer for being wrapped."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Into the module; also from PyTorch's DistributedDataParallel, whose names begin with
-        `module.`.
-
-        Raises ValueError for `assign`, which would replace the parameters.
-        """
-        if assign:
-            raise ValueError("assign=True replaces parameters; load the weights before wrapping")
-        if state_dict and all(name.startswith(PREFIX) for name in state_dict):
-            known = self.module.state_dict()
-            if not any(name.startswith(PREFIX) for name in known):
-                state_dict = {name[len(PREFIX) :]: v for name, v in state_dict.items()}
-        return self.module.load_state_dict(state_dict, strict)
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """As a part of another module, which loads each of its parts."""
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[prefix + PREFIX + name[len(prefix) :]] = state_dict.pop(name)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """The module's, under its own names."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def __getattr__(self, name: str) -> Any:
-        """What this lacks, the module may have."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A wrapper of a copy of the module, with the same group."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self._state(), memo) | {"group": self.group})
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Raises RuntimeError for a group that is not that of all ranks, as PyTorch's class."""
-        if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
-            raise RuntimeError(
-                f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
-                "ranks cannot be pickled, as it holds their group; pickle its .module, or wrap "
-                "with the group of all ranks"
-            )
-        return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {key: v for key, v in self.__dict__.items() if key not in OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Not collective: the first forward with gradients is."""
-        super().__setstate__(state)
-        self.__dict__.setdefault("group", groups.group_of(None))
-        self._look()
-        self.device = next(iter(self.numbers)).device  # where it was loaded to
-        self.inputs_to = None if self.inputs_to is None else self.device
-
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    )
-    _get_data_parallel_params = staticmethod(
-        nn.parallel.DistributedDataParallel._get_data_parallel_params
-    )
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """PyTorch's name of `bucket_cap_mb_list`, in bytes."""
-        caps = self._bucket_cap_mb
-        return [int(cap * MIB) for cap in caps] if isinstance(caps, list) else []
-
-    def _get_ddp_logging_data(self) -> LoggingData:
-        """Arguments, buckets, and what the steps were, under PyTorch's names.
-
-        Of the last step, and on the mean of all: PyTorch's class tells of those it samples. Times
-        are there on CPUs alone. `has_rebuilt_buckets` is 1 when the buckets are in the order of the
-        first backward, also where that was their order before.
-        """
-        return logging_data(self)
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The parameters that are reduced, in the module's order, and of each that its gradient is
-        not sparse."""
-        return list(self.numbers), [False] * len(self.numbers)
-
-    @recorded
-    def _build_debug_param_to_name_mapping(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> dict[int, str]:
-        """Names of these parameters by their places. Raises ValueError where they are not those
-        that are reduced."""
-        places = {p: i for i, p in enumerate(parameters)}
-        names = {}
-        for name, parameter in zip(self._trained, self.numbers, strict=True):
-            if parameter not in places:
-                raise ValueError(f"Param with name {name} is reduced, but is not among those given")
-            names[places[parameter]] = name
-        if len(places) != len(names):
-            raise ValueError(
-                f"Expected param to name mapping to cover all parameters: {len(places)} are given, "
-                f"{len(names)} are reduced"
-            )
-        return names
-
-    @recorded
-    def _set_static_graph(self) -> None:
-        """As `static_graph=True`. Raises RuntimeError after the first backward."""
-        if self.reducer is not None:
-            self.reducer.set_static()
-        self.static_graph = True
-
-    def _set_ddp_sink_clone(self, _: bool) -> None:
-        """Nothing: outputs are never cloned here."""
-
-    def _remove_autograd_hooks(self) -> None:
-        """Nothing is reduced any more."""
-        self.require_backward_grad_sync = False
-        if self.reducer is not None:
-            self.reducer.enabled = False
-
-
-def _check_defaults(**given: tuple[object, object]) -> None:
-    """Raises ValueError for an argument of PyTorch's that is not at its default."""
-    for name, (value, default) in given.items():
-        if value != default:
-            raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
-
-
-def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """Raises ValueError for what is no list of sizes."""
-    for cap in bucket_cap_mb_list or ():
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
-            raise ValueError(
-                f"bucket_cap_mb_list={bucket_cap_mb_list!r} must hold numbers of MiB, none below "
-                f"0; {cap!r} is not one"
-            )

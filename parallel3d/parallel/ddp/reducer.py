@@ -1,4 +1,4 @@
-"""Records what happened in the steps of a wrapper, for its logging data."""
+"""Averages the gradients of DistributedDataParallel during the backward."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ R = TypeVar("R")
 
 
 class DDPStepRecord:
-    """What has happened in the steps of a wrapper.
+    """Records what happened in the steps of a wrapper, for its logging data.
 
     Attributes:
         forwards: forwards with gradients, outside of `no_sync`.
-        error: what was raised last, with its type.
+        error: the last exception, with its type.
         comm_hook: name of the communication hook.
-        joins: it was in `join`, where ranks may run out of inputs.
+        joins: `join` was used.
         forward_at, backward_at, computed_at, comm_at, comm_ended_at: when, in the last step, the
-            forward and the backward began, the backward's own work ended, the first bucket left,
-            and the last mean was there; nanoseconds of `time.perf_counter_ns`.
+            forward and the backward began, the backward's own work ended, the first bucket was
+            sent, and the last mean was received; nanoseconds of `time.perf_counter_ns`.
         sums: of the durations over `backwards` backwards.
     """
 
@@ -54,31 +54,31 @@ class DDPStepRecord:
         self.sums: dict[str, int] = {}
 
     def forward(self) -> None:
-        """A forward begins whose backward will be reduced."""
+        """Records the start of a forward whose backward will be reduced."""
         self.forwards += 1
         self.forward_at = time.perf_counter_ns()
 
     def backward(self) -> None:
-        """A backward begins."""
+        """Records the start of a backward."""
         self.backward_at = time.perf_counter_ns()
 
     def computed(self) -> None:
-        """The backward's own work has ended."""
+        """Records the end of the backward's own work."""
         self.computed_at = time.perf_counter_ns()
 
     def comm(self) -> None:
-        """The first bucket leaves."""
+        """Records the start of the first bucket."""
         self.comm_at = time.perf_counter_ns()
 
     def comm_ended(self) -> None:
-        """The parameters have the means."""
+        """Records that the parameters have the means."""
         self.comm_ended_at = time.perf_counter_ns()
         self.backwards += 1
         for name, duration in self.durations().items():
             self.sums[name] = self.sums.get(name, 0) + duration
 
     def durations(self) -> dict[str, int]:
-        """Of the last step that was reduced."""
+        """Returns the nanoseconds of the last step that was reduced."""
         return {
             "forward_compute_time": self.backward_at - self.forward_at,
             "backward_compute_time": self.computed_at - self.backward_at,
@@ -87,7 +87,7 @@ class DDPStepRecord:
         }
 
     def times(self) -> dict[str, int | str]:
-        """Nanoseconds: how long, on the mean how long, and since 1970 when."""
+        """Returns nanoseconds: durations, their means, and start and end since 1970."""
         if not self.backwards:
             return {}
         since_1970 = time.time_ns() - time.perf_counter_ns()
@@ -110,7 +110,7 @@ S = TypeVar("S", bound=_Recording)
 
 
 def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Notes in `self.step_record` what the method raises."""
+    """Records in `self.step_record` what the method raises."""
 
     @functools.wraps(method)
     def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -124,22 +124,19 @@ def recorded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, 
 
 
 def sizes_of(buckets: Iterable[DDPBucket]) -> list[int]:
-    """Bytes of the gradients in each."""
+    """Returns the bytes of the gradients in each bucket."""
     return [bucket.flat.nbytes for bucket in buckets]
-
-
-# Gradients in flat buffers, in the order in which they become ready (Li et al. 2020, §3.2.3).
 
 
 @dataclass
 class DDPBucket:
-    """Parameters whose gradients travel together.
+    """Holds gradients that travel together, in the order of readiness (Li et al. 2020, §3.2.3).
 
     Attributes:
         members: numbers of its parameters, in the order of readiness.
-        flat: their gradients side by side.
-        views: of each member the part of `flat`, as the parameter is shaped and laid out.
-        missing: how many gradients have yet to come in this backward.
+        flat: their gradients, concatenated.
+        views: the part of `flat` of each member, with the parameter's shape and strides.
+        missing: how many gradients have yet to arrive in this backward.
         total, total_views: the same of the sum over the ranks, once there is one.
     """
 
@@ -156,10 +153,9 @@ def arrange(
     ready: Sequence[int],
     bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
-    """Which parameters share a bucket, by their numbers; `ready` is the order of readiness.
+    """Assigns parameters to buckets, by their numbers; `ready` is the order of readiness.
 
-    Each type has buckets of its own. The order of the buckets is that of their last members, since
-    that is when they are full.
+    Each type has its own buckets. Buckets are ordered by their last members, which fill them.
     """
     by_type: dict[torch.dtype, list[int]] = {}
     for number in ready:
@@ -175,7 +171,7 @@ def arrange(
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Of each parameter the part of `flat`, in its own strides where these leave no gaps."""
+    """Returns the part of `flat` of each parameter, in its strides if these leave no gaps."""
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]
@@ -187,11 +183,8 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return views
 
 
-# Communication hooks with PyTorch's interface: what a user's function makes of each bucket.
-
-
 class GradBucket:
-    """What a communication hook is given; the interface of `torch.distributed.GradBucket`."""
+    """Holds a bucket for a communication hook; the interface of `torch.distributed.GradBucket`."""
 
     def __init__(
         self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]
@@ -200,27 +193,27 @@ class GradBucket:
         self._parameters = list(parameters)
 
     def index(self) -> int:
-        """The bucket's number, in the order in which hooks are called."""
+        """Returns the bucket's number, in the order in which hooks are called."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last of this backward."""
+        """Returns whether it is the last bucket of this backward."""
         return self._last
 
     def buffer(self) -> Tensor:
-        """All of its gradients, flat; this rank's own, neither summed nor divided."""
+        """Returns this rank's gradients, flat, neither summed nor divided."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor in the place of the buffer."""
+        """Replaces the buffer."""
         self._buffer = buffer
 
     def parameters(self) -> list[Tensor]:
-        """Its parameters, in the order in which their gradients lie in the buffer."""
+        """Returns its parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def gradients(self) -> list[Tensor]:
-        """Views of the buffer, one for each parameter."""
+        """Returns views of the buffer, one for each parameter."""
         return views_of(self._buffer, self._parameters)
 
 
@@ -228,21 +221,20 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
 
 def alone_hook(_: object, bucket: GradBucket) -> torch.futures.Future:
-    """In the place of a hook that reduces, for a group of one: the bucket as it is."""
+    """Returns the bucket as it is, for a group of one."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 class HookTransport:
-    """Hands each full bucket to a hook, whose future holds what becomes of it.
+    """Passes each full bucket to a hook, whose future holds the result.
 
-    On a CPU a bucket waits for the one before: what a hook sends in a second round leaves from
-    whichever thread ends the first, so that of several buckets under way two ranks could send in
-    different orders, and wait for each other for ever (PyTorch's PowerSGD hook on gloo does).
+    On a CPU each bucket waits for the previous one. A hook's second message is sent by the thread
+    that ends its first, so that with several buckets in flight two ranks could send in different
+    orders and deadlock (as PyTorch's PowerSGD hook does on gloo).
 
-    The flags travel apart, in one message after the buckets: what the hook makes of a buffer, which
-    it may round, is its own business.
+    The flags are all-reduced separately, after the buckets: a hook may round a buffer.
     """
 
     adds = False
@@ -264,7 +256,7 @@ class HookTransport:
         self.fault: str | None = None
 
     def before(self) -> None:
-        """At any time between two backwards."""
+        """Does nothing: the buffers are this rank's own."""
 
     def start(self, index: int) -> None:
         if self.futures and not is_accelerator(self.buffers[index].device):
@@ -272,7 +264,7 @@ class HookTransport:
         last = index == len(self.buffers) - 1
         bucket = GradBucket(index, last, self.buffers[index], self.members[index])
         future = self.hook(self.state, bucket)
-        if not isinstance(future, torch._C.Future):  # what a Work gives is no subclass
+        if not isinstance(future, torch._C.Future):  # `Work.get_future` returns this base class
             raise TypeError(
                 f"the communication hook must return a torch.futures.Future; it returned a "
                 f"{type(future).__name__}"
@@ -299,23 +291,20 @@ class HookTransport:
             dist.all_reduce(self.flags, group=self.group.handle)
 
     def release(self) -> None:
-        """As the hooks' results are this rank's own."""
+        """Does nothing: the hooks' results are this rank's own."""
 
     def close(self) -> None:
         self.futures = []
 
 
-# Something is wrong on one rank: all of them say so, in one sentence.
-
-
 class BackwardFlags:
-    """Raises on every rank what one of them found in a backward, a sum of flags telling the others.
+    """Raises on every rank an error that one of them found in a backward, by a sum of flags.
 
-    On a CPU at the end of that backward. An accelerator would have to be waited for, so there the
-    flags are read when the next backward begins, by which time they are known.
+    On a CPU at the end of that backward. On an accelerator reading the flags would make the host
+    wait, so they are read when the next backward begins.
 
     Attributes:
-        fault: this rank's finding of the backward that goes on.
+        fault: the error of this rank in the current backward.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -324,12 +313,14 @@ class BackwardFlags:
         self.noted: tuple[str | None, Tensor, Any] | None = None
 
     def found(self, sentence: str) -> None:
-        """Something is wrong here; the first finding of a backward is the one that is told."""
+        """Keeps the first error of a backward."""
         self.fault = self.fault or sentence
 
     def note(self, flag: Tensor, other: str | None) -> None:
-        """The backward has ended; `flag` (1,) is above zero if any rank found something, and
-        `other` a finding of the transport."""
+        """Ends a backward.
+
+        `flag` (1,) is above zero if any rank found an error; `other` is an error of the transport.
+        """
         finding, self.fault = self.fault or other, None
         event = None
         if accelerator.is_accelerator(self.device):
@@ -341,7 +332,7 @@ class BackwardFlags:
             self.check()
 
     def check(self) -> None:
-        """Collective where something is wrong. Raises RuntimeError on every rank alike."""
+        """Raises RuntimeError on every rank alike; collective if there is an error."""
         if self.noted is None:
             return
         (finding, flag, event), self.noted = self.noted, None
@@ -349,26 +340,13 @@ class BackwardFlags:
             event.synchronize()
         if flag.item() > 0:
             everyone = all_gather_json(finding, self.group.handle, self.device)
-            rank, said = next((r, s) for r, s in enumerate(everyone) if s)
-            raise RuntimeError(f"rank {self.group.ranks[rank]}: {said}")
-
-
-# The mean of the gradients over a group, taken while a backward pass goes on.
-#
-# After a backward the `.grad` of every parameter is the mean over the ranks of what each rank's
-# `.grad` would have been alone, where none counts as zero. That is linear: what earlier backwards
-# left there, under `no_sync` or summed up already, may stand in it.
-#
-# A gradient is copied into its bucket when it arrives, a bucket is started as soon as it is full,
-# in the same order on every rank, and what has not arrived at the end of the backward is zero. The
-# last bucket is held until then, which costs nothing: it holds the first layer. Its flags are a
-# number for each parameter, whether this rank has a gradient of it, and one that says that
-# something is wrong: so all ranks know both without a message of its own.
+            rank, sentence = next((r, s) for r, s in enumerate(everyone) if s)
+            raise RuntimeError(f"rank {self.group.ranks[rank]}: {sentence}")
 
 
 @dataclass(frozen=True)
 class _Watch:
-    """The hook of a parameter that tells its reducer of a gradient."""
+    """Notifies the reducer of a parameter's gradient, as a hook."""
 
     reducer: weakref.ref[DDPReducer]
     number: int
@@ -382,8 +360,8 @@ class _Watch:
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
     """Raises ValueError for a parameter of two reducers one of which keeps gradients in buckets.
 
-    There the first to send a bucket would scale and sum the gradient that the other has yet to
-    read. Without, each takes the mean of the same gradients.
+    There the first reducer to send a bucket would scale and sum the gradient that the other has yet
+    to read. Otherwise both average the same gradients.
     """
     for name, parameter in named:
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
@@ -397,22 +375,32 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
 
 
 class DDPReducer:
-    """Watches the gradients of some parameters; every backward is collective while `enabled`.
+    """Averages the gradients of some parameters; every backward is collective while `enabled`.
+
+    After a backward the `.grad` of every parameter is the mean over the ranks of their `.grad`,
+    where a missing one counts as zero. Gradients accumulated by earlier backwards (under `no_sync`)
+    are included, as the mean is linear.
+
+    A gradient is copied into its bucket when it arrives. A bucket is started when it is full, in
+    the same order on every rank. Gradients that have not arrived at the end of the backward are
+    zero. The last bucket, which holds the first layer, is started at the end. It carries the flags:
+    for each parameter whether this rank has a gradient, and whether this rank found an error. So
+    neither needs a message of its own.
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
-        step_record: where it notes its steps and what it raises.
-        bucket_cap_mb: for each bucket, the last one for those after it too; or for all.
-        as_views: leave gradients where they travel (`gradient_as_bucket_view`).
+        step_record: receives steps and exceptions.
+        bucket_cap_mb: for all buckets; or for each, the last one for those after it too.
+        as_views: keep gradients in the buckets (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
-        measure: fill the buckets anew in the order of the first backward.
+        measure: rebuild the buckets in the order of the first backward.
         overlap: start buckets during the backward; else all at its end.
 
     Attributes:
         enabled: whether backwards are reduced.
-        scale: what gradients are multiplied with before they are added.
-        running: a backward goes on, or one has raised.
-        unused: numbers of parameters that the next backward is known not to reach, if looked for.
+        scale: factor of gradients before they are summed.
+        running: a backward is running, or has raised.
+        unused: numbers of parameters that the next backward will not reach, if known.
         arrivals: numbers of the parameters that the last backward reached, in their order.
         reached: those of the first backward; None before it.
         graph_static: every backward reached the same ones on this rank.
@@ -446,9 +434,9 @@ class DDPReducer:
         self.arrivals: list[int] = []
         self.reached: frozenset[int] | None = None
         self.graph_static, self.measured = True, False
-        self.timed = self.device.type == "cpu"  # elsewhere the host's times are not the work's
-        self.verdict = BackwardFlags(group, self.device)
-        self.transport: Transport | None = None
+        self.timed = self.device.type == "cpu"  # on an accelerator the host only queues the work
+        self.errors = BackwardFlags(group, self.device)
+        self.buckets: list[DDPBucket] = []
         self._fill(list(range(len(self.parameters)))[::-1])
         self._watch()
 
@@ -461,8 +449,10 @@ class DDPReducer:
         members = arrange(self.parameters, ready, cap)
         of_buckets = [[self.parameters[n] for n in numbers] for numbers in members]
         sizes = [(sum(p.numel() for p in part), part[0].dtype) for part in of_buckets]
-        self.close()
+        if self.buckets:
+            self.close()
         flags = len(self.parameters) + 1
+        self.transport: Transport
         if self.hook is not None:
             self.transport = HookTransport(sizes, flags, self.group, of_buckets, *self.hook)
         else:
@@ -487,7 +477,7 @@ class DDPReducer:
 
     @recorded
     def use(self, state: object, hook: Hook) -> None:
-        """From here on `hook` reduces the buckets. Raises RuntimeError if it comes too late."""
+        """Reduces the buckets by `hook`. Raises RuntimeError after the first backward."""
         if self.hook is not None:
             raise RuntimeError("a communication hook is registered already; there is one at most")
         if self.began:
@@ -497,33 +487,35 @@ class DDPReducer:
 
     @recorded
     def set_static(self) -> None:
-        """From here on as if made with `static`. Raises RuntimeError if it comes too late."""
+        """Sets `static`. Raises RuntimeError after the first backward."""
         if self.began:
             raise RuntimeError("_set_static_graph should be called before training loop starts")
         self.static = self.counting = self.measure = True
 
     def close(self) -> None:
-        """Lets go of shared memory; nothing is reduced any more."""
-        if self.transport is not None:
-            self.transport.close()
+        """Frees shared memory; nothing is reduced any more."""
+        self.transport.close()
 
     def _watch(self) -> None:
-        mine = weakref.ref(self)  # weakly: see `data_parallel.reducer.Reducer`
+        mine = weakref.ref(self)  # see `data_parallel.reducer.Reducer`
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
     def output_hook(self, _: Tensor) -> None:
-        """Of a tensor from which a backward may start."""
+        """Begins the backward, as a hook of the forward's outputs."""
         if self.enabled:
             self.begin()
 
     @recorded
     def begin(self) -> None:
-        """A backward begins in this thread. Its end is noticed, that of the outermost one: inside
-        it a checkpointed layer may run others."""
+        """Begins a backward.
+
+        `_end` is queued as a callback of the outermost backward: a checkpointed layer runs others
+        inside.
+        """
         if self.running:
             return
-        self.verdict.check()
+        self.errors.check()
         if self.timed:
             self.step_record.backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -550,25 +542,25 @@ class DDPReducer:
             self.arrivals.append(number)
             self._take(number)
         elif left < 0:
-            self._came_again(number)
+            self._arrived_again(number)
 
-    def _came_again(self, number: int) -> None:
+    def _arrived_again(self, number: int) -> None:
         if self.counting:
             if self.left[number] == -1:
                 self.arrivals.append(number)
         elif self.static:
-            self.verdict.found(
+            self.errors.found(
                 f"static_graph=True, but {self.names[number]} got more gradients in this backward "
                 f"than the {self.expected[number]} of the first one"
             )
         else:
-            self.verdict.found(
+            self.errors.found(
                 f"{self.names[number]} got a second gradient in one backward; static_graph=True "
                 "allows it where every backward does the same"
             )
 
     def _take(self, number: int) -> None:
-        """A gradient is complete: into its bucket, which may be full with it."""
+        """Copies a complete gradient into its bucket, and starts the buckets that are full."""
         if torch.is_grad_enabled():  # a backward with create_graph
             with torch.no_grad():
                 self._take(number)
@@ -601,21 +593,21 @@ class DDPReducer:
         self.started += 1
         if self.started == len(self.buckets):
             has = [p.grad is not None for p in self.parameters]
-            self._write_flags([*has, self.verdict.fault is not None])
+            self._write_flags([*has, self.errors.fault is not None])
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        """Which parameters have a gradient, and whether something is wrong."""
+        """Writes which parameters have a gradient, and whether there is an error."""
         if all(flags[:-1]) and not flags[-1]:
             self.transport.flags.copy_(self.usual_flags)
         else:
-            # Pinned, for a copy of other memory would wait for the whole backward.
+            # `moved` pins: a copy of pageable memory would wait for the whole backward.
             given = torch.tensor(flags, dtype=self.transport.flags.dtype)
             self.transport.flags.copy_(moved(given, self.device))
 
     @recorded
     def _end(self) -> None:
-        """The backward has ended: nothing more arrives."""
+        """Ends the backward: sends what is left and writes the means."""
         if self.timed:
             self.step_record.computed()
         self.running = False
@@ -634,7 +626,7 @@ class DDPReducer:
         self._after()
 
     def _compare(self) -> None:
-        """Notes whether this backward reached other parameters than the first one."""
+        """Records whether this backward reached other parameters than the first one."""
         reached = frozenset(self.arrivals)
         if self.reached is None:
             self.reached = reached
@@ -642,7 +634,7 @@ class DDPReducer:
             self.graph_static = False
 
     def _ddp_graph_static(self) -> bool:
-        """PyTorch's name of `graph_static`."""
+        """Returns `graph_static`, under PyTorch's name."""
         return self.graph_static
 
     def _check_static(self) -> None:
@@ -651,14 +643,14 @@ class DDPReducer:
         elif self.static:
             for number, left in enumerate(self.left):
                 if left > 0:
-                    self.verdict.found(
+                    self.errors.found(
                         f"static_graph=True, but {self.names[number]} got "
                         f"{self.expected[number] - left} gradients in this backward, not the "
                         f"{self.expected[number]} of the first one"
                     )
 
     def _hand_out(self) -> None:
-        """Gives the parameters the means; those that have a gradient here or elsewhere."""
+        """Writes the means to parameters that have a gradient on any rank."""
         lacking = []
         for bucket, total in zip(self.buckets, self.transport.finish(), strict=True):
             if total is not bucket.total:
@@ -687,9 +679,8 @@ class DDPReducer:
                     self.parameters[number].grad = view if self.as_views else mean.clone()
 
     def take_part(self) -> None:
-        """In a backward of other ranks, to which this one adds nothing and of which it takes
-        nothing; collective with theirs."""
-        self.verdict.check()
+        """Takes part in other ranks' backward with gradients of zero; collective with theirs."""
+        self.errors.check()
         self._reset()
         for bucket in self.buckets:
             bucket.flat.zero_()
@@ -703,7 +694,7 @@ class DDPReducer:
 
     def _after(self) -> None:
         self.transport.release()
-        self.verdict.note(self.transport.summed_flags[-1:], self.transport.fault)
+        self.errors.note(self.transport.summed_flags[-1:], self.transport.fault)
         if self.measure:
             self.measure, self.measured = False, True
             seen = set(self.arrivals)

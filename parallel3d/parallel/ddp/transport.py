@@ -1,4 +1,4 @@
-"""The group that a user names, and what it allows."""
+"""Moves the gradients and buffers of DistributedDataParallel: group, shared memory, broadcasts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
 
 
 def group_of(given: dist.ProcessGroup | Group | None) -> Group:
-    """The group of parallel3d's own, of PyTorch's, or for None PyTorch's default one.
+    """Returns the `Group` of a process group; None is PyTorch's default one.
 
-    Raises TypeError for another thing, ValueError where torch.distributed is not initialised or
-    this rank is not in the group.
+    Raises TypeError for another thing, ValueError if torch.distributed is not initialised or this
+    rank is not in the group.
     """
     if isinstance(given, Group):
         return given
@@ -44,25 +44,28 @@ def group_of(given: dist.ProcessGroup | Group | None) -> Group:
 
 
 def may_share(group: Group) -> bool:
-    """Whether shared memory is tried: parallel3d's groups say whether they want it."""
+    """Returns whether to try shared memory; parallel3d's own groups have it if they want it."""
     return group.size > 1 and (group.shared is not None or group.name == groups.EXTERNAL)
 
 
 def timeout_of(group: Group) -> float:
-    """Seconds after which a rank that does not come is given up."""
+    """Returns the group's timeout in seconds."""
     if group.shared is not None:
         return group.shared.memory.timeout_s
+    assert group.handle is not None  # may_share: more than one rank
     options = getattr(group.handle._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout else DEFAULT_TIMEOUT_S
 
 
-def sorted_out(
+def group_and_devices(
     device_ids: Sequence[int | torch.device] | dist.ProcessGroup | Group | None,
     process_group: dist.ProcessGroup | Group | None,
     device_mesh: DeviceMesh | None,
 ) -> tuple[dist.ProcessGroup | Group | None, Sequence[int | torch.device] | None]:
-    """The group, which may stand in the place of the devices or be that of a mesh, and the devices.
+    """Returns the group, and the devices.
+
+    A group may also be passed in the place of the devices, or as a mesh.
 
     Raises RuntimeError, as PyTorch's class, for two of them and for a mesh of several dimensions;
     TypeError for something else in the second place.
@@ -92,7 +95,7 @@ def sorted_out(
 def own_device(
     device_ids: Sequence[int | torch.device] | None, device: torch.device, key: str = "device_ids"
 ) -> torch.device | None:
-    """The device for inputs. Raises ValueError for another one than the module's."""
+    """Returns the device for inputs. Raises ValueError if it is not the module's."""
     if not device_ids:
         return None
     named = device_ids[0]
@@ -104,16 +107,13 @@ def own_device(
     return device
 
 
-# Many tensors in one message: what one rank holds, on all of them.
-
-
 MESSAGE_BYTES = 64 << 20
 ALIGNMENT = 16  # bytes: of the widest type
 
 
 @torch.no_grad()
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
-    """Gives every member the values of member `source`, in place; any types and strides."""
+    """Copies the values of member `source` to every member, in place; any types and strides."""
     for part in _messages(tensors):
         flat, views = packed(part)
         if group.index == source:
@@ -137,12 +137,12 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes that hold all of them, each at an aligned place."""
+    """Returns the bytes of a buffer with all of them, each aligned."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def packed(tensors: Sequence[Tensor], flat: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-    """A buffer of bytes (`flat`, or a new one) and a view of it for each tensor; not filled."""
+    """Returns a buffer of bytes (`flat`, or a new one) and an unfilled view of it per tensor."""
     if flat is None:
         flat = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
     views, start = [], 0
@@ -153,8 +153,10 @@ def packed(tensors: Sequence[Tensor], flat: Tensor | None = None) -> tuple[Tenso
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target, without a new version of it: a forward's graph that is
-    not backpropagated yet may have saved it."""
+    """Copies each source to its target without bumping the target's version.
+
+    The graph of a forward that is not backpropagated yet may have saved it.
+    """
     with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
         torch._foreach_copy_(list(targets), list(sources))
 
@@ -163,29 +165,25 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-# How buckets are added up: through memory that the ranks of a host share, or by the backend.
-#
-# Both hand out the buffers in which a rank's gradients are collected. A buffer is started when it
-# is full; `finish` gives the sums, of all buffers in their order, when the backward has ended.
-# Behind the last one travel a few numbers, the flags, which the reducer uses.
-
-
 LINE = 64  # bytes of a cache line
-# A bucket costs two semaphores there; small ones are added up while slower ranks still compute.
+# In shared memory a bucket costs two semaphores, so that small ones are worth their overlap.
 SHARED_CAP_MIB = 1.0
 
 Size = tuple[int, torch.dtype]  # elements of a buffer, and their type
 
 
 class Transport(Protocol):
-    """The sum of several buffers over a group; every rank starts them in the same order.
+    """Sums several buffers over a group; every rank starts them in the same order.
+
+    Buffers collect a rank's gradients and are started when they are full. `finish` yields the sums
+    of all buffers in order. The last buffer also carries some flags for the reducer.
 
     Attributes:
         buffers: this rank's, to be filled.
-        flags: numbers to be written before the last start, and summed.
+        flags: to be written before the last start, and summed.
         summed_flags: after `finish`.
-        fault: what went wrong here, a sentence.
-        adds: `finish` gives what is to be added to this rank's buffers, not the sums.
+        fault: an error on this rank, as a sentence.
+        adds: `finish` yields the terms to add to this rank's buffers, not the sums.
     """
 
     adds: bool
@@ -195,45 +193,46 @@ class Transport(Protocol):
     fault: str | None
 
     def before(self) -> None:
-        """Returns when this rank's buffers may be written."""
+        """Waits until this rank's buffers may be written."""
 
     def start(self, index: int) -> None:
-        """This rank's buffer is full."""
+        """Sends a buffer, which is full."""
 
     def finish(self) -> Iterator[Tensor]:
-        """The sums, in order; all buffers have been started."""
+        """Yields the sums, in order, after all buffers have been started."""
 
     def release(self) -> None:
-        """What `finish` gave is not read any more."""
+        """Lets the buffers of `finish` be written again."""
 
     def close(self) -> None:
-        """Lets go of what is shared."""
+        """Frees shared memory."""
 
 
 class BackendTransport:
-    """By the group's backend, beside the backward.
+    """Sums buffers by the group's backend, overlapped with the backward.
 
     Attributes:
-        handles: groups of the same ranks that take the buckets in turn, if there are several; each
-            has connections and threads of its own (Li et al. 2020, §5.4).
+        handles: if any, groups of the same ranks that take the buckets in turn; each has its own
+            connections and threads (Li et al. 2020, §5.4).
     """
 
-    adds, fault = False, None
+    adds = False
+    fault: str | None = None
 
     def __init__(
         self, sizes: Sequence[Size], flags: int, group: Group, device: torch.device
     ) -> None:
         self.group = group
         self.whole = [
-            torch.zeros(n, dtype=dtype, device=device) for n, dtype in _with(sizes, flags)
+            torch.zeros(n, dtype=dtype, device=device) for n, dtype in _add_flags(sizes, flags)
         ]
-        self.buffers, self.flags = _apart(self.whole, flags)
+        self.buffers, self.flags = _split_flags(self.whole, flags)
         self.summed_flags = self.flags
         self.works: list[Work] = []
         self.handles: list[dist.ProcessGroup] = []
 
     def before(self) -> None:
-        """At any time between two backwards."""
+        """Does nothing: the buffers are this rank's own."""
 
     def start(self, index: int) -> None:
         if not self.handles:
@@ -249,38 +248,43 @@ class BackendTransport:
             yield buffer
 
     def release(self) -> None:
-        """The sums are in this rank's own buffers."""
+        """Does nothing: the sums are in this rank's own buffers."""
 
     def close(self) -> None:
         self.works = []
 
 
 class _Place(NamedTuple):
-    """Where one buffer lies: each rank's, their sum, and the part of it that is added up here."""
+    """Locates a buffer: each rank's copy, their sum, and the slice that this rank sums."""
 
     own: list[Tensor]  # by rank
     total: Tensor
     part: slice
 
 
+# Kinds of semaphores.
+FULL, SUMMED = 0, 1
+
+
 class SharedTransport:
-    """Through memory of one host, each sum added up once: every rank adds an equal part of it.
+    """Sums buffers in shared memory: a reduce-scatter, then an all-gather, without copies between.
 
-    A rank's buffers lie in the shared memory. Starting one tells the peers that it is full. At the
-    end of the backward every rank adds its part of each bucket, over all ranks, into a total that
-    they share, tells the peers, and reads the parts of the others: as many bytes as a ring moves,
-    with no system call but for a rank that must wait.
+    A rank's buffers lie in shared memory. `start` posts that a buffer is full. At the end of the
+    backward every rank sums its slice of each bucket, over all ranks, into a shared total, posts
+    it, and reads the other ranks' slices: as many bytes as a ring moves, and no system call unless
+    a rank must wait.
 
-    Two signals keep the order, without a third. A buffer is filled again only after its total was
-    read here, before which every peer signalled that it had read the buffer. A total is written
-    again only when all peers have started that buffer again, before which they read the total.
+    Two semaphores (full, summed) order all accesses. A buffer is filled again only after its total
+    was read here, and every peer had read the buffer before it posted its slice of the total. A
+    total is written again only when all peers have started that buffer again, before which they
+    read the total.
 
-    Two ranks that want the sums elsewhere (`adds`) need no total: each reads all of the other's
-    buffer where it is, which is less to read and write, and waits once. Their second signal says
-    that this was read, `release`: not before gradients were made of it that this rank did not have.
+    With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
+    saves memory traffic and one wait. `release` then posts that the buffer was read, after
+    gradients were made of it that this rank did not have.
     """
 
-    fault = None
+    fault: str | None = None
 
     def __init__(
         self, memory: SharedMemory, sizes: Sequence[Size], flags: int, elsewhere: bool
@@ -288,7 +292,7 @@ class SharedTransport:
         self.adds = elsewhere and memory.size == 2
         self.memory, self.size, self.index = memory, memory.size, memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        sizes = _with(sizes, flags)
+        sizes = _add_flags(sizes, flags)
         starts, end = _starts(sizes)
         stamps = memory.data[end * (self.size + 1) :][: 8 * self.size * len(sizes)]
         self.stamps = stamps.view(torch.int64).view(self.size, -1).numpy()
@@ -300,11 +304,11 @@ class SharedTransport:
             )
             for start, size in zip(starts, sizes, strict=True)
         ]
-        self.buffers, self.flags = _apart([p.own[self.index] for p in self.places], flags)
-        self.totals, self.summed_flags = _apart([p.total for p in self.places], flags)
+        self.buffers, self.flags = _split_flags([p.own[self.index] for p in self.places], flags)
+        self.totals, self.summed_flags = _split_flags([p.total for p in self.places], flags)
         if self.adds:
             other = [place.own[1 - self.index] for place in self.places]
-            self.totals, self.peer_flags = _apart(other, flags)
+            self.totals, self.peer_flags = _split_flags(other, flags)
             self.summed_flags = torch.empty_like(self.flags)
         self.step = 1
 
@@ -312,58 +316,59 @@ class SharedTransport:
     def open(
         cls, sizes: Sequence[Size], flags: int, group: Group, elsewhere: bool
     ) -> SharedTransport | None:
-        """None where the ranks cannot share memory; collective."""
-        _, end = _starts(_with(sizes, flags))
+        """Returns None if the ranks cannot share memory; collective."""
+        _, end = _starts(_add_flags(sizes, flags))
         count = group.size
         needed = end * (count + 1) + 8 * count * len(sizes)
-        signals = [0] * (2 * count * count)  # full, and added: from each rank to each other
+        signals = [0] * (2 * count * count)  # see `_semaphore`
+        assert group.handle is not None  # may_share: more than one rank
         memory = open_shared_memory(
             group.handle, group.index, count, signals, needed, timeout_of(group)
         )
         return None if memory is None else cls(memory, sizes, flags, elsewhere)
 
     def before(self) -> None:
-        """Returns when this rank's buffers may be written."""
+        """Waits until this rank's buffers may be written."""
         if self.adds and self.step > 1:
-            self._wait(1)
+            self._wait(SUMMED)
 
     def start(self, index: int) -> None:
         self.stamps[self.index, index] = self.step
-        self._tell(0)
+        self._post(FULL)
 
     def finish(self) -> Iterator[Tensor]:
         if self.adds:
-            yield from self._read()
+            yield from self._peer_buffers()
         else:
-            yield from self._add_up()
+            yield from self._sum()
 
     def release(self) -> None:
         if self.adds:
-            self._tell(1)
+            self._post(SUMMED)
         self.step += 1
 
-    def _read(self) -> Iterator[Tensor]:
+    def _peer_buffers(self) -> Iterator[Tensor]:
         for index, buffer in enumerate(self.totals):
-            self._wait(0)
+            self._wait(FULL)
             self._check(index)
             yield buffer
         torch.add(self.flags, self.peer_flags, out=self.summed_flags)
 
-    def _add_up(self) -> Iterator[Tensor]:
+    def _sum(self) -> Iterator[Tensor]:
         for index, place in enumerate(self.places):
-            self._wait(0)
+            self._wait(FULL)
             self._check(index)
             parts = [own[place.part] for own in place.own]
             total = torch.add(parts[0], parts[1], out=place.total[place.part])
             for part in parts[2:]:
                 total.add_(part)
-            self._tell(1)
+            self._post(SUMMED)
         for total in self.totals:
-            self._wait(1)
+            self._wait(SUMMED)
             yield total
 
     def _check(self, index: int) -> None:
-        """Raises RuntimeError where a rank is at another backward than this one."""
+        """Raises RuntimeError if a rank is in another backward than this one."""
         for peer in self.peers:
             if (theirs := self.stamps[peer, index]) != self.step:
                 raise RuntimeError(
@@ -371,27 +376,34 @@ class SharedTransport:
                     f"{theirs}, this rank that of its number {self.step}"
                 )
 
-    def _tell(self, what: int) -> None:
-        for peer in self.peers:
-            self.memory.post((what * self.size + self.index) * self.size + peer)
+    def _semaphore(self, kind: int, source: int, target: int) -> int:
+        """Returns the number of the semaphore that `source` posts and `target` waits for."""
+        # The semaphores are an array [kind][source][target] of shape (2, size, size), flat in
+        # row-major order. Each pair of ranks has its own: with one semaphore for all peers, two
+        # posts of a fast peer would be taken for one post of each of two peers.
+        return (kind * self.size + source) * self.size + target
 
-    def _wait(self, what: int) -> None:
+    def _post(self, kind: int) -> None:
         for peer in self.peers:
-            self.memory.wait((what * self.size + peer) * self.size + self.index, peer)
+            self.memory.post(self._semaphore(kind, self.index, peer))
+
+    def _wait(self, kind: int) -> None:
+        for peer in self.peers:
+            self.memory.wait(self._semaphore(kind, peer, self.index), peer)
 
     def close(self) -> None:
         self.memory.close()
 
 
 def is_shared(group: Group, device: torch.device) -> bool:
-    """Whether the ranks' memory is tried: on CPUs, unless the group was made without."""
+    """Returns whether shared memory is tried: on CPUs, unless the group disables it."""
     return device.type == "cpu" and may_share(group)
 
 
 def open_transport(
     sizes: Sequence[Size], flags: int, group: Group, device: torch.device, elsewhere: bool
 ) -> Transport:
-    """Shared memory for CPU ranks of one host, unless the group was made without; collective.
+    """Returns shared memory for CPU ranks of one host, unless the group disables it; collective.
 
     `elsewhere`: the sums are written to other tensors than the buffers.
     """
@@ -402,20 +414,20 @@ def open_transport(
     return BackendTransport(sizes, flags, group, device)
 
 
-def _with(sizes: Sequence[Size], flags: int) -> list[Size]:
-    """The last one longer by the flags."""
+def _add_flags(sizes: Sequence[Size], flags: int) -> list[Size]:
+    """Returns the sizes, the last one with space for the flags."""
     *others, (numel, dtype) = sizes
     return [*others, (numel + flags, dtype)]
 
 
-def _apart(whole: list[Tensor], flags: int) -> tuple[list[Tensor], Tensor]:
+def _split_flags(whole: list[Tensor], flags: int) -> tuple[list[Tensor], Tensor]:
     """The buffers without the flags, and the flags."""
     *others, last = whole
     return [*others, last[:-flags]], last[-flags:]
 
 
 def _starts(sizes: Sequence[Size]) -> tuple[list[int], int]:
-    """Byte at which each buffer of a rank begins, and where the next rank's begin."""
+    """Returns the byte offset of each buffer of a rank, and the offset of the next rank."""
     starts, end = [], 0
     for numel, dtype in sizes:
         starts.append(end)
@@ -429,7 +441,7 @@ def _view(data: Tensor, start: int, size: Size) -> Tensor:
 
 
 def _part(size: Size, count: int, index: int) -> slice:
-    """An equal part, in whole cache lines, so that no two ranks write to one line."""
+    """Returns an equal slice, in whole cache lines, so that no two ranks write to one line."""
     numel, dtype = size
     line = LINE // dtype.itemsize
     lines = -(-numel // line)
@@ -437,20 +449,17 @@ def _part(size: Size, count: int, index: int) -> slice:
     return slice(min(numel, first * line), min(numel, last * line))
 
 
-# Buffers that are the same on all ranks, as they were on one, before every forward.
-
-
 class BufferSync:
-    """Hands one rank's buffers to all; through shared memory where that is to be had.
+    """Broadcasts one rank's buffers before a forward, through shared memory if possible.
 
-    There the first rank writes them when all have read the ones before, and tells each.
+    There the first rank writes them when all have read the previous ones, and posts to each.
     """
 
     def __init__(
         self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
     ) -> None:
         self.group = group
-        # Buffers may be replaced, as BatchNorm's are not but a user's may be: looked up each time.
+        # Users may replace buffers, so that each access looks them up in their module.
         seen: set[int] = set()
         self.places = []
         for prefix, part in module.named_modules():
@@ -463,6 +472,7 @@ class BufferSync:
         self.rounds = 0
         found = self.current()
         if found and device.type == "cpu" and may_share(group):
+            assert group.handle is not None  # may_share: more than one rank
             signals = [0] * (2 * group.size)  # written for, and read by, each rank
             self.memory = open_shared_memory(
                 group.handle,
@@ -477,11 +487,11 @@ class BufferSync:
             _, self.views = packed(found, self.memory.data)
 
     def current(self) -> list[Tensor]:
-        """The buffers as they are now, each once."""
+        """Returns the current buffers, each once."""
         return [buffers[name] for buffers, name in self.places]
 
     def from_first(self) -> None:
-        """All ranks take the first rank's; collective."""
+        """Copies the first rank's buffers to all; collective."""
         buffers = self.current()
         if self.memory is None or self.shapes != [(b.shape, b.dtype) for b in buffers]:
             broadcast_all(buffers, 0, self.group)
