@@ -1,4 +1,4 @@
-"""Attention on the simulated device: one kernel forward and one backward, as flash attention is."""
+"""Runs attention on the simulated device: one kernel forward, one backward, as flash attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from parallel3d.simulated_device.device import TYPE
-from parallel3d.simulated_device.tensor import SimulatedTensor, launch
+from parallel3d.simulated_device.machine import Call
+from parallel3d.simulated_device.tensor import SimulatedTensor, launch, simulated
 
 FLASH, FLASH_BACKWARD = "flash attention", "flash attention backward"
 
 
 def register() -> torch.library.Library:
-    """Takes the place of the composite, which asks C++ for a device's kernels."""
+    """Replaces the composite operator, which asks C++ for a device's kernels."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
@@ -25,7 +26,7 @@ def register() -> torch.library.Library:
 
 
 def packed() -> dict[Any, Callable[..., Any]]:
-    """What runs flash attention over sequences laid end to end; operators as in ATen."""
+    """Returns the implementations of flash attention over packed sequences, by operator."""
     aten = torch.ops.aten
     return {
         aten._flash_attention_forward.default: _packed_forward,
@@ -49,17 +50,17 @@ def _attention(
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("fewer key-value heads than query heads need enable_gqa=True")
-    if not _has_kernel(query):
+    if not _is_supported(query):
         if not torch.backends.cuda.math_sdp_enabled():
-            raise RuntimeError("No available kernel. Aborting execution.")  # torch's own words
+            raise RuntimeError("No available kernel. Aborting execution.")  # as torch
         how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **how)[0]
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return _Attention.apply(query, key, value, is_causal, scale)
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Whether the kernels that are allowed take the type: flash and cuDNN half precision alone."""
+def _is_supported(query: Tensor) -> bool:
+    """Returns whether an enabled kernel takes the type: flash and cuDNN only half precision."""
     allowed = torch.backends.cuda
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     return allowed.mem_efficient_sdp_enabled() or (
@@ -70,12 +71,18 @@ def _has_kernel(query: Tensor) -> bool:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        ctx: Any,
+        q: SimulatedTensor,
+        k: SimulatedTensor,
+        v: SimulatedTensor,
+        causal: bool,
+        scale: float,
     ) -> SimulatedTensor:
         b, heads, s, _ = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
-        sums = torch.empty(b, heads, s, dtype=wide, device=q.device)
+        by_token = torch.empty(b, s, heads, v.shape[-1], dtype=q.dtype, device=q.device)
+        out = simulated(by_token.transpose(1, 2))
+        sums = simulated(torch.empty(b, heads, s, dtype=wide, device=q.device))
         if not q.data_.is_meta:
             scores, _, values = _scores(q.data_, k.data_, v.data_, causal, scale)
             out.data_.copy_(scores.softmax(-1) @ values)
@@ -90,7 +97,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: SimulatedTensor) -> tuple:
         q, k, v, out, sums = ctx.saved_tensors
         causal, scale = ctx.how
-        grads = [torch.empty_like(t) for t in (q, k, v)]
+        grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
         if not q.data_.is_meta:
             found = _gradients(grad.data_, q.data_, k.data_, v.data_, sums.data_, causal, scale)
             for to, value in zip(grads, found, strict=True):
@@ -103,7 +110,7 @@ class _Attention(torch.autograd.Function):
 def _scores(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(b, heads, s, t) scores, and keys and values for every query head, in fp32 or better."""
+    """Returns scores (b, heads, s, t), keys and values of every query head, in fp32 or better."""
     wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     keys, values = (t.to(wide).repeat_interleave(times, 1) for t in (k, v))
     scores = q.to(wide) @ keys.transpose(-2, -1) * scale
@@ -116,7 +123,7 @@ def _scores(
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values (Dao et al. 2022, algorithm 4, in one block)."""
+    """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
     scores, keys, values = _scores(q, k, v, causal, scale)
     chances = torch.exp(scores - sums.unsqueeze(-1))
     grad = grad.to(chances.dtype)
@@ -133,15 +140,17 @@ def _gradients(
 
 
 def _packed_forward(
-    _: Any, q: Tensor, k: Tensor, v: Tensor, edges: Tensor, __: Tensor, longest: int, *how: Any
-) -> tuple[Tensor, ...]:
+    _: Any, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor, edges: SimulatedTensor,
+    __: Tensor, longest: int, *how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(tokens, heads, d) → the same, and the logarithms of the sums (heads, tokens)."""
     _check_packed(q, edges, longest)
-    out = torch.empty_like(q)
-    sums = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    for part in _sequences(q, edges):
-        whole = (_as_one(t.data_[part]) for t in (q, k, v))
-        scores, _, values = _scores(*whole, causal=how[-2], scale=1.0 / math.sqrt(q.shape[-1]))
+    out = simulated(torch.empty_like(q))
+    sums = simulated(torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device))
+    for part in _sequences(edges):
+        whole = [_as_one(t.data_[part]) for t in (q, k, v)]
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        scores, _, values = _scores(whole[0], whole[1], whole[2], how[-2], scale)
         out.data_[part] = _from_one(scores.softmax(-1) @ values).to(q.dtype)
         sums.data_[:, part] = scores.logsumexp(-1)[0]
     launch(FLASH, [q, k, v, edges], [out, sums], _packed_call(FLASH, q, k, edges, how[-2]))
@@ -150,14 +159,16 @@ def _packed_forward(
 
 
 def _packed_backward(
-    _: Any, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    edges: Tensor, __: Tensor, longest: int, ___: int, dropout: float, causal: bool, *rest: Any,
+    _: Any, grad: SimulatedTensor, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
+    out: Tensor, sums: SimulatedTensor, edges: SimulatedTensor, __: Tensor, longest: int, ___: int,
+    dropout: float, causal: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check_packed(q, edges, longest)
-    grads = [torch.empty_like(t) for t in (q, k, v)]
-    for part in _sequences(q, edges):
-        whole = (_as_one(t.data_[part]) for t in (grad, q, k, v))
-        found = _gradients(*whole, sums.data_[None, :, part], causal, 1.0 / math.sqrt(q.shape[-1]))
+    grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
+    for part in _sequences(edges):
+        whole = [_as_one(t.data_[part]) for t in (grad, q, k, v)]
+        scale, logs = 1.0 / math.sqrt(q.shape[-1]), sums.data_[None, :, part]
+        found = _gradients(whole[0], whole[1], whole[2], whole[3], logs, causal, scale)
         for to, value in zip(grads, found, strict=True):
             to.data_[part] = _from_one(value).to(to.dtype)
     call = _packed_call(FLASH_BACKWARD, q, k, edges, causal)
@@ -165,8 +176,8 @@ def _packed_backward(
     return tuple(grads)
 
 
-def _check_packed(q: Tensor, edges: Tensor, longest: int) -> None:
-    """What the kernels demand, raised as they do."""
+def _check_packed(q: Tensor, edges: SimulatedTensor, longest: int) -> None:
+    """Raises the errors of the CUDA kernels."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     if q.shape[-1] % 8:
@@ -178,13 +189,13 @@ def _check_packed(q: Tensor, edges: Tensor, longest: int) -> None:
         raise RuntimeError("the edges are not those of the tokens")
 
 
-def _sequences(q: Tensor, edges: Tensor) -> Iterator[slice]:
+def _sequences(edges: SimulatedTensor) -> Iterator[slice]:
     if not edges.data_.is_meta:
         yield from (slice(*ends) for ends in pairwise(edges.data_.tolist()))
 
 
-def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -> tuple:
-    """For whoever counts: queries and keys as sequences of equal length."""
+def _packed_call(name: str, q: Tensor, k: Tensor, edges: Tensor, causal: bool) -> Call:
+    """Describes the call for observers: queries and keys as sequences of equal length."""
     count = len(edges) - 1
     shapes = ((count, t.shape[1], len(t) // count, t.shape[2]) for t in (q, k))
     alike = [torch.empty(shape, dtype=q.dtype, device="meta") for shape in shapes]

@@ -1,4 +1,4 @@
-"""The module of the simulated device: `torch.simulated`, with names that `torch.cuda` has too."""
+"""Provides `torch.simulated`, a device module with names that `torch.cuda` has too."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 
 TYPE = "simulated"
 NAME = "simulated accelerator"
-MEMORY = 80_000_000_000  # bytes that it says it has
+MEMORY = 80_000_000_000  # bytes of a device
 
 
 def this_machine() -> SimulatedMachine:
-    """The devices of this process."""
+    """Returns the devices of this process."""
     return torch.get_device_module(TYPE).machine
 
 
 def index_of(device: Any) -> int:
-    """The index of a device as torch's functions take one; the current one for None.
+    """Returns the index of a device as torch's functions take one; the current one for None.
 
-    Raises ValueError for another device, or for one without an index where `torch.cuda` would.
+    Raises ValueError for another type of device, or without an index where `torch.cuda` does.
     """
     if device is None:
         return this_machine().device
@@ -37,8 +37,8 @@ def index_of(device: Any) -> int:
     return this_machine().device if device.index is None else device.index
 
 
-class Stream:
-    """A queue of kernels. `wait_*` orders it behind others; only `synchronize` holds the host."""
+class SimulatedStream:
+    """Orders kernels. `wait_*` orders it behind others; only `synchronize` makes the host wait."""
 
     def __init__(self, device: Any = None, priority: int = 0, number: int | None = None) -> None:
         self.index, self.priority = index_of(device), priority
@@ -53,19 +53,19 @@ class Stream:
     def stream_id(self) -> int:
         return self.number
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = Event() if event is None else event
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = SimulatedEvent() if event is None else event
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: SimulatedEvent) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: SimulatedStream) -> None:
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """Whether the host knows that nothing is left to do."""
+        """Returns whether the host knows that all its kernels are done."""
         races = this_machine().races
         newest = races.syncs.current_sync_states.get(self.number, {}).get(self.number, 0)
         return races.is_past(self.number, newest)
@@ -74,7 +74,7 @@ class Stream:
         this_machine().wait_for_stream(self.number, "a stream's synchronize")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.number == self.number
+        return isinstance(other, SimulatedStream) and other.number == self.number
 
     def __hash__(self) -> int:
         return hash(self.number)
@@ -83,8 +83,8 @@ class Stream:
         return f"<stream {self.number} of {self.device}>"
 
 
-class Event:
-    """A place in a stream. Times are of the host's clock, where it was recorded."""
+class SimulatedEvent:
+    """Marks a place in a stream. Times are the host's, when it was recorded."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -98,27 +98,27 @@ class Event:
     def __del__(self) -> None:
         self._dropped.append(self.number)
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: SimulatedStream | None = None) -> None:
         self.stream = this_machine().stream_of() if stream is None else stream.number
         self.sequence = this_machine().record(self.number, self.stream)
         self.at = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """The stream (the current one by default) goes on behind this place."""
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Orders the stream (by default the current one) behind this place."""
         if self.stream is not None:
             machine = this_machine()
             number = machine.stream_of() if stream is None else stream.number
             machine.wait(number, self.number)
 
     def query(self) -> bool:
-        """Whether the host knows that it has been passed: not before it has waited for it."""
+        """Returns whether the host knows that it has passed: only after waiting for it."""
         return self.stream is None or this_machine().races.is_past(self.stream, self.sequence)
 
     def synchronize(self) -> None:
         this_machine().wait_for_event(self.number, "an event's synchronize")
 
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds to `end`. Raises RuntimeError where `torch.cuda` would."""
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Returns milliseconds to `end`. Raises RuntimeError where `torch.cuda` would."""
         if not (self.timed and end.timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.query() and end.query()):
@@ -127,9 +127,9 @@ class Event:
 
 
 class SimulatedModule:
-    """What `torch.get_device_module("simulated")` is; `machine` is not of torch.cuda's names."""
+    """Implements `torch.get_device_module("simulated")`; `machine` is no name of torch.cuda."""
 
-    Stream, Event = Stream, Event
+    Stream, Event = SimulatedStream, SimulatedEvent
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
@@ -164,20 +164,20 @@ class SimulatedModule:
         yield
         self.machine.set_device(before)
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> SimulatedStream:
         index = index_of(device)
-        return Stream(index, number=self.machine.stream_of(index))
+        return SimulatedStream(index, number=self.machine.stream_of(index))
 
-    def default_stream(self, device: Any = None) -> Stream:
+    def default_stream(self, device: Any = None) -> SimulatedStream:
         index = index_of(device)
-        return Stream(index, number=index)
+        return SimulatedStream(index, number=index)
 
-    def set_stream(self, stream: Stream) -> None:
+    def set_stream(self, stream: SimulatedStream) -> None:
         self.machine.set_stream(stream.index, stream.number)
 
     @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        """As `torch.cuda.stream`: afterwards the device and stream of before are set again."""
+    def stream(self, stream: SimulatedStream | None) -> Iterator[None]:
+        """Sets the current stream; on exit restores device and stream, as `torch.cuda.stream`."""
         if stream is None:
             yield
             return
@@ -195,7 +195,7 @@ class SimulatedModule:
         self.machine.wait_for_device("synchronize")
 
     def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        """Raises RuntimeError for a word that is no mode."""
+        """Raises RuntimeError for an unknown mode."""
         modes = ("default", "warn", "error")
         if isinstance(debug_mode, str):
             if debug_mode not in modes:
@@ -209,19 +209,19 @@ class SimulatedModule:
         return self.machine.sync_debug_mode
 
     def manual_seed(self, seed: int) -> None:
-        """No random numbers are made on this device."""
+        """Does nothing: this device makes no random numbers."""
 
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Of no generator."""
+        """Returns the state of no generator."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Nothing: see `get_rng_state`."""
+        """Does nothing."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Asked by the machinery of recomputation."""
+        """Returns the autocast types, which `torch.utils.checkpoint` asks for."""
         return [torch.bfloat16, torch.float16]
 
     def get_device_name(self, device: Any = None) -> str:
@@ -237,7 +237,7 @@ class SimulatedModule:
         return True
 
     def empty_cache(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: freed memory is not counted as reserved."""
 
     def memory_allocated(self, device: Any = None) -> int:
         self.machine.collect()
@@ -257,5 +257,5 @@ class SimulatedModule:
 
     @property
     def fused_kernel(self) -> Callable[[str], AbstractContextManager[None]]:
-        """What `parallel3d.device.fused` counts as one kernel; see `Machine.fused_kernel`."""
+        """Returns the context that makes one kernel of several (`parallel3d.device.fused`)."""
         return self.machine.fused_kernel

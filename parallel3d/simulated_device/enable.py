@@ -18,10 +18,10 @@ FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "
 
 
 def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
-    """From here on `torch.device("simulated", i)` is a device of this process.
+    """Makes `torch.device("simulated", i)` a device of this process, if it is not one already.
 
-    Before anything is differentiated: autograd counts the devices when it first runs. Called again,
-    it changes nothing.
+    Must be called before anything is differentiated: autograd counts the devices when it first
+    runs.
 
     Args:
         data: "cpu", or "meta" for tensors without values.
@@ -34,7 +34,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")
-    machine.kept = [library, _whole_factories(), attention.register()]  # undone where let go
+    machine.libraries = [library, _whole_factories(), attention.register()]
     _make_tensors_by_a_copy()
     _give_pinned_memory()
     _follow_resized_storages()
@@ -43,7 +43,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
 
 
 def _whole_factories() -> torch.library.Library:
-    """Those that PyTorch would make of an empty tensor and its resizing, which no wrapper can."""
+    """Implements factories that PyTorch composes of an empty tensor and its resizing."""
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         packet, _, overload = name.partition(".")
@@ -53,7 +53,7 @@ def _whole_factories() -> torch.library.Library:
 
 
 def _make_tensors_by_a_copy() -> None:
-    """`torch.tensor` copies past the dispatcher's Python, where nobody would take the tensor."""
+    """Replaces `torch.tensor`, which copies without the Python dispatcher."""
     plain = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
@@ -62,11 +62,11 @@ def _make_tensors_by_a_copy() -> None:
         needs_gradient = kwargs.pop("requires_grad", False)
         return plain(data, **kwargs).to(device).requires_grad_(needs_gradient)
 
-    torch.tensor = tensor
+    torch.tensor = tensor  # type: ignore[assignment]
 
 
 def _give_pinned_memory() -> None:
-    """PyTorch asks a device's C++ for it, of which there is none here."""
+    """Marks storages as pinned, since this device has no C++ allocator of pinned memory."""
     plain = {name: getattr(torch, name) for name in ("empty", "zeros")}
 
     def with_pinned(name: str) -> Any:
@@ -83,12 +83,14 @@ def _give_pinned_memory() -> None:
         if is_pinned(self):
             return self
         pinned = self.clone(memory_format=torch.contiguous_format)
-        pinned.untyped_storage().pinned = True
+        pinned.untyped_storage().pinned = True  # type: ignore[attr-defined]
         return pinned
 
     torch.empty, torch.zeros = with_pinned("empty"), with_pinned("zeros")
-    torch.Tensor.pin_memory = pin_memory
-    torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
+    torch.Tensor.is_pinned = (  # type: ignore[method-assign]
+        lambda self, device=None: is_pinned(self)  # type: ignore[arg-type]
+    )
 
 
 def _follow_resized_storages() -> None:
@@ -99,4 +101,4 @@ def _follow_resized_storages() -> None:
         this_machine().resized(self)
         return made
 
-    torch.UntypedStorage.resize_ = resize
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]

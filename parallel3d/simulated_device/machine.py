@@ -1,4 +1,9 @@
-"""What observers of a simulated machine are told: kernels, the memory they use, and its blocks."""
+"""Simulates the devices of a process: streams, events, memory, kernels and races.
+
+Kernels run at once, on the host. The machine keeps account of what a device would do later: the
+stream of a kernel and what orders it, the block of memory of a tensor, and copies to the host that
+have not been waited for. Observers are notified of everything; `dryrun` is one.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,13 @@ import torch
 from torch import Tensor
 from torch.cuda import _sanitizer as sanitizer
 
+# An overload, its arguments and its result, in terms of the data behind the tensors.
+Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
+Range = tuple[int, int]  # first byte, and the one after the last
+
 
 class Use(NamedTuple):
-    """Memory that a kernel reads or writes: a range of a block, of which it touches `nbytes`."""
+    """Describes memory that a kernel uses: a range of a block, of which it touches `nbytes`."""
 
     block: StorageMemory
     where: Range
@@ -30,12 +39,11 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch, as observers see it.
+    """Describes one launch, for observers.
 
     Attributes:
-        name: of the operator. call: its overload, arguments and result in terms of the data behind
-            the tensors; None for a collective, and for operators that count as one
-            (`fused_kernel`).
+        name: of the operator.
+        call: None for a collective, and for operators that count as one (`fused_kernel`).
         launches: kernels that a GPU would launch for it.
     """
 
@@ -43,48 +51,50 @@ class Kernel:
     stream: int
     reads: Sequence[Use]
     writes: Sequence[Use]
-    call: tuple[Any, Sequence[Any], dict[str, Any], Any] | None = None
+    call: Call | None = None
     launches: int = 1
 
 
 class Observer:
-    """Told of what happens; override what is of interest."""
+    """Does nothing when it is notified; to be overridden."""
 
     def kernel(self, kernel: Kernel) -> None:
-        """A kernel was launched."""
+        """Is called when a kernel was launched."""
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
-        """A collective or message was started, with the tensor that this rank gives."""
+        """Is called when a collective or message was started, with this rank's tensor."""
 
     def host_wait(self, why: str) -> None:
-        """The host waited for the device."""
+        """Is called when the host has waited for the device."""
 
     def allocated(self, block: StorageMemory) -> None:
-        """Memory was given out."""
+        """Is called when memory was allocated."""
 
-    def freed(self, block: Left) -> None:
-        """Memory came back."""
+    def freed(self, block: FreedMemory) -> None:
+        """Is called when memory was freed."""
 
 
 class StorageMemory:
-    """A storage's memory; lives as long as the storage, to which it is attached."""
+    """Holds the memory of a storage, to which it is attached, and frees it with the storage."""
 
     __slots__ = ("__weakref__", "device", "freed", "label", "memory", "nbytes", "used_on")
 
     def __init__(
-        self, freed: deque[Left], memory: AllocatorBlock, nbytes: int, device: int
+        self, freed: deque[FreedMemory], memory: AllocatorBlock, nbytes: int, device: int
     ) -> None:
         self.freed, self.memory, self.nbytes, self.device = freed, memory, nbytes, device
         self.used_on: set[int] = set()  # by record_stream
         self.label: str | None = None
 
     def __del__(self) -> None:
-        # Any thread may get here at any moment: what follows waits for the next allocation.
-        self.freed.append(Left(self.memory, self.nbytes, self.device, self.used_on, self.label))
+        # Any thread may get here at any moment, so the rest is left to the next allocation.
+        self.freed.append(
+            FreedMemory(self.memory, self.nbytes, self.device, self.used_on, self.label)
+        )
 
 
-class Left(NamedTuple):
-    """What is left of a block once its storage is gone."""
+class FreedMemory(NamedTuple):
+    """Describes a block whose storage is gone."""
 
     memory: AllocatorBlock
     nbytes: int
@@ -95,7 +105,7 @@ class Left(NamedTuple):
 
 @dataclass
 class Usage:
-    """Bytes of one device, as its allocator counts them."""
+    """Counts the bytes of one device, as its allocator does."""
 
     live: int = 0
     peak: int = 0
@@ -103,20 +113,20 @@ class Usage:
 
 @dataclass
 class PendingKernel:
-    """Something that the host may rely on once it has waited for a kernel."""
+    """Holds an action for when the host has waited for a kernel."""
 
     stream: int
     sequence: int
-    settle: Callable[[], None]
+    settle: Callable[[], object]
 
 
-class Fused:
-    """Collects what becomes one kernel."""
+class FusedKernel:
+    """Collects the memory of several operators that count as one kernel."""
 
     def __init__(self) -> None:
         self.reads: dict[tuple[int, Range], Use] = {}
         self.writes: dict[tuple[int, Range], tuple[ref[StorageMemory], Range, int]] = {}
-        self.own: set[int] = set()  # blocks that began inside, which nothing before can be read of
+        self.own: set[int] = set()  # blocks first written inside, whose reads do not count
 
     def add(self, kernel: Kernel) -> None:
         for use in kernel.reads:
@@ -129,40 +139,30 @@ class Fused:
             self.writes[key] = (ref(use.block), use.where, use.nbytes)
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        found = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
-        writes = [Use(block, *rest) for block, *rest in found if block is not None]
+        written = [(block(), where, nbytes) for block, where, nbytes in self.writes.values()]
+        writes = [Use(block, where, n) for block, where, n in written if block is not None]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
 
-# Finds accesses to one piece of memory from two streams that nothing orders.
-#
-# The logic is that of PyTorch's own stream sanitizer (`torch.cuda._sanitizer`): per stream a
-# vector of how far it has waited for each other one, per piece of memory its last write and the
-# reads since. What is added here is that pieces are ranges of bytes and not addresses, so that a
-# view in the middle of a bucket and the bucket meet, and that a piece that is freed and given out
-# again keeps its past, as the blocks of a caching allocator do.
-
-
-Range = tuple[int, int]  # first byte, and the one behind the last
-FRAMES = 6  # of the program, in a report
+FRAMES = 6  # of a reported stack
 
 
 class Race(RuntimeError):
-    """Two streams use a piece of memory, one of them writes, and nothing orders them."""
+    """Is raised when two streams use the same memory, one writes, and nothing orders them."""
 
 
 class _Stack(list):
-    """Where a kernel was launched: (file, line, function), innermost first."""
+    """Holds the stack of a launch: (file, line, function), innermost first."""
 
     def reverse(self) -> None:
-        """The sanitizer wants the innermost last; it is read the other way round here."""
+        """Does nothing: the sanitizer would put the innermost frame last."""
 
     def __str__(self) -> str:
         return " < ".join(f"{file.rsplit('/', 1)[-1]}:{line} {name}" for file, line, name in self)
 
 
 def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """Frames outside of this package, innermost first."""
+    """Yields frames outside of this package, innermost first."""
     left = FRAMES
     while frame is not None and left:
         file = frame.f_code.co_filename
@@ -173,7 +173,7 @@ def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 class _Accesses(sanitizer._TensorsAccessed):
-    """Of the reads of one stream the last alone is kept: whatever follows it follows all."""
+    """Keeps the last read of each stream alone: what is ordered behind it is behind all."""
 
     def add_read(self, data_ptr: int, access: Any) -> None:
         reads = self.accesses[data_ptr].reads
@@ -182,7 +182,7 @@ class _Accesses(sanitizer._TensorsAccessed):
 
 
 class _Syncs(sanitizer.StreamSynchronizations):
-    """PyTorch's, in less time: a run has dozens of streams, and each has a number for each."""
+    """Merges vector clocks faster than PyTorch's: a run has dozens of streams."""
 
     def _state_wait_for_other(self, state: dict[int, int], other: dict[int, int]) -> None:
         for stream, seq_num in other.items():
@@ -194,11 +194,11 @@ class _Syncs(sanitizer.StreamSynchronizations):
         for stream, state in self.current_sync_states.items():
             host[stream] = state[stream]
         for state in self.current_sync_states.values():
-            state.update(host)  # no stream knows more of another one than that one itself
+            state.update(host)  # no stream has waited for more than the other's newest kernel
 
 
 class AllocatorBlock:
-    """A block of device memory as an allocator knows it, cut where accesses begin and end.
+    """Holds a block of device memory as an allocator knows it, cut where accesses begin and end.
 
     `cells[i]` is the sanitizer's key of the bytes from `cuts[i]` to `cuts[i + 1]`.
     """
@@ -211,14 +211,19 @@ class AllocatorBlock:
 
 
 class Races:
-    """The sanitizer, told of kernels, events and waits; `launch` raises Race.
+    """Finds accesses to the same memory from two streams that nothing orders; `launch` raises Race.
 
-    Streams and events go by numbers; stream 0 is the first device's default one.
+    Uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`): each stream has a vector clock, each
+    memory its last write and the reads since. Here memory is ranges of bytes, not addresses, so
+    that a bucket overlaps with a view in its middle. A block that is reused keeps its accesses, as
+    the blocks of a caching allocator do.
+
+    Streams and events are numbers; stream 0 is the first device's default stream.
     """
 
     def __init__(self) -> None:
-        # It walks the whole stack of every launch: a few frames are enough, and much faster.
-        sanitizer.traceback = SimpleNamespace(
+        # The sanitizer would walk the whole stack at every launch; a few frames are much faster.
+        sanitizer.traceback = SimpleNamespace(  # type: ignore[assignment]
             walk_stack=lambda frame: frame,
             StackSummary=SimpleNamespace(
                 extract=lambda frame, lookup_lines: _Stack(_program_frames(frame))
@@ -228,22 +233,22 @@ class Races:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew: whatever ran until now is done, and streams that are gone are not kept."""
+        """Starts again: all kernels so far are done, and dropped streams are removed."""
         self.handler = sanitizer.EventHandler()
         self.handler.tensors_accessed = _Accesses()
         self.syncs = self.handler.syncs = _Syncs()
 
     @property
     def sequence(self) -> int:
-        """The number of the newest kernel."""
+        """Returns the number of the newest kernel."""
         return self.handler.seq_num
 
     def memory(self, size: int, stream: int) -> AllocatorBlock:
-        """A new block, which no kernel has touched."""
+        """Returns a new block, which no kernel has used."""
         return AllocatorBlock(size, stream, self._new_cell(None))
 
     def tidy(self, memory: AllocatorBlock) -> None:
-        """Makes a block that is given out again one piece, if its stream is behind its past."""
+        """Merges the ranges of a reused block, if its stream is behind all accesses."""
         accesses = self.handler.tensors_accessed.accesses
         past = [accesses[cell] for cell in memory.cells if cell in accesses]
         done = [access for info in past for access in (*info.reads, info.write) if access]
@@ -256,7 +261,7 @@ class Races:
     def _new_cell(self, like: int | None) -> int:
         cell, accesses = next(self._cells), self.handler.tensors_accessed.accesses
         accesses[cell] = sanitizer.TensorInfo(None)
-        if like in accesses:  # else it is from before all was forgotten
+        if like in accesses:  # not after `forget`
             accesses[cell].reads = list(accesses[like].reads)
             accesses[cell].write = accesses[like].write
         return cell
@@ -283,10 +288,10 @@ class Races:
         reads: list[tuple[AllocatorBlock, Range]],
         writes: list[tuple[AllocatorBlock, Range]],
     ) -> None:
-        """A kernel runs on `stream`. Raises Race if memory it uses is not ordered with others."""
+        """Runs a kernel on `stream`. Raises Race if its accesses are not ordered with others."""
         written = {cell for where in writes for cell in self._cells_of(*where)}
         read = {cell for where in reads for cell in self._cells_of(*where)} - written
-        # Cutting a block for a later range renames a part of an earlier one.
+        # Cutting a block for a later range makes a new cell of an earlier range, hence twice.
         written |= {cell for where in writes for cell in self._cells_of(*where)}
         read = {cell for where in reads for cell in self._cells_of(*where)} - written
         errors = self.handler._handle_kernel_launch(
@@ -296,11 +301,11 @@ class Races:
             raise Race(_sentence(errors[0]))
 
     def drop_event(self, event: int) -> None:
-        """Nobody holds it any more."""
+        """Removes an event."""
         self.syncs.recorded_sync_states.pop(event, None)
 
     def is_past(self, stream: int, sequence: int) -> bool:
-        """Whether the host knows that kernel `sequence` of `stream` is done."""
+        """Returns whether the host knows that kernel `sequence` of `stream` is done."""
         return sequence <= self.syncs.host_sync_state.get(stream, -1)
 
 
@@ -314,22 +319,14 @@ def _sentence(error: Any) -> str:
 
 
 def place() -> tuple[str, int]:
-    """File and line where the program is."""
+    """Returns file and line of the program."""
     file, line, _ = next(_program_frames(sys._getframe(1)), ("<unknown>", 1, ""))
     return file, line
 
 
 def caller() -> str:
-    """Where the program is, for a report."""
+    """Returns the stack of the program, for a report."""
     return str(_Stack(_program_frames(sys._getframe(1))))
-
-
-# What a process knows of its simulated devices: streams, events, memory, and what runs on them.
-#
-# Kernels run at once, on the host. What a device would do later is kept as bookkeeping: which
-# stream a kernel is on and what orders it (`races.py`), which block of memory a tensor has, and
-# which copies to the host have not been waited for. Observers are told of everything; `dryrun` is
-# one.
 
 
 DEVICES = 8
@@ -343,32 +340,32 @@ FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
 
 
 class _Thread(threading.local):
-    """The current device of a thread, and its current stream on each; a new one begins at 0.
+    """Holds the current device of a thread, 0 in a new one, and its current stream on each device.
 
-    Autograd's own threads, which Python did not start, are on the main thread's device (None).
+    Autograd's threads, which Python did not start, use the main thread's device (None).
     """
 
     def __init__(self) -> None:
-        is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
-        self.device: int | None = None if is_autograds else 0
+        is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+        self.device: int | None = None if is_of_autograd else 0
         self.streams: dict[int, int] = {}
-        self.fused: Fused | None = None
+        self.fused: FusedKernel | None = None
 
 
 @dataclass
 class SimulatedMachine:
-    """The devices of one process.
+    """Simulates the devices of one process.
 
     Args:
         data: where the values of tensors are: "cpu", or "meta" for none.
-        checks_races: False saves the time.
+        checks_races: False saves time.
 
     Attributes:
-        touched: devices on which this process has a context, as `set_device` or a stream makes one.
+        touched: devices with a context of this process, which `set_device` or a stream makes.
         host_waits: how often the host waited for a device.
         sync_debug_mode: of `torch.cuda.set_sync_debug_mode`: 0 is silent, 1 warns, 2 raises.
-        special: operators that are more than a kernel → what runs them.
-        kept: what is undone where it is let go (libraries of operators).
+        special: operator → implementation, for operators that are more than a kernel.
+        libraries: of operators, which are unregistered when they are dropped.
     """
 
     data: str = "cpu"
@@ -378,16 +375,16 @@ class SimulatedMachine:
     touched: set[int] = field(default_factory=set)
     host_waits: int = 0
     sync_debug_mode: int = 0
-    is_prototype_told: bool = False
+    has_warned_of_prototype: bool = False
     usage: list[Usage] = field(default_factory=lambda: [Usage() for _ in range(DEVICES)])
     special: dict[Any, Callable[..., Any]] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
+    libraries: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._of_main = 0
+        self._main_device = 0
         self.thread = _Thread()
-        self._freed: deque[Left] = deque()
+        self._freed: deque[FreedMemory] = deque()
         self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
         self._pools: dict[tuple[int, int], list[AllocatorBlock]] = {}
         self._pending: list[PendingKernel] = []
@@ -401,19 +398,19 @@ class SimulatedMachine:
     @property
     def device(self) -> int:
         own = self.thread.device
-        return self._of_main if own is None else own
+        return self._main_device if own is None else own
 
     def set_device(self, device: int) -> None:
-        """Raises RuntimeError for a device that is not there."""
+        """Raises RuntimeError for a device that does not exist."""
         if not 0 <= device < DEVICES:
             raise RuntimeError(f"invalid device ordinal {device}: there are {DEVICES} devices")
         self.thread.device = device
         if threading.current_thread() is threading.main_thread():
-            self._of_main = device
+            self._main_device = device
         self.touched.add(device)
 
     def stream_of(self, device: int | None = None) -> int:
-        """The number of the thread's current stream on `device`."""
+        """Returns the thread's current stream on `device`."""
         device = self.device if device is None else device
         return self.thread.streams.get(device, device)
 
@@ -436,37 +433,37 @@ class SimulatedMachine:
         return number
 
     def record(self, event: int, stream: int) -> int:
-        """Returns the number of the last kernel that the event is behind."""
+        """Returns the number of the last kernel before the event."""
         with self.lock:
             self.races.syncs.record_state(event, stream)
             return self.races.syncs.current_sync_states[stream].get(stream, 0)
 
     def wait(self, stream: int, event: int) -> None:
-        """`stream` goes on behind the event."""
+        """Orders `stream` behind the event."""
         with self.lock:
             self.races.syncs.stream_wait_for_event(stream, event)
 
     # --- the host ------------------------------------------------------------------------------
 
     def set_sync_debug_mode(self, mode: int) -> None:
-        """Warns of itself at the first call in a process, as PyTorch does."""
+        """Sets the mode; the first call in a process warns, as PyTorch's does."""
         self.sync_debug_mode = mode
-        if not self.is_prototype_told:
-            self.is_prototype_told = True
+        if not self.has_warned_of_prototype:
+            self.has_warned_of_prototype = True
             self._warn(PROTOTYPE)
 
     def _warn(self, sentence: str) -> None:
-        """At the program's line, as a warning from C++."""
+        """Warns at the program's line, as C++ does."""
         file, line = place()
         warnings.warn_explicit(sentence, UserWarning, file, line)
 
     def wait_for_stream(self, stream: int, why: str, is_detected: bool = True) -> None:
-        """The host waits until `stream` has done everything.
+        """Makes the host wait for all work of `stream`.
 
         Args:
-            is_detected: whether PyTorch's debug mode sees such a wait. It sees those of its own
-                blocking copies and of streams, not those of events, devices, collectives, nor those
-                inside the driver.
+            is_detected: whether PyTorch's debug mode detects such a wait. It detects its own
+                blocking copies and waits for streams, not those for events, devices and
+                collectives, nor those inside the driver.
         """
         if is_detected and self.sync_debug_mode == 1:
             self._warn(SYNCHRONIZING)
@@ -496,13 +493,13 @@ class SimulatedMachine:
         for pending in due:
             pending.settle()
 
-    def once_known(self, stream: int, settle: Callable[[], None]) -> None:
-        """Calls `settle` when the host has waited for what is on `stream` now."""
+    def once_known(self, stream: int, settle: Callable[[], object]) -> None:
+        """Calls `settle` when the host has waited for the current work of `stream`."""
         with self.lock:
             self._pending.append(PendingKernel(stream, self.races.sequence, settle))
 
     def forget(self) -> None:
-        """After a mistake that was found: what was under way is given up, and all is in order."""
+        """Drops all pending work, after a test of an error."""
         with self.lock:
             self._pending.clear()
             self._pools.clear()
@@ -511,12 +508,12 @@ class SimulatedMachine:
     # --- memory --------------------------------------------------------------------------------
 
     def block_of(self, data: Tensor, device: int | None = None) -> StorageMemory:
-        """The block of a tensor's storage; a storage without one gets it here, as new memory."""
+        """Returns the block of a tensor's storage, allocated if it has none."""
         storage = data.untyped_storage()
         block = getattr(storage, "block", None)
         if block is None:
             block = self._allocate(storage.nbytes(), self.device if device is None else device)
-            storage.block = block
+            storage.block = block  # type: ignore[attr-defined]
         return block
 
     def _allocate(self, nbytes: int, device: int) -> StorageMemory:
@@ -537,19 +534,20 @@ class SimulatedMachine:
         return block
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage's memory was given back or made anew (FSDP2 frees parameters so)."""
+        """Frees or allocates the memory of a resized storage (FSDP2 frees parameters so)."""
         block = getattr(storage, "block", None)
         if block is None or block.nbytes == -(-storage.nbytes() // ROUNDING) * ROUNDING:
             return
-        storage.block = None  # freed
-        del block
-        storage.block = self._allocate(storage.nbytes(), self.device)
+        # The old block is freed before the new one is allocated.
+        storage.block = block = None  # type: ignore[attr-defined]
+        new = self._allocate(storage.nbytes(), self.device)
+        storage.block = new  # type: ignore[attr-defined]
 
     def collect(self) -> None:
-        """Blocks whose storages are gone return to the pool of the stream that they came from.
+        """Returns blocks whose storages are gone to the pool of their stream.
 
-        One that another stream was told to use (`record_stream`) is not given out again: when that
-        stream is done is not known here.
+        A block that another stream uses (`record_stream`) is not reused: the machine does not know
+        when that stream is done.
         """
         while self._freed:
             block = self._freed.popleft()
@@ -563,13 +561,13 @@ class SimulatedMachine:
     # --- kernels -------------------------------------------------------------------------------
 
     def use(self, data: Tensor, device: int | None = None, nbytes: int | None = None) -> Use:
-        """All of a tensor's elements, or so many bytes of them."""
+        """Describes the use of all of a tensor's elements, or of so many bytes."""
         where = extent(data)
         most = min(data.numel() * data.itemsize, where[1] - where[0])
         return Use(self.block_of(data, device), where, most if nbytes is None else nbytes)
 
     def launch(self, kernel: Kernel) -> None:
-        """A kernel was launched; its result is there already. Raises Race."""
+        """Records a kernel, which has run already. Raises Race."""
         if self.thread.fused is not None:
             self.thread.fused.add(kernel)
             return
@@ -583,15 +581,14 @@ class SimulatedMachine:
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:
-        """All operators inside count as one kernel (those of a fused one inside, too).
+        """Counts all operators inside as one kernel, also those of nested ones.
 
-        It reads once what was there before, and writes once what is there afterwards: what lives in
-        between alone stays in registers.
+        The kernel reads inputs once and writes results once; intermediate values stay in registers.
         """
         if self.thread.fused is not None:
             yield
             return
-        self.thread.fused = parts = Fused()
+        self.thread.fused = parts = FusedKernel()
         try:
             yield
         finally:
@@ -600,10 +597,10 @@ class SimulatedMachine:
 
 
 def extent(data: Tensor) -> Range:
-    """The bytes of its storage between a tensor's first and last element."""
+    """Returns the range of bytes from a tensor's first to its last element, in its storage."""
     if data.numel() == 0:
         return (0, 0)
     item = data.itemsize
-    first = data.storage_offset() * item
-    span = sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+    first = int(data.storage_offset()) * item
+    span = sum((n - 1) * int(s) for n, s in zip(data.shape, data.stride(), strict=True))
     return first, first + (span + 1) * item

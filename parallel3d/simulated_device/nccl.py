@@ -1,7 +1,16 @@
-"""How the members of a simulated communicator talk: over gloo, on a thread that plays its stream.
+"""Provides a process-group backend that behaves as NCCL, over gloo.
 
-The thread does one operation of the group after the other, as NCCL's stream does, a batch of
-messages as one. Every operation carries what it is: members that differ are told so.
+Differences of NCCL from gloo that it has:
+
+- A collective runs on a stream of its group, behind the current stream; `wait()` orders the current
+stream behind it. Until then its results are poison here. - It takes contiguous tensors of its
+device alone; a gather or scatter may be in place only at the rank's own part. - Tensors without
+elements are not sent, so nobody waits for them. - All members call the same operations in the same
+order, by position and not by tag, and make and destroy groups in one order. Mismatches are
+reported.
+
+If tensors have no values (`data="meta"`) there are no other members: one process is one rank of any
+world, every collective and message is done at its `wait()`, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -15,13 +24,13 @@ from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.simulated_device.device import TYPE, Stream, this_machine
+from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
 from parallel3d.simulated_device.machine import Kernel, extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, poison
 
@@ -35,14 +44,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 class Mismatch(RuntimeError):
-    """The members of a group do not call the same operations in the same order."""
+    """Is raised when members of a group call different operations or orders."""
 
 
 class WireMessage:
-    """One send or receive.
+    """Describes one send or receive.
 
     Args:
-        start: gives the works of its heading and of its data. finish: what arrived.
+        start: returns the works of its header and of its data.
+        finish: returns the received values.
     """
 
     def __init__(
@@ -52,7 +62,7 @@ class WireMessage:
         self.done: Future[Sequence[Tensor]] = Future()
 
     def end(self, works: list[Any]) -> None:
-        """With what arrived, or with what the wait raises."""
+        """Waits, and sets the future to the received values or to the exception."""
         try:
             for work in works:
                 work.wait()
@@ -62,9 +72,9 @@ class WireMessage:
 
 
 class WorkerThread:
-    """A thread that does one thing after the other.
+    """Runs one job after the other on a thread.
 
-    Unlike an executor's it also takes work while the interpreter ends, and does not hold that up.
+    Unlike an executor it takes jobs while the interpreter ends, and does not delay that.
     """
 
     def __init__(self) -> None:
@@ -79,7 +89,7 @@ class WorkerThread:
         return done
 
     def close(self, cancels: bool) -> None:
-        """Ends the thread behind what was submitted, which it may cancel."""
+        """Ends the thread after the submitted jobs, which it may cancel."""
         self.cancels = cancels
         self.jobs.put(None)
 
@@ -96,25 +106,38 @@ class WorkerThread:
 
 
 class Wire:
-    """Of one member of a group."""
+    """Sends a member's collectives and messages over gloo, on a thread that acts as NCCL's stream.
+
+    The thread runs one operation after the other, a batch of messages as one. Each operation
+    carries a header, so that mismatches are reported.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
-        self.name = "world"  # of the group, for what is said
-        parts = [dist.PrefixStore(name, store) for name in ("data", "headings")]
-        self.gloo, self.headings = (dist.ProcessGroupGloo(p, rank, size, timeout) for p in parts)
+        self.name = "world"  # of the group, for messages of errors
+        self.gloo, self.headers = (
+            # The stubs have the operations on ProcessGroup alone.
+            cast(
+                dist.ProcessGroup,
+                dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout),
+            )
+            for name in ("data", "headings")
+        )
         self.queue = WorkerThread()
         self.calls = 0
         self.messages: dict[tuple[int, int], int] = {}  # (from, to) → so far
         self.batched: list[WireMessage] | None = None
 
     def close(self, cancels: bool = False) -> None:
-        """Takes no more operations; those that were started go on, unless it `cancels` them."""
+        """Takes no more operations; finishes or cancels the started ones."""
         self.queue.close(cancels)
 
     def join(self) -> None:
-        """Waits for the thread of a closed one: a thread that is left when the interpreter ends is
-        unwound through torch's C++, which may abort the process."""
+        """Waits for the thread after `close`.
+
+        A thread that is left when the interpreter ends is unwound through torch's C++, which may
+        abort.
+        """
         self.queue.thread.join(JOIN_S)
 
     # --- collectives ---------------------------------------------------------------------------
@@ -122,35 +145,36 @@ class Wire:
     def start(
         self, name: str, like: Tensor, extra: int, run: Run, copies: list[Tensor]
     ) -> Future[Sequence[Tensor]]:
-        """One operation, behind those before it. The future raises Mismatch where members differ.
+        """Starts an operation behind the earlier ones. Its future raises Mismatch if members differ.
 
         Args:
-            like: a tensor of its type and size. extra: what else must agree.
+            like: a tensor of its type and size.
+            extra: another number that must agree.
         """
         self.calls += 1
-        says = [self.calls, NAMES.index(name), DTYPES.index(like.dtype), like.numel(), extra]
-        return self.queue.submit(self._do, torch.tensor([says]), run, copies)
+        facts = [self.calls, NAMES.index(name), DTYPES.index(like.dtype), like.numel(), extra]
+        return self.queue.submit(self._do, torch.tensor([facts]), run, copies)
 
-    def _do(self, heading: Tensor, run: Run, copies: list[Tensor]) -> Sequence[Tensor]:
-        for at, other in enumerate(self._gather(heading)):
-            if not torch.equal(other, heading):
+    def _do(self, header: Tensor, run: Run, copies: list[Tensor]) -> Sequence[Tensor]:
+        for at, other in enumerate(self._gather(header)):
+            if not torch.equal(other, header):
                 raise Mismatch(
-                    f"member {self.rank} of {self.name} calls {_operation(heading)} where member "
+                    f"member {self.rank} of {self.name} calls {_operation(header)} where member "
                     f"{at} calls {_operation(other)}"
                 )
         return run(copies)
 
     def gathered(self, mine: Tensor) -> list[Tensor]:
-        """Of every member, in rank order; behind what is under way."""
+        """Returns the values of all members, in rank order, behind the started operations."""
         return self.queue.submit(self._gather, mine).result()
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self.headings.allgather([everyone], [mine]).wait()
+        self.headers.allgather([everyone], [mine]).wait()
         return everyone
 
     def gather_data(self, copies: list[Tensor]) -> list[Tensor]:
-        """Flat, of every member; on the wire's thread."""
+        """Returns the flat values of all members; on the thread."""
         data = copies[0].view(-1).view(torch.uint8)
         everyone = [torch.empty_like(data) for _ in range(self.size)]
         self.gloo.allgather([everyone], [data]).wait()
@@ -160,8 +184,9 @@ class Wire:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Messages that are posted inside go out together."""
-        self.batched = batched = []
+        """Sends messages that are posted inside as one batch."""
+        batched: list[WireMessage] = []
+        self.batched = batched
         try:
             yield
         finally:
@@ -169,39 +194,39 @@ class Wire:
         self.queue.submit(_exchange, batched)
 
     def send(self, copy: Tensor, target: int, tag: int) -> Future[Sequence[Tensor]]:
-        heading, number = self._heading(self.rank, target, copy, tag)
+        header, number = self._header(self.rank, target, copy, tag)
 
         def start() -> list[Any]:
             data = copy.view(-1).view(torch.uint8)
             return [
-                self.headings.send([heading], target, number),
+                self.headers.send([header], target, number),
                 self.gloo.send([data], target, number),
             ]
 
         return self._post(WireMessage(start, lambda: []))
 
     def receive(self, like: Tensor, source: int, tag: int) -> Future[Sequence[Tensor]]:
-        heading, number = self._heading(source, self.rank, like, tag)
-        theirs = torch.empty_like(heading)
+        header, number = self._header(source, self.rank, like, tag)
+        theirs = torch.empty_like(header)
         data = torch.empty(like.nbytes, dtype=torch.uint8)
 
         def start() -> list[Any]:
             return [
-                self.headings.recv([theirs], source, number),
+                self.headers.recv([theirs], source, number),
                 self.gloo.recv([data], source, number),
             ]
 
         def finish() -> Sequence[Tensor]:
-            if not torch.equal(theirs, heading):
+            if not torch.equal(theirs, header):
                 raise Mismatch(
-                    f"member {self.rank} of {self.name} receives {_size(heading)} as message "
+                    f"member {self.rank} of {self.name} receives {_size(header)} as message "
                     f"{number} of member {source}, which sent {_size(theirs)}"
                 )
             return [data.view(like.dtype)]
 
         return self._post(WireMessage(start, finish))
 
-    def _heading(self, source: int, target: int, like: Tensor, tag: int) -> tuple[Tensor, int]:
+    def _header(self, source: int, target: int, like: Tensor, tag: int) -> tuple[Tensor, int]:
         number = self.messages.get((source, target), 0)
         self.messages[source, target] = number + 1
         return torch.tensor([[number, tag, DTYPES.index(like.dtype), like.numel()]]), number
@@ -215,19 +240,19 @@ class Wire:
 
 
 def _exchange(messages: list[WireMessage]) -> None:
-    """A batch: all are started before any is waited for."""
+    """Starts all messages of a batch before waiting for any."""
     started = [(message, message.start()) for message in messages]
     for message, works in started:
         message.end(works)
 
 
-def _operation(heading: Tensor) -> str:
-    number, name, dtype, numel, extra = heading.flatten().tolist()
+def _operation(header: Tensor) -> str:
+    number, name, dtype, numel, extra = header.flatten().tolist()
     return f"{NAMES[name]} number {number} ({_words(dtype, numel)}, {extra})"
 
 
-def _size(heading: Tensor) -> str:
-    _, tag, dtype, numel = heading.flatten().tolist()
+def _size(header: Tensor) -> str:
+    _, tag, dtype, numel = header.flatten().tolist()
     return f"{_words(dtype, numel)} with tag {tag}"
 
 
@@ -235,11 +260,8 @@ def _words(dtype: int, numel: int) -> str:
     return f"{str(DTYPES[dtype]).removeprefix('torch.')}[{numel}]"
 
 
-# Handles of what is under way on a simulated communicator.
-
-
-class Together(dist.Work):
-    """The handle of several messages."""
+class BatchWork(dist.Work):
+    """Is the handle of several messages."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
@@ -254,17 +276,17 @@ class Together(dist.Work):
         return all(work.is_completed() for work in self.works)
 
 
-class Started(dist.Work):
-    """A collective under way.
+class CollectiveWork(dist.Work):
+    """Is the handle of a collective in flight.
 
     Args:
-        done: gives what belongs into `outputs`; None: nothing does.
-        held: tensors that live until somebody has waited.
+        done: future of the values of `outputs`; None: there are none.
+        held: tensors to keep until somebody has waited.
     """
 
     def __init__(
         self,
-        stream: Stream,
+        stream: SimulatedStream,
         done: Future[Sequence[Tensor]] | None,
         outputs: Sequence[SimulatedTensor],
         held: Any,
@@ -276,14 +298,14 @@ class Started(dist.Work):
         this_machine().once_known(stream.number, self.end)
 
     def end(self) -> None:
-        """Puts the results in their place; waits for the other members."""
-        if self.ended or (self.done is not None and self.done.cancelled()):  # with its group
+        """Waits for the other members and writes the results."""
+        if self.ended or (self.done is not None and self.done.cancelled()):  # by `abort`
             return
         self.ended = True
         if self.done is not None:
             for output, value in zip(self.outputs, self.done.result(), strict=True):
                 output.data_.copy_(value.view(output.shape))
-        self.outputs = ()  # the machine keeps this handle until the host has waited
+        self.outputs = ()  # the machine keeps this handle longer, until the host has waited
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()
@@ -291,22 +313,17 @@ class Started(dist.Work):
         self.held = None
         return True
 
-    synchronize = wait
+    synchronize = wait  # type: ignore[assignment]
 
     def is_completed(self) -> bool:
         return self.ended
-
-
-# A communicator of the simulated NCCL: who is in it, and how an operation of it starts.
-#
-# A group is made and destroyed by all of its members in one order; the operations are `nccl.py`'s.
 
 
 BACKEND = "simulated_nccl"
 
 
 class Options:
-    """As `ProcessGroupNCCL.Options`."""
+    """Holds the options of `ProcessGroupNCCL.Options`."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
@@ -315,7 +332,7 @@ class Options:
 
 
 class Communicator(dist.ProcessGroup):
-    """The ranks of a group, made and destroyed by all of them, and the stream of its operations."""
+    """Makes and destroys a group, collectively, and starts operations on its stream."""
 
     supports_splitting = True
     supports_coalescing = False
@@ -330,32 +347,39 @@ class Communicator(dist.ProcessGroup):
         device: int | None = None,
         world: Communicator | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.options, self.timeout = store, options or Options(), timeout
         self._rank, self._size, self.world = rank, size, world or self
-        # Groups destroyed, in order, and what tells when all members have; of the world.
+        # On the world's group: destroyed groups in order, futures of their destruction on all
+        # members, and their wires.
         self.closed: list[str] = []
         self.destroyed: list[tuple[str, Future[Sequence[Tensor]]]] = []
-        self.closing: list[Wire] = []  # of the world: those of its groups, destroyed so far
+        self.closing: list[Wire] = []
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
-        self.stream = Stream(self.index)
-        self.name, self.description = "", ""
+        self.stream = SimulatedStream(self.index)
+        self._name, self.description = "", ""
         is_alone = this_machine().data == "meta"
         self.wire = None if is_alone else Wire(store, rank, size, timeout)
 
-    # --- what torch.distributed asks of a group -----------------------------------------------
+    @property
+    def connected(self) -> Wire:
+        """Returns the wire of a group that is not alone."""
+        assert self.wire is not None
+        return self.wire
+
+    # --- interface of torch.distributed --------------------------------------------------------
 
     @property
-    def group_name(self) -> str:
-        return self.name
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
 
     @property
     def group_desc(self) -> str:
         return self.description
 
     def _set_group_name(self, name: str) -> None:
-        self.name = name
+        self._name = name
 
     def _set_group_desc(self, description: str) -> None:
         self.description = description
@@ -363,7 +387,7 @@ class Communicator(dist.ProcessGroup):
             self.wire.name = description
 
     def getGroupName(self) -> str:
-        return self.name
+        return self._name
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -374,7 +398,7 @@ class Communicator(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def _get_backend(self, device: torch.device) -> Communicator:
+    def _get_backend(self, device: torch.device) -> Communicator:  # type: ignore[override]
         return self
 
     @property
@@ -385,16 +409,16 @@ class Communicator(dist.ProcessGroup):
         return False
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Connected when made."""
+        """Does nothing: the group is connected when it is made."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Counted from the start."""
+        """Does nothing: operations are counted from the start."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
-    def meet(self) -> None:
-        """Members tell each other their devices. Raises RuntimeError where two share one."""
+    def check_devices(self) -> None:
+        """Exchanges devices. Raises RuntimeError if two members share one."""
         if self.wire is None:
             return
         host = zlib.crc32(socket.gethostname().encode())
@@ -406,7 +430,7 @@ class Communicator(dist.ProcessGroup):
                     f"device {self.index} of one host"
                 )
 
-    def split_group(
+    def split_group(  # type: ignore[override]
         self,
         ranks: Sequence[int],
         timeout: timedelta | None = None,
@@ -415,10 +439,11 @@ class Communicator(dist.ProcessGroup):
         group_desc: str | None = None,
         **more: Any,
     ) -> Communicator | None:
-        """A group of some members; a collective of all of this one, as ncclCommSplit is."""
+        """Makes a group of some members; collective over this group, as ncclCommSplit."""
         if self.wire is not None:
-            what = zlib.crc32(str(group_desc).encode())
-            self.wire.start("split", torch.empty(0), what, lambda copies: copies, []).result()
+            description = zlib.crc32(str(group_desc).encode())
+            nothing = torch.empty(0)
+            self.wire.start("split", nothing, description, lambda copies: copies, []).result()
         if self._rank not in ranks:
             return None
         prefix = dist.PrefixStore(f"split/{group_name}", self.store)
@@ -429,11 +454,11 @@ class Communicator(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """Destroys it with all members, at the same place among those that they share with others.
+        """Destroys the group with all members, in the same order as their other groups.
 
-        Raises Mismatch where another member is in an operation of the group: on NCCL both would
-        wait. The destruction of a group is awaited in that of the world, so that ranks that take
-        two of them in different orders are told so.
+        Raises Mismatch if another member is in an operation of the group: on NCCL both would wait.
+        The destruction of the world waits for those of all groups, so that members that destroy two
+        groups in different orders are reported.
         """
         self.world.closed.append(self.description or "world")
         if self.wire is None:
@@ -444,7 +469,7 @@ class Communicator(dist.ProcessGroup):
             self.world.destroyed.append((self.description or "world", destroyed))
         if self.world is self and self._size > 1:
             self._await_destroyed("world")
-            self._compare_ends()
+            self._check_destroy_order()
             self._await_destroyed()
         self.wire.close()
         self.world.closing.append(self.wire)
@@ -466,35 +491,39 @@ class Communicator(dist.ProcessGroup):
                     ) from error
 
     def abort(self) -> None:
-        """Lets go of it without the other members."""
+        """Drops the group without the other members."""
         if self.wire is not None:
             self.wire.close(cancels=True)
 
-    def _compare_ends(self) -> None:
+    def _check_destroy_order(self) -> None:
         order = ",".join(self.closed).encode()
         mine = torch.tensor([[zlib.crc32(order), len(self.closed)]])
-        for at, other in enumerate(self.wire.gathered(mine)):
+        for at, other in enumerate(self.connected.gathered(mine)):
             if other[0, 1] == mine[0, 1] and not torch.equal(other, mine):
                 raise Mismatch(
                     f"rank {self._rank} destroyed its groups in the order {', '.join(self.closed)} "
                     f"and rank {at} in another: NCCL may wait for ever"
                 )
 
-    # --- what starts on it ------------------------------------------------------------------------
+    # --- operations ----------------------------------------------------------------------------
 
-    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> list[SimulatedTensor]:
+        """Returns the tensors. Raises as NCCL for what it does not take."""
+        checked = []
         for t in tensors:
             if not isinstance(t, SimulatedTensor):
                 raise RuntimeError(
                     f"No backend type associated with device type {t.device.type}: {name} of a "
                     f"group on {TYPE}:{self.index}"
                 )
-            if t.index != self.index:
+            if t.device_index != self.index:
                 raise RuntimeError(
                     f"{name}: a tensor is on {t.device}, its group on {TYPE}:{self.index}"
                 )
             if not t.is_contiguous():
                 raise ValueError(f"{name}: Tensors must be contiguous")
+            checked.append(t)
+        return checked
 
     def _start(
         self,
@@ -503,55 +532,39 @@ class Communicator(dist.ProcessGroup):
         outputs: Sequence[Tensor],
         run: Run,
         extra: int = 0,
-    ) -> Started:
+    ) -> CollectiveWork:
         """Starts a collective, behind the current stream."""
-        self._check(name, [*inputs, *outputs])
-        copies = [t.data_.detach().clone() for t in inputs]
-        self._on_stream(name, inputs, outputs)
+        given, written = self._check(name, inputs), self._check(name, outputs)
+        copies = [t.data_.detach().clone() for t in given]
+        self._on_stream(name, given, written)
         done = None
         if self._travels([*inputs, *outputs]):
-            done = self.wire.start(name, copies[0], extra, run, copies)
-        return Started(self.stream, done, outputs, (inputs, outputs))
+            done = self.connected.start(name, copies[0], extra, run, copies)
+        return CollectiveWork(self.stream, done, written, (inputs, outputs))
 
     def _travels(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether there is anybody to talk to, and anything to say: NCCL skips what is empty."""
+        """Returns whether there are other members and any elements: NCCL skips empty tensors."""
         return self.wire is not None and any(t.numel() for t in tensors)
 
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """The kernel behind the current stream, and poison where its results will be."""
+        """Launches the kernel behind the current stream, and poisons its outputs."""
         machine = this_machine()
-        current = Stream(self.index, number=machine.stream_of(self.index))
+        current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
-        uses = [[machine.use(t.data_, t.index) for t in some] for some in (inputs, outputs)]
+        reads, writes = (
+            [machine.use(t.data_, t.device_index) for t in tensors] for tensors in (inputs, outputs)
+        )
         for observer in machine.observers:
             observer.collective(name, self, (inputs or outputs)[0].data_)
-        machine.launch(Kernel(name, self.stream.number, *uses))
+        machine.launch(Kernel(name, self.stream.number, reads, writes))
         for t in outputs:
             poison(t.data_)
 
 
-# A process-group backend that behaves as NCCL does, over gloo.
-#
-# What NCCL does and gloo does not:
-#
-# - A collective runs on a stream of its group's own, behind what is on the current stream when it
-# is
-#   called; `wait()` orders the current stream behind it. Until then its results are poison here.
-# - It takes tensors of its one device alone, contiguous ones; a gather or scatter may be in place
-#   only at the rank's own part.
-# - What has no elements is not sent, so nobody waits for it: neither a message nor a collective.
-# - All members call the same operations in the same order, by position and not by tag, and a group
-# is
-#   made and destroyed by all of its members in one order (`wire.py` tells members that differ).
-#
-# Where tensors have no values (`data="meta"`) there is nobody to talk to: one process is one rank
-# of any world, every collective and message is done at its `wait()`, and nothing is compared.
-
-
 SUMS = [getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT")]
-# The same over the first dimension.
+# The same operations over the first dimension.
 OPERATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda t: t.sum(0),
     lambda t: t.mean(0),
@@ -566,9 +579,11 @@ def _number(op: Any) -> int:
 
 
 class SimulatedNCCL(Communicator):
-    """One communicator. See the module's docstring."""
+    """Implements NCCL's collectives and messages."""
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Started:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
@@ -576,50 +591,60 @@ class SimulatedNCCL(Communicator):
 
         return self._start("allreduce", tensors, tensors, run, _number(op))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Started:
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any
+    ) -> CollectiveWork:
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
             return [self._broadcast(copies[0], opts.rootRank)]
 
         return self._start("broadcast", tensors, tensors, run, opts.rootRank)
 
     def _sum(self, value: Tensor, op: Any) -> Tensor:
-        """Over the members, in fp32 or better, as NCCL adds; on the wire's thread."""
+        """Reduces over the members, in fp32 or better, as NCCL does; on the wire's thread."""
         mean = op == dist.ReduceOp.AVG
         wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
         settings = dist.AllreduceOptions()
-        settings.reduceOp = dist.ReduceOp.SUM if mean else op
-        self.wire.gloo.allreduce([wide], settings).wait()
+        settings.reduceOp = dist.ReduceOp.SUM if mean else op  # type: ignore[assignment]
+        self.connected.gloo.allreduce([wide], settings).wait()
         return (wide / self._size if mean else wide).to(value.dtype)
 
     def _broadcast(self, value: Tensor, root: int) -> Tensor:
         settings = dist.BroadcastOptions()
         settings.rootRank = root
-        self.wire.gloo.broadcast([value.view(-1).view(torch.uint8)], settings).wait()
+        self.connected.gloo.broadcast([value.view(-1).view(torch.uint8)], settings).wait()
         return value
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> CollectiveWork:
         self._check_in_place("all_gather", output, given)
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            return [torch.cat(self.wire.gather_data(copies))]
+            return [torch.cat(self.connected.gather_data(copies))]
 
         return self._start("all_gather", [given], [output], run)
 
-    def allgather(self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Any:
-        gather: Callable = lambda copies: self.wire.gather_data(copies)  # noqa: E731
-        return self._start("all_gather", given, outputs[0], gather)
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any = None
+    ) -> CollectiveWork:
+        def run(copies: list[Tensor]) -> Sequence[Tensor]:
+            return self.connected.gather_data(copies)
 
-    def gather(self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any) -> Started:
+        return self._start("all_gather", given, outputs[0], run)
+
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any
+    ) -> CollectiveWork:
         mine = outputs[0] if outputs else []
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            everyone = self.wire.gather_data(copies)
+            everyone = self.connected.gather_data(copies)
             return everyone if mine else []
 
         return self._start("gather", given, mine, run, opts.rootRank)
 
-    def scatter(self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any) -> Started:
-        """As parts of one broadcast; the others give a tensor of equal size."""
+    def scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any
+    ) -> CollectiveWork:
+        """Scatters by a broadcast, to which non-roots pass tensors of equal size."""
         parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
@@ -628,8 +653,8 @@ class SimulatedNCCL(Communicator):
 
         return self._start("scatter", parts, outputs, run, opts.rootRank)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Started:
-        """The sum on the root; the others keep what they gave."""
+    def reduce(self, tensors: list[Tensor], opts: Any) -> CollectiveWork:  # type: ignore[override]
+        """Reduces on the root; the other members' tensors stay."""
         is_root = opts.rootRank == self._rank
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
@@ -639,22 +664,24 @@ class SimulatedNCCL(Communicator):
 
         return self._start("reduce", tensors, tensors, run, opts.rootRank)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Started:
+    def reduce_scatter_single(
+        self, output: Tensor, given: Tensor, opts: Any = None
+    ) -> CollectiveWork:
         self._check_in_place("reduce_scatter", given, output)
         number = 0 if opts is None else _number(opts.reduceOp)
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
             wide = torch.promote_types(given.dtype, torch.float32)
-            everyone = self.wire.gather_data(copies)
+            everyone = self.connected.gather_data(copies)
             parts = [t.chunk(self._size)[self._rank].to(wide) for t in everyone]
             return [OPERATIONS[number](torch.stack(parts)).to(given.dtype)]
 
         return self._start("reduce_scatter", [given], [output], run, number)
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """NCCL takes a part inside the whole only where it belongs."""
-        if not all(isinstance(t, SimulatedTensor) for t in (whole, part)):
-            return  # `_check` refuses it
+        """Raises RuntimeError for a part inside the whole at another place than the rank's own."""
+        if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
+            return  # refused by `_check`
         if whole.untyped_storage()._cdata != part.untyped_storage()._cdata:
             return
         (first, end), (at, stop) = extent(whole.data_), extent(part.data_)
@@ -663,50 +690,48 @@ class SimulatedNCCL(Communicator):
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
-    ) -> Started:
+    ) -> CollectiveWork:
         if output_sizes or input_sizes:
             raise NotImplementedError(f"uneven all_to_all on the {TYPE} device")
 
         def run(copies: list[Tensor]) -> Sequence[Tensor]:
-            everyone = self.wire.gather_data(copies)
+            everyone = self.connected.gather_data(copies)
             return [torch.cat([t.chunk(self._size)[self._rank] for t in everyone])]
 
         return self._start("all_to_all", [given], [output], run)
 
-    # As torch called them before 2.13.
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    alltoall_base = all_to_all_single
+    # Names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
-    def barrier(self, opts: Any = None) -> Together:
-        """The host waits, as it does for NCCL's."""
+    def barrier(self, opts: Any = None) -> BatchWork:
+        """Makes the host wait, as NCCL's."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
         started = self._start("barrier", [token], [token], lambda copies: copies)
         started.wait()
         this_machine().wait_for_stream(self.stream.number, "a barrier", is_detected=False)
-        return Together([started])
+        return BatchWork([started])
 
     # --- messages ------------------------------------------------------------------------------
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Started:
-        self._check("send", tensors)
-        copy = tensors[0].data_.detach().clone()
-        self._on_stream("send", tensors, [])
-        done = self.wire.send(copy, target, tag) if self._travels(tensors) else None
-        return Started(self.stream, done, [], (tensors, copy))
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> CollectiveWork:
+        checked = self._check("send", tensors)
+        copy = checked[0].data_.detach().clone()
+        self._on_stream("send", checked, [])
+        done = self.connected.send(copy, target, tag) if self._travels(tensors) else None
+        return CollectiveWork(self.stream, done, [], (tensors, copy))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Started:
-        self._check("receive", tensors)
-        self._on_stream("receive", [], tensors)
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> CollectiveWork:
+        checked = self._check("receive", tensors)
+        self._on_stream("receive", [], checked)
         travels = self._travels(tensors)
-        done = self.wire.receive(tensors[0].data_, source, tag) if travels else None
-        return Started(self.stream, done, tensors, tensors)
-
-
-# Makes the simulated backend known to torch.distributed, and to DTensor's collectives.
+        done = self.connected.receive(checked[0].data_, source, tag) if travels else None
+        return CollectiveWork(self.stream, done, checked, tensors)
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed, and batches of messages go out as one."""
+    """Registers the backend with torch.distributed, and makes batches of messages one operation."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
     dist.Backend.default_device_backend_map[TYPE] = BACKEND
     plain = dist.batch_isend_irecv
@@ -717,20 +742,21 @@ def register() -> None:
             return plain(operations)
         with nullcontext() if group.wire is None else group.wire.batch():
             works = plain(operations)
-        return [Together(works)]  # NCCL hands out one handle for all
+        return [BatchWork(works)]  # one handle, as NCCL
 
-    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batched
+    dist.batch_isend_irecv = batched  # type: ignore[assignment]
+    dist.distributed_c10d.batch_isend_irecv = batched  # type: ignore[assignment]
 
 
 def functional() -> dict[Any, Callable[..., Any]]:
-    """DTensor's collectives, which find their group by its name in C++: operator → what it does.
+    """Returns implementations of DTensor's collectives, which find their group by name in C++.
 
-    Each is waited for at once.
+    They wait at once.
     """
     ops = torch.ops._c10d_functional
 
     def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:
-        group = _named(name)
+        group = _group_by_name(name)
         out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
         group.all_gather_single(out, tensor.contiguous()).wait()
         return out
@@ -739,7 +765,7 @@ def functional() -> dict[Any, Callable[..., Any]]:
         out = tensor.clone()
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
-        _named(name).allreduce([out], options).wait()
+        _group_by_name(name).allreduce([out], options).wait()
         return out
 
     return {
@@ -749,12 +775,16 @@ def functional() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _named(name: str) -> SimulatedNCCL:
+def _group_by_name(name: str) -> SimulatedNCCL:
     names = dist.distributed_c10d._world.pg_names
-    return next(group for group, known in names.items() if known == name)
+    group = next(group for group, known in names.items() if known == name)
+    assert isinstance(group, SimulatedNCCL)
+    return group
 
 
-def _create(asked: Any, options: Options | None) -> SimulatedNCCL:
-    group = SimulatedNCCL(asked.store, asked.group_rank, asked.group_size, options, asked.timeout)
-    group.meet()
+def _create(request: Any, options: Options | None) -> SimulatedNCCL:
+    group = SimulatedNCCL(
+        request.store, request.group_rank, request.group_size, options, request.timeout
+    )
+    group.check_devices()
     return group

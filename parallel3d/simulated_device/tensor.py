@@ -1,6 +1,6 @@
-"""A tensor on the simulated device: a wrapper around the data, whose operators run at once.
+"""Provides tensors on the simulated device: wrappers around data, whose operators run at once.
 
-Every operator arrives here after autograd. It runs on the data, and the machine is told of the
+Every operator arrives here after autograd. It runs on the data, and is reported to the machine as a
 kernel: its stream, and the memory that it reads and writes. Views share their storage's block.
 """
 
@@ -13,28 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel3d.simulated_device.device import TYPE, Stream, this_machine
-from parallel3d.simulated_device.machine import Kernel, SimulatedMachine, Use
+from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
+from parallel3d.simulated_device.machine import Call, Kernel, SimulatedMachine, Use
 
-# In place, and without a kernel for tensors that have no values: there is nothing to run.
+# In-place operators without a kernel for meta tensors, which are skipped there.
 WITHOUT_META = frozenset((torch.ops.aten._fused_sgd_.default,))
 
 
 class SimulatedTensor(torch.Tensor):
-    """`data_` is what it stands for, on the CPU or on meta; `index` is its device's.
+    """Wraps `data_`, a tensor on the CPU or on meta, as a tensor of device number `device_index`.
 
-    To PyTorch's C++ all are on device 0: a backend in Python has one device there. `device` says
-    the index.
+    PyTorch's C++ sees device 0 for all, the only one of a Python backend. `device` has the index.
     """
 
     data_: Tensor
-    index: int
+    device_index: int
 
-    # Nothing is overridden above the dispatcher; the default would only cost time.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # Nothing is overridden above the dispatcher; the default implementation would be slower.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, data: Tensor, index: int) -> SimulatedTensor:
+    def __new__(cls, data: Tensor, device_index: int) -> SimulatedTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             data.shape,
@@ -44,18 +43,18 @@ class SimulatedTensor(torch.Tensor):
             layout=data.layout,
             device=torch.device(TYPE, 0),
         )
-        made.data_, made.index = data, index
+        made.data_, made.device_index = data, device_index
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         return dispatch(operator, *args, **(kwargs or {}))
 
     @property
-    def device(self) -> torch.device:
-        return torch.device(TYPE, self.index)
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device(TYPE, self.device_index)
 
     @property
     def data(self) -> Tensor:
@@ -63,15 +62,15 @@ class SimulatedTensor(torch.Tensor):
             return self.detach()
 
     @data.setter
-    def data(self, new: SimulatedTensor) -> None:
-        torch._C.TensorBase.data.__set__(self, new)
-        self.data_, self.index = new.data_, new.index
+    def data(self, new: Tensor) -> None:
+        torch._C.TensorBase.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.data_, self.device_index = simulated(new).data_, simulated(new).device_index
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.data_.untyped_storage()
 
     def data_ptr(self) -> int:
-        """An address; on meta a number that tensors of one place share."""
+        """Returns an address; on meta a number that tensors at the same place share."""
         if self.data_.device.type != "meta":
             return self.data_.data_ptr()
         offset = self.data_.storage_offset() * self.data_.itemsize
@@ -79,91 +78,98 @@ class SimulatedTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         machine = this_machine()
-        machine.wait_for_stream(machine.stream_of(self.index), "tolist")
+        machine.wait_for_stream(machine.stream_of(self.device_index), "tolist")
         known = self.data_.detach()
         return (torch.ones_like(known, device="cpu") if known.is_meta else known).tolist()
 
     def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return torch.tensor(data, **{"dtype": self.dtype, "device": self.device} | kwargs)
+        settings: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return torch.tensor(data, **settings | kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(
             f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
         )
 
-    def record_stream(self, stream: Stream) -> None:
-        """The memory is not given out again before `stream` is done with it."""
-        this_machine().block_of(self.data_, self.index).used_on.add(stream.number)
+    def record_stream(self, stream: SimulatedStream) -> None:  # type: ignore[override]
+        """Keeps the allocator from reusing the memory."""
+        this_machine().block_of(self.data_, self.device_index).used_on.add(stream.number)
 
     def __format__(self, spec: str) -> str:
-        """As PyTorch's, which does so for its own class alone."""
+        """Formats numbers, as PyTorch does for its own class alone."""
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{self.dtype} {tuple(self.shape)} on {self.device}>"
 
 
-def unwrapped(value: Any, met: dict[int, SimulatedTensor]) -> Any:
-    """An argument in terms of the data; `met` collects the simulated tensors by their data."""
+def simulated(tensor: Tensor) -> SimulatedTensor:
+    """Returns the tensor, which must be on the simulated device."""
+    assert isinstance(tensor, SimulatedTensor)
+    return tensor
+
+
+def unwrap(value: Any, originals: dict[int, SimulatedTensor]) -> Any:
+    """Returns an argument with data in the place of simulated tensors, added to `originals`."""
     if isinstance(value, SimulatedTensor):
-        met[id(value.data_)] = value
+        originals[id(value.data_)] = value
         return value.data_
     if isinstance(value, (list, tuple)):
-        return type(value)(unwrapped(item, met) for item in value)
+        return type(value)(unwrap(item, originals) for item in value)
     return value
 
 
-def wrapped(value: Any, met: dict[int, SimulatedTensor], index: int) -> Any:
-    """A result: a simulated tensor that came in, where it is that one's data, or a new one."""
+def wrap(value: Any, originals: dict[int, SimulatedTensor], device_index: int) -> Any:
+    """Returns a result with data replaced by the simulated tensor in `originals`, or a new one."""
     if isinstance(value, Tensor):
-        known = met.get(id(value))
-        return SimulatedTensor(value, index) if known is None else known
+        known = originals.get(id(value))
+        return SimulatedTensor(value, device_index) if known is None else known
     if isinstance(value, (list, tuple)):
-        items = [wrapped(item, met, index) for item in value]
+        items = [wrap(item, originals, device_index) for item in value]
         return type(value)(items) if type(value) in (list, tuple) else items
     return value
 
 
 def dispatch(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operator of which an argument is a simulated tensor or the simulated device."""
+    """Runs an operator with a simulated tensor or the simulated device among its arguments."""
     special = this_machine().special.get(operator, run)
     return special(operator, *args, **kwargs)
 
 
 def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator on the data, as one kernel on the current stream."""
+    """Runs the operator on the data, as one kernel on the current stream."""
     machine, facts = this_machine(), facts_of(operator)
-    met: dict[int, SimulatedTensor] = {}
-    data = [unwrapped(a, met) for a in args]
-    named = {name: unwrapped(a, met) for name, a in kwargs.items()}
-    index = _index(facts, met, named, (*args, *kwargs.values()), machine)
+    originals: dict[int, SimulatedTensor] = {}
+    data = [unwrap(a, originals) for a in args]
+    named = {name: unwrap(a, originals) for name, a in kwargs.items()}
+    device_index = _device_index_of(facts, originals, named, (*args, *kwargs.values()), machine)
     if "device" in named:
         named["device"] = torch.device(machine.data)
         named.pop("pin_memory", None)
     if facts.waits:
-        machine.wait_for_stream(machine.stream_of(index), facts.name)
+        machine.wait_for_stream(machine.stream_of(device_index), facts.name)
     is_known = machine.data != "meta" or operator not in WITHOUT_META
     out = operator(*data, **named) if is_known else None
     if facts.in_place:
-        _check_sizes(facts, met)
+        _check_sizes(facts, originals)
     if facts.launches:
-        machine.launch(_kernel(machine, operator, facts, data, named, out, index))
+        machine.launch(_kernel(machine, operator, facts, data, named, out, device_index))
     elif not facts.in_place:
         for t in _tensors(out):
-            machine.block_of(t, index)
-    return wrapped(out, met, index)
+            machine.block_of(t, device_index)
+    return wrap(out, originals, device_index)
 
 
-def _index(
+def _device_index_of(
     facts: OverloadFacts,
-    met: dict[int, SimulatedTensor],
+    originals: dict[int, SimulatedTensor],
     named: dict,
-    given: Iterable,
+    arguments: Iterable,
     machine: SimulatedMachine,
 ) -> int:
-    """The device that all tensors are on. Raises RuntimeError as CUDA would where they differ."""
-    found = {t.index for t in met.values()}
-    others = [t for t in _tensors(given) if not isinstance(t, SimulatedTensor)]
+    """Returns the device of all tensors. Raises RuntimeError as CUDA would if they differ."""
+    found = {t.device_index for t in originals.values()}
+    others = [t for t in _tensors(arguments) if not isinstance(t, SimulatedTensor)]
     wrong = [t for t in others if t.dim() > 0 and not facts.name.startswith("index")]
     if len(found) > 1 or (found and wrong):
         places = sorted({f"{TYPE}:{i}" for i in found} | {str(t.device) for t in wrong})
@@ -176,13 +182,13 @@ def _index(
             machine.wait_for_stream(machine.stream_of(), f"{facts.name} by a tensor of the host")
         return found.pop()
     device = named.get("device")
-    # C++ that makes a tensor like another one says 0, whatever the index.
+    # C++ passes device 0 when it makes a tensor like another one, whatever that one's index.
     return device.index if device is not None and device.index else machine.device
 
 
-def _check_sizes(facts: OverloadFacts, met: dict[int, SimulatedTensor]) -> None:
-    """A tensor that an operator gave another size, which a wrapper cannot follow."""
-    for t in met.values():
+def _check_sizes(facts: OverloadFacts, originals: dict[int, SimulatedTensor]) -> None:
+    """Raises NotImplementedError for a resized tensor, which a wrapper cannot follow."""
+    for t in originals.values():
         if t.shape != t.data_.shape:
             raise NotImplementedError(f"{facts.name} resizes a tensor on the {TYPE} device")
 
@@ -202,7 +208,7 @@ def _kernel(
     data: list,
     named: dict,
     out: Any,
-    index: int,
+    device_index: int,
 ) -> Kernel:
     arguments = dict(zip(facts.arguments, data, strict=False)) | named
     part = touched(facts, arguments, out)
@@ -213,41 +219,41 @@ def _kernel(
         for t in _tensors(value):
             if t.numel() == 0 or t.device.type != machine.data:
                 continue
-            use = machine.use(t, index, part.get(name))
+            use = machine.use(t, device_index, part.get(name))
             if name in facts.read:
                 reads.append(use)
             if name in facts.written:
                 writes.append(use)
                 inside.add(id(t))
     results = [t for t in _tensors(out) if id(t) not in inside]
-    writes += [machine.use(t, index) for t in results if t.numel()]
+    writes += [machine.use(t, device_index) for t in results if t.numel()]
     lists = [_tensors(v) for v in arguments.values() if isinstance(v, (list, tuple))]
     count = launches_of(facts, lists)
     call = (operator, data, named, out)
-    return Kernel(facts.name, machine.stream_of(index), reads, writes, call, count)
+    return Kernel(facts.name, machine.stream_of(device_index), reads, writes, call, count)
 
 
-def launch(name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], call: Any = None) -> None:
-    """Tells the machine of a kernel that is no operator of PyTorch's; tensors are simulated."""
+def launch(
+    name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], call: Call | None = None
+) -> None:
+    """Reports a kernel that is no operator of PyTorch's; tensors are simulated ones."""
     machine = this_machine()
-    tensors = [*reads], [*writes]
-    uses = [[machine.use(t.data_, t.index) for t in some] for some in tensors]
-    index = next(t.index for some in tensors for t in some)
-    machine.launch(Kernel(name, machine.stream_of(index), *uses, call))
+    read, written = [simulated(t) for t in inputs], [simulated(t) for t in outputs]
+    reads, writes = (
+        [machine.use(t.data_, t.device_index) for t in tensors] for tensors in (read, written)
+    )
+    stream = machine.stream_of((read or written)[0].device_index)
+    machine.launch(Kernel(name, stream, reads, writes, call))
 
 
 def poison(data: Tensor) -> None:
-    """Fills memory with what nobody should read: it is not there yet."""
+    """Fills memory with values that nobody should read, until a result is there."""
     if data.is_meta:
         return
     if data.is_floating_point():
         data.fill_(torch.nan)
     elif data.dtype != torch.bool:
         data.fill_(torch.iinfo(data.dtype).max - 85)
-
-
-# Operators of the simulated device that are more than a kernel: copies to and from the host, reads
-# of a number, and what the CPU lacks.
 
 
 aten = torch.ops.aten
@@ -258,14 +264,13 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def _copy(operator: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    to_device, from_device = (isinstance(t, SimulatedTensor) for t in (target, source))
-    if to_device and from_device:
+    if not isinstance(target, SimulatedTensor):
+        _to_host(target, simulated(source), non_blocking)
+    elif isinstance(source, SimulatedTensor):
         target.data_.copy_(source.data_)
         launch("copy_", [source], [target])
-    elif to_device:
-        _to_device(target, source, non_blocking)
     else:
-        _to_host(target, source, non_blocking)
+        _to_device(target, source, non_blocking)
     return target
 
 
@@ -273,9 +278,9 @@ def _to_device(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> N
     machine = this_machine()
     target.data_.copy_(source)
     launch("copy to the device", [], [target])
-    stream = machine.stream_of(target.index)
+    stream = machine.stream_of(target.device_index)
     if not (non_blocking and is_pinned(source)):
-        # Without pinned memory the driver waits, which PyTorch's debug mode does not see.
+        # Copies from pageable memory wait in the driver, unseen by PyTorch's debug mode.
         why = "a copy from memory that is not pinned, or that waits"
         machine.wait_for_stream(stream, why, is_detected=not non_blocking)
     elif machine.data == "cpu":
@@ -293,7 +298,7 @@ def _check_unchanged(source: Tensor, before: Tensor) -> None:
 def _to_host(target: Tensor, source: SimulatedTensor, non_blocking: bool) -> None:
     machine = this_machine()
     launch("copy to the host", [source], [])
-    stream = machine.stream_of(source.index)
+    stream = machine.stream_of(source.device_index)
     waits = not (non_blocking and is_pinned(target))
     if machine.data == "meta":
         target.zero_()
@@ -322,15 +327,15 @@ def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool
     if device is None or device.type == TYPE:
         return run(operator, tensor, **kwargs)
     data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
-    # PyTorch, too, gives pinned memory to a copy that does not wait.
+    # As PyTorch: the target of a non-blocking copy is pinned.
     target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
-    _to_host(target, SimulatedTensor(data, tensor.index), non_blocking)
+    _to_host(target, SimulatedTensor(data, tensor.device_index), non_blocking)
     return target
 
 
 def _scalar(operator: Any, tensor: SimulatedTensor) -> Any:
     machine = this_machine()
-    machine.wait_for_stream(machine.stream_of(tensor.index), "item")
+    machine.wait_for_stream(machine.stream_of(tensor.device_index), "item")
     launch("item", [tensor], [])
     if not tensor.data_.is_meta:
         return tensor.data_.item()
@@ -340,11 +345,10 @@ def _scalar(operator: Any, tensor: SimulatedTensor) -> Any:
 def _addmm(
     operator: Any, add: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **kwargs: Any
 ) -> Tensor:
-    """`torch.addmm(..., out_dtype=…)`, which the CPU does not have: products in `out_dtype`."""
-    to = kwargs.pop("out", None)
-    if to is None:
-        to = torch.empty(add.shape, dtype=dtype, device=add.device)
-    data = [t.data_ for t in (add, a, b)]
+    """Runs `torch.addmm(..., out_dtype=…)`, which the CPU lacks, in `out_dtype`."""
+    out = kwargs.pop("out", None)
+    to = simulated(torch.empty(add.shape, dtype=dtype, device=add.device) if out is None else out)
+    data = [simulated(t).data_ for t in (add, a, b)]
     if not to.data_.is_meta:
         product = torch.addmm(*(t.to(dtype) for t in data), **kwargs)
         to.data_.copy_(product)
@@ -355,10 +359,19 @@ def _addmm(
 def _index_add(
     operator: Any, table: SimulatedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Rows that fall on one place are added in an order of the device's own, as atomics do."""
-    if dim == 0 and table.index % 2 and table.is_floating_point() and not table.data_.is_meta:
-        index, source = (SimulatedTensor(t.data_.flip(0), t.index) for t in (index, source))
+    """Adds rows with equal indices in an order of the device's own, as atomics do."""
+    if (
+        dim == 0
+        and table.device_index % 2
+        and table.is_floating_point()
+        and not table.data_.is_meta
+    ):
+        index, source = (_flipped(simulated(t)) for t in (index, source))
     return run(operator, table, dim, index, source, **kwargs)
+
+
+def _flipped(tensor: SimulatedTensor) -> SimulatedTensor:
+    return SimulatedTensor(tensor.data_.flip(0), tensor.device_index)
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -372,32 +385,28 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-# What is known of PyTorch's operators: which launch a kernel, what it reads and writes, at what
-# cost where the sizes of the tensors do not say it.
-
-
-# Operators that make a tensor without filling it, or tell something about one: no kernel.
+# Operators without a kernel: they make a tensor without filling it, or read its metadata.
 _NO_KERNEL = frozenset(
     ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "detach",
      "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "sym_size",
      "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
 )  # fmt: skip
-# Written without being read, though their names end like those that change a tensor.
+# In-place operators that write without reading.
 _OVERWRITING = frozenset(
     ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "_foreach_copy_",
      "_foreach_zero_")
 )  # fmt: skip
-# The host waits for their result, or for its size.
+# Operators whose result, or its size, the host waits for.
 HOST_WAITS = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim",
      "bincount", "is_nonzero")
 )  # fmt: skip
-# Tensors that one launch of PyTorch's multi-tensor kernels takes, by the number of lists.
+# Tensors per launch of PyTorch's multi-tensor kernels, by the number of lists.
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
 class OverloadFacts(NamedTuple):
-    """Of one overload: `written` and `read` are the names of arguments that are tensors."""
+    """Describes an overload; `written` and `read` are names of arguments that are tensors."""
 
     name: str
     launches: bool
@@ -410,7 +419,7 @@ class OverloadFacts(NamedTuple):
 
 @functools.cache
 def facts_of(operator: Any) -> OverloadFacts:
-    """What the schema says, and the names above."""
+    """Reads the facts of an overload from its schema and the sets above."""
     schema = operator._schema
     name = schema.name.partition("::")[2]
     written, read = set(), set()
@@ -430,7 +439,7 @@ def facts_of(operator: Any) -> OverloadFacts:
 
 
 def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> int:
-    """Kernels that a GPU launches for an operator; `tensors`: of its lists of tensors."""
+    """Returns how many kernels a GPU launches for an operator with these lists of tensors."""
     if not (facts.name.startswith("_foreach_") or facts.name.startswith("_fused_adam")):
         return 1
     lists = [t for t in tensors if len(t) > 1 or t]
@@ -438,7 +447,7 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
         return 1
     count = max(len(t) for t in lists)
     a_launch = _BY_LISTS.get(len([t for t in lists if len(t) == count]), 36)
-    # Large tensors are cut into chunks of 64 Ki elements, of which a launch takes 320.
+    # Large tensors are cut into chunks of 64 Ki elements, 320 per launch.
     chunks = sum(-(-t.numel() // 65536) for t in max(lists, key=len))
     launches = max(-(-count // a_launch), -(-chunks // 320))
     return launches + (1 if facts.name == "_foreach_norm" else 0)
@@ -449,9 +458,9 @@ def _bytes(t: Tensor) -> int:
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
-    """Bytes of an argument that are touched, where that is not the whole of the tensor.
+    """Returns the bytes of arguments of which only a part is touched.
 
-    A lookup reads the rows that it is asked for, and an addition into rows those alone.
+    A lookup reads the rows that it returns; an addition into rows touches those alone.
     """
     rule = _TOUCHED.get(facts.name)
     return {} if rule is None else rule(arguments, out)

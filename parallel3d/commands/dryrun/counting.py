@@ -30,8 +30,8 @@ from parallel3d.errors import UserError
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.machine import (
+    FreedMemory,
     Kernel,
-    Left,
     Observer,
     Range,
     SimulatedMachine,
@@ -247,7 +247,7 @@ class OpCounter(Observer):
         in_kernel = self.machine.thread.fused is not None
         self.memory.allocated(block, hold=in_kernel or self._joins(part_of_step))
 
-    def freed(self, block: Left) -> None:
+    def freed(self, block: FreedMemory) -> None:
         self.memory.freed(block)
 
     def _joins(self, part: Any) -> bool:
@@ -386,7 +386,7 @@ class AllocationCounter:
         self.live[kind] += block.nbytes
         self._compare()
 
-    def freed(self, left: Left) -> None:
+    def freed(self, left: FreedMemory) -> None:
         key = id(left.memory)
         if key not in self.known:  # of a trainer before this one
             return
@@ -410,7 +410,7 @@ class AllocationCounter:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
                 continue
-            block = self.machine.block_of(local.data_, local.index)  # type: ignore[attr-defined]
+            block = self.machine.block_of(local.data_, local.device_index)  # type: ignore[attr-defined]
             if block.label in keep:
                 continue
             self.live[block.label or "buffers"] -= block.nbytes
